@@ -34,8 +34,9 @@ install: $(INSTALLED)  ## fill .venv from the locks
 demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes on the way; leaves its home in demo/
 	@$(BIN)/millstream demo
 
-# Capture meets the oldest server that it knows first; the whole suite, and its summary, come last. Files of tests go to
-# JOBS processes, each with a PostgreSQL and a Spark of its own (2 GiB a process, about).
+# Capture meets the oldest server that it knows first, in those of its tests that run on whichever server is chosen (its others
+# start servers of fixed versions, or none); the whole suite, and its summary, come last. Files of tests go to JOBS processes,
+# each with a PostgreSQL and a Spark of its own (2 GiB a process, about).
 JOBS := 2
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -49,6 +50,10 @@ _ELSE: Final = (
 _READ_AT_START: Final = "PYTHON", "NUMBA_", "LD_", "LC_"
 """Variables that the interpreter, or what it imports, reads when it begins."""
 
+MILLSTREAM: Final = "millstream.cli.main:main"
+SCRIPT: Final = "tests.commands:script"
+"""For a program's text, as of `python -c`, and its arguments."""
+
 
 class Command:
     """`millstream WORD…`, as `subprocess.Popen` would have it: as much of that as tests use.
@@ -63,6 +68,7 @@ class Command:
         is_taken_down: its interpreter ends as that of `python -m millstream.cli` does, module by module. That takes longer than most commands do,
             so that those which are run to their end leave it out: their threads, what they have registered and their output have ended then too.
         begins: what takes the words, and never returns or ends well: another function than that of the commands, as `module:function`.
+        network: the file of a network namespace in which it is to run; empty: this process's.
 
     Concurrency: as of `Popen`: any thread may ask whether it runs, or end it.
     """
@@ -77,7 +83,8 @@ class Command:
         text: bool = False,
         env: Mapping[str, str] | None = None,
         is_taken_down: bool = True,
-        begins: str = "millstream.cli.main:main",
+        begins: str = MILLSTREAM,
+        network: str = "",
     ) -> None:
         self.args: Final = [*words]
         self.stdin: IO[Any] | None = None
@@ -109,7 +116,7 @@ class Command:
                 taken.append(its)
             self._told, tells = os.pipe()
             ends.callback(os.close, tells)
-            _source().ask(_Asked(self.args, environ, str(Path.cwd()), begins, is_taken_down), [*taken, tells])
+            _source().ask(_Asked(self.args, environ, str(Path.cwd()), begins, network, is_taken_down), [*taken, tells])
         pid = self._hear(_BEGINS_WITHIN_S)
         assert pid, f"{self.args} didn't begin within {_BEGINS_WITHIN_S} s"
         self.pid: Final = pid
@@ -203,12 +210,18 @@ class Command:
 
 
 def run_command(
-    words: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout: float = 600.0
+    words: Sequence[str],
+    *,
+    stdin: str = "",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600.0,
+    begins: str = MILLSTREAM,
+    network: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """A command to its end, with what it has said; it is killed where it takes longer. Raises `subprocess.TimeoutExpired`."""
     command = Command(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-        is_taken_down=False,
+        is_taken_down=False, begins=begins, network=network,
     )  # fmt: skip
     try:
         output, errors = command.communicate(stdin, timeout=timeout)
@@ -257,6 +270,7 @@ class _Asked:
     environ: dict[str, str]
     folder: str
     begins: str
+    network: str
     is_taken_down: bool
 
 
@@ -309,6 +323,8 @@ def _run(asked: _Asked) -> NoReturn:
     """Have its environment, and what was read of another one before; then run."""
     from millstream import failpoints
 
+    if asked.network:
+        _enter(asked.network)
     os.chdir(asked.folder)
     os.environ.clear()
     os.environ.update(asked.environ)
@@ -328,6 +344,13 @@ def _run(asked: _Asked) -> NoReturn:
         os._exit(ended.code if isinstance(ended.code, int) else 1)
 
 
+def _enter(network: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(network).open("rb") as namespace:
+        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET; os.setns comes with Python 3.12
+            raise OSError(ctypes.get_errno(), "can't enter the network", network)
+
+
 def _import_all() -> None:
     import millstream
 
@@ -338,6 +361,13 @@ def _import_all() -> None:
             importlib.import_module(name)
     for name in _ELSE:
         importlib.import_module(name)
+
+
+def script(words: list[str]) -> None:
+    """Run a program's text, with arguments."""
+    text, *arguments = words
+    sys.argv = ["-c", *arguments]
+    exec(compile(text, "<script>", "exec"), {"__name__": "__main__"})
 
 
 def main(descriptor: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.commands import run_command
@@ -35,20 +34,10 @@ def make_home(folder: Path, text: str) -> Path:
 
 
 def run(
-    home: Path, *words: str, stdin: str = "", within: Sequence[str] = (), **environ: str
+    home: Path, *words: str, stdin: str = "", network: str = "", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    words = "--home", str(home), *words
     environ = {**os.environ, "HOME": "/nonexistent", **environ}
-    if not within:
-        return run_command(words, stdin=stdin, env=environ)
-    return subprocess.run(
-        [*within, sys.executable, "-m", "millstream.cli", *words],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environ,
-        input=stdin,
-    )
+    return run_command(["--home", str(home), *words], stdin=stdin, env=environ, network=network)
 
 
 def done(home: Path, *words: str, **environ: str) -> str:

@@ -10,11 +10,10 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from tests.app.homes import make_home, run, wait_for
 from tests.commands import Command
@@ -29,7 +28,6 @@ from millstream.testing._ports import free_port
 from millstream.wal.reader import StreamReader
 
 STREAM: Final = "shop"
-Process: TypeAlias = subprocess.Popen[bytes] | Command
 
 
 class Node:
@@ -46,7 +44,7 @@ class Node:
         stream: str = "",
         others: dict[str, int] | None = None,
         http: int = 0,
-        within: Sequence[str] = (),
+        network: str = "",
     ) -> None:
         """Make its home.
 
@@ -59,7 +57,7 @@ class Node:
             stream: what else the stream has.
             others: where it reaches other nodes, if not there.
             http: its port for HTTP; 0: any.
-            within: what stands in front of each of its commands, to run it somewhere else than here.
+            network: the file of the network namespace in which its processes are to run; empty: this one's.
         """
         self.name: Final = name
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in (ports | (others or {})).items())
@@ -70,21 +68,16 @@ class Node:
             f'[http]\nlisten = "127.0.0.1:{http}"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )
-        self._within: Final = within
-        self._processes: dict[str, Process] = {}
+        self._network: Final = network
+        self._processes: dict[str, Command] = {}
 
-    def start(self, part: str, *words: str) -> Process:
+    def start(self, part: str, *words: str) -> Command:
         """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline; more words go to the command."""
         command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
             words = "--home", str(self.home), *command, *words
             environ = {**os.environ, "HOME": "/nonexistent"}
-            process: Process
-            if self._within:
-                begins = [*self._within, sys.executable, "-m", "millstream.cli", *words]
-                process = subprocess.Popen(begins, stdout=output, stderr=output, env=environ)
-            else:
-                process = Command(words, stdout=output, stderr=output, env=environ)
+            process = Command(words, stdout=output, stderr=output, env=environ, network=self._network)
         self._processes[part] = process
         return process
 
@@ -130,7 +123,7 @@ class Node:
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command, to its end."""
-        return run(self.home, *words, within=self._within)
+        return run(self.home, *words, network=self._network)
 
     def answer(self, *words: str) -> Any:
         """What a command prints with `--json`; it has to succeed."""

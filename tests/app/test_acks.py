@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,8 +19,11 @@ from tests.serving.servers import served
 
 import millstream
 from millstream.app.home import Home
+from millstream.app.locks import RoleLock, holder, writer_role
+from millstream.app.opened import OpenHome
 from millstream.errors import ConfigError, LevelUnknown, ReplicasMissing, UsageError
-from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.ids import Epoch, GroupNumber, ShardId
+from millstream.model.operations import Appended
 from millstream.model.positions import Seq
 from millstream.model.replication import Holding
 from millstream.spark.sink import SinkOptions
@@ -126,6 +129,37 @@ def test_a_stream_that_asks_for_a_follower_shows_and_acknowledges_what_one_has(t
         # Who claims more than the log has isn't believed by a writer that begins, before it says something else.
         opened.append("web", "clicks", {"n": 3}, deadline_s=30)
         assert opened.session_facts("web", "s").mark == 2
+
+
+def test_who_waits_for_a_follower_goes_on_waiting_while_another_process_takes_the_stream_over(tmp_path: Path) -> None:
+    """It heard that others are missing as soon as the writer let go of the log, a minute in front of its deadline."""
+    home = make_home(tmp_path / "web", REQUIRED)
+    run_folder = Home.find(home).run_folder
+    with (
+        millstream.open(home) as first,
+        millstream.open(home) as through,
+        millstream.open(home) as second,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def append(opened: OpenHome, n: int) -> Future[Appended]:
+            waits = pool.submit(opened.append, "web", "clicks", {"n": n}, deadline_s=100)
+            wait_for((home / "data/wal/web/00000/durable.mark").exists)
+            log = StreamReader(str(home / "data/wal/web"), durable=True)
+            wait_for(lambda: log.durable_offset(ShardId(0)) == n + 1)
+            return waits
+
+        waiting = [append(first, 0)]
+        follower = Follower(home)
+        follower.hold(0)
+        waiting.append(append(through, 1))  # by the first one's socket
+        with RoleLock.take(run_folder, "owner", writer=None):
+            wait_for(lambda: not holder(run_folder, writer_role(None)))
+        waiting.append(append(second, 2))
+        assert not any(one.done() for one in waiting)
+        follower.hold()
+        assert [one.result(60).row_count for one in waiting] == [1, 1, 1]
+        assert numbers(home) == [0, 1, 2]
 
 
 def test_requests_commands_and_transfers_name_their_level(tmp_path: Path) -> None:

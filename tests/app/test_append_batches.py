@@ -39,6 +39,13 @@ def home(tmp_path: Path) -> Path:
     return make_home(tmp_path / "web", WEB)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Append]]:
+    """Ways to append to a home that has what others have left."""
+    with every_way(make_home(tmp_path_factory.mktemp("shared") / "web", WEB)) as ways:
+        yield ways
+
+
 @contextmanager
 def every_way(home: Path) -> Iterator[dict[str, Append]]:
     """Appending in this process, through its socket, and both by tasks."""
@@ -152,11 +159,17 @@ def every_way_strict(home: Path) -> Iterator[Append]:
         ),
     ],
 )  # fmt: skip
-def test_a_batch_that_is_none_is_refused_whole(home: Path, batch: AppendBatch, error: type[MillstreamError]) -> None:
+def test_a_batch_that_is_none_is_refused_whole(
+    shared: dict[str, Append], batch: AppendBatch, error: type[MillstreamError]
+) -> None:
+    for append in shared.values():
+        with pytest.raises(error):
+            append(batch)
+    assert isinstance(shared["socket"](batch_of("users", [1], [1]))[0], Appended), "the next one is taken"
+
+
+def test_the_largest_batch_is_taken(home: Path) -> None:
     with every_way(home) as ways:
-        for append in ways.values():
-            with pytest.raises(error):
-                append(batch)
         largest = WriteId(key="k" * WRITE_ID_BYTES_MAX)
         assert isinstance(ways["here"](AppendBatch("t", pa.table({"x": [1]}), [1], [largest]))[0], Appended)
         many = AppendBatch("t", pa.table({"x": [1] * REQUESTS_MAX}), [1] * REQUESTS_MAX, [None] * REQUESTS_MAX)

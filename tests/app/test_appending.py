@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
-from tests.commands import Command
+from tests.commands import SCRIPT, Command
 
 import millstream
 from millstream.app.home import Home
@@ -163,13 +163,14 @@ with millstream.open(home) as opened:
 """
 
 
-def appenders(home: Path, *names: str, count: int, **environ: str) -> list[subprocess.Popen[str]]:
+def appenders(home: Path, *names: str, count: int, **environ: str) -> list[Command]:
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", APPEND, str(home), name, str(count)],
+        Command(
+            [APPEND, str(home), name, str(count)],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **environ},
+            begins=SCRIPT,
         )
         for name in names
     ]
@@ -249,7 +250,7 @@ def test_what_was_acknowledged_is_there_when_who_writes_is_killed(home: Path, nu
     others = []
     told: dict[str, list[list[str]]] = {"one": [], "two": [], "three": []}
 
-    def listen(name: str, other: subprocess.Popen[str]) -> None:
+    def listen(name: str, other: Command) -> None:
         assert other.stdout is not None
         told[name].extend(line.split() for line in other.stdout)
 

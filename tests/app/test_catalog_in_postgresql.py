@@ -23,7 +23,7 @@ from millstream.model.access import EVERYTHING
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 
-IDLE_S = 12
+IDLE_S = 4
 """Longer than the interval of the heartbeat, which capture writes whatever happens."""
 
 SECRET = "p@ss:w/ord"
@@ -80,7 +80,7 @@ def test_an_idle_home_writes_next_to_nothing_into_the_database_that_it_captures(
     tmp_path: Path, source: Database
 ) -> None:
     """What capture writes into its catalog comes by it again as WAL: that must not go round for ever."""
-    home = make_home(tmp_path / "shop", config(source.dsn, source.dsn))
+    home = make_home(tmp_path / "shop", config(source.dsn, source.dsn) + 'heartbeat_interval = "2s"\n')
     with _capturing(home), source.connect() as connection:
         wait_for(lambda: _states(connection) == ["streaming"])
         time.sleep(1)

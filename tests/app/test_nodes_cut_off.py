@@ -70,7 +70,7 @@ def nodes_on(wires: Wires, folder: Path, names: str) -> Iterator[list[Node]]:
     for name in names:
         listens = wires.listens(name)
         certificate, key = authority.issue(name, [listens.partition(":")[0]])
-        node = Node(folder / name, name, dict.fromkeys(names, 0), within=wires.within(name))
+        node = Node(folder / name, name, dict.fromkeys(names, 0), network=wires.network(name))
         there = "\n".join(f'{other} = "grpc+tls://{wires.address(other, name)}"' for other in names)
         text = (
             f'[streams.{STREAM}]\nacks = "durable(1)"\n[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'

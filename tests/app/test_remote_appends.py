@@ -27,6 +27,7 @@ from millstream.errors import (
     MillstreamError,
     Overloaded,
     ReadOnly,
+    ReplicasMissing,
     ServerUnreachable,
     Unauthenticated,
     UsageError,
@@ -182,6 +183,9 @@ CUT = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"
         ([refusing("read_only", "503 Service Unavailable")], ReadOnly),
         ([refusing("fenced", "503 Service Unavailable")], Fenced),
         ([CUT, refusing("read_only", "503 Service Unavailable")], AppendOutcomeUnknown),
+        ([refusing("replicas_missing", "503 Service Unavailable")], ReplicasMissing),
+        # It is durable there, whatever has become of that node since.
+        ([refusing("replicas_missing", "503 Busy"), refusing("fenced", "503 Service Unavailable")], ReplicasMissing),
         ([http(b"oops", more="content-encoding: gzip\r\n")], AppendOutcomeUnknown),
         ([http(b"oops", status="502 Bad Gateway", kind="text/plain")], AppendOutcomeUnknown),
     ],

@@ -273,7 +273,9 @@ def test_an_answer_in_parts_of_any_size_is_the_same() -> None:
 
 def test_readers_that_go_away_are_let_go_and_too_many_are_told(home: Path) -> None:
     with millstream.open(home) as opened:
-        for _ in range(20):
+        for _ in range(
+            4
+        ):  # 40 MB: more than what lies between the two ends, so that who doesn't read holds its reader up
             opened.append("web", "big", [{"x": "." * 1000, "n": n} for n in range(10_000)])
     with serving(home) as url, millstream.connect(url, timeout_s=30.0) as there:
         half_read: list[socket.socket] = []
@@ -288,7 +290,7 @@ def test_readers_that_go_away_are_let_go_and_too_many_are_told(home: Path) -> No
             refused += status.endswith(b"429")
         for connection in half_read:
             connection.close()
-        wait_for(lambda: sum(batch.num_rows for batch in there.read("web", table="big")) == 200_000)
+        wait_for(lambda: sum(batch.num_rows for batch in there.read("web", table="big")) == 40_000)
 
 
 CLIENT_ONLY = """

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import done, make_home, run, wait_for
-from tests.commands import Command
+from tests.commands import SCRIPT, Command, run_command
 
 import millstream
 from millstream.app.home import Home
@@ -312,10 +311,9 @@ def test_a_crash_amid_a_change_leaves_one_ring_in_force_and_every_row_where_it_s
         "opened._home_appender().reshard('web', 6)\n"
         "load()\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(home)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "MILLSTREAM_FAILPOINTS": point},
-    )  # fmt: skip
+    ended = run_command(
+        [script, str(home)], timeout=300, env={**os.environ, "MILLSTREAM_FAILPOINTS": point}, begins=SCRIPT
+    )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     acknowledged = max([100, *map(int, ended.stdout.split())])
     with Home(home).open_catalog() as catalog:

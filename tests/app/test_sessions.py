@@ -23,9 +23,11 @@ from millstream.app.calls import Attempts, Numbers
 from millstream.errors import (
     AppendOutcomeUnknown,
     BufferOutcomeUnknown,
+    Fenced,
     InvalidValue,
     Overloaded,
     PartialWrite,
+    ReplicasMissing,
     SessionAhead,
     SessionExpired,
     UsageError,
@@ -251,6 +253,22 @@ def test_numbers_of_many_threads_have_no_holes_and_none_twice() -> None:
     assert sorted({*used, *range(numbers.next, numbers.next)}) == sorted(used)
     assert max(used) - len(used) <= 4
     assert Attempts(5.0).left_s > 4.0
+
+
+def test_a_write_that_is_durable_somewhere_keeps_its_number_whatever_is_said_of_it_later() -> None:
+    """It was sent again to a node that led no more by then, whose refusal gave the number to the next write."""
+    numbers, attempts = Numbers("s", 1), Attempts(60.0)
+
+    def write() -> None:
+        with numbers.one(None) as number:
+            for said in (ReplicasMissing("nobody has it"), Fenced("another node leads")):
+                attempts.nap_after(said, number)
+
+    with pytest.raises(ReplicasMissing) as told:
+        write()
+    assert told.value.details["number"] == 1
+    assert isinstance(told.value.__cause__, Fenced)
+    assert numbers.next == 2
 
 
 @pytest.mark.parametrize("point", ["wal.before_fsync:9", "wal.after_fsync:9", "wal.before_session_copy:2", ""])

@@ -84,6 +84,26 @@ def test_status_needs_no_running_process(home: Home) -> None:
     json.dumps(status)
 
 
+def test_a_node_tells_what_its_own_lake_has_and_not_what_the_leader_before_had_landed(home: Home) -> None:
+    """For the seconds until its own pipeline had begun, it told the position that had come with the old leader's catalog."""
+    config = f'{CONFIG}[replication]\nnode = "b"\nnodes = {{ a = "grpc://127.0.0.1:1", b = "grpc://127.0.0.1:2" }}\n'
+    with home.open_catalog() as catalog:
+        catalog.set_landed(catalog.stream("shop").id, "lake", Seq(3))
+    (home.path / "millstream.toml").write_text(config)
+    (stream,) = collect_status(Home(home.path))["streams"]
+    assert stream["tokens"]["landed"].endswith(".s0")
+    assert stream["lag"]["lake"]["records"] == 3
+    lake = '[streams.shop.lake]\nformat = "postgres"\nlocation = "postgresql://nobody@127.0.0.1:1/lake"\n'
+    (home.path / "millstream.toml").write_text(config + lake)
+    found = collect_status(Home(home.path))
+    assert any(problem.startswith("lake of shop") for problem in found["problems"])
+    assert found["streams"][0]["tokens"]["landed"] is found["streams"][0]["lag"]["lake"]["records"] is None
+    assert b"millstream_landed_seq{" not in prometheus_text(lambda: found)
+    shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+    assert "landed" not in shown
+    assert "log → lake: unknown while nothing runs" in shown
+
+
 def test_what_cannot_be_read_is_a_problem_and_the_rest_is_shown(home: Home) -> None:
     (home.path / "millstream.toml").write_text("[streams")
     mark = home.wal_folder("shop") / "00000" / "durable.mark"

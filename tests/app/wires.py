@@ -36,8 +36,8 @@ class Wires(Protocol):
     def address(self, of: str, at: str) -> str:
         """Where a node is reached at another one."""
 
-    def within(self, node: str) -> Sequence[str]:
-        """What stands in front of a command that is to run where the node is."""
+    def network(self, node: str) -> str:
+        """The file of the namespace in which its processes are to run; empty: this one's."""
 
     def lose(self, sender: str, receiver: str) -> None:
         """What one says to the other is lost; what comes back isn't."""
@@ -82,8 +82,8 @@ class NamespaceWires:
         del at
         return self.listens(of)
 
-    def within(self, node: str) -> Sequence[str]:
-        return _within(self._nodes[node])
+    def network(self, node: str) -> str:
+        return _network(self._nodes[node])
 
     def lose(self, sender: str, receiver: str) -> None:
         # The sender alone takes the other one's card for another one.
@@ -145,9 +145,9 @@ class ProxyWires:
     def address(self, of: str, at: str) -> str:
         return self.listens(of) if of == at else f"127.0.0.1:{self._links[at, of].port}"
 
-    def within(self, node: str) -> Sequence[str]:
+    def network(self, node: str) -> str:
         del node
-        return ()
+        return ""
 
     def lose(self, sender: str, receiver: str) -> None:
         self._links[sender, receiver].silence(frozenset({Way.TO}))
@@ -185,9 +185,11 @@ def _why_no_namespaces() -> str:
     return ""
 
 
-def _within(pid: int) -> list[str]:
-    return ["nsenter", f"--net=/proc/{pid}/ns/net"]
+def _network(pid: int) -> str:
+    return f"/proc/{pid}/ns/net"
 
 
 def _ip(pid: int, words: str) -> None:
-    subprocess.run([*_within(pid), "ip", *words.split()], check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        ["nsenter", f"--net={_network(pid)}", "ip", *words.split()], check=True, capture_output=True, timeout=60
+    )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
+from tests.capture.beside import until_done
 from tests.capture.capture_stage import MemoryLog, Stage
 from tests.capture.serial_history import operations
 
@@ -110,25 +111,14 @@ class BagHistory:
     @contextmanager
     def going_on(self, stage: Stage) -> Iterator[None]:
         """Steps one after the other on a thread, until the block ends."""
-        stop = threading.Event()
-        failures: list[BaseException] = []
 
-        def work() -> None:
-            try:
-                with stage.connect() as connection:
-                    while not stop.wait(self.pause_s):
-                        self.step(connection)
-            except BaseException as error:  # noqa: BLE001 - the test looks at it
-                failures.append(error)
+        def work(stop: threading.Event) -> None:
+            with stage.connect() as connection:
+                while not stop.wait(self.pause_s):
+                    self.step(connection)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
+        with until_done(work):
             yield
-        finally:
-            stop.set()
-            thread.join()
-        assert not failures, failures
 
     def check(self, log: MemoryLog) -> int:
         """Every prefix of the log, operation by operation. Gives how often the table was copied."""

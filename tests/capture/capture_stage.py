@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from tests.capture.beside import Beside, activity, joined, stacks
 
 from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
 from millstream.catalog import Catalog, TableRow, TableState
@@ -19,19 +21,16 @@ from millstream.errors import OutOfOrder, UnknownTable
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import render_value, storage_values
-from millstream.model.positions import Lsn, Seq, SeqRange
+from millstream.model.positions import Lsn, Seq, SeqRange, format_lsn
 from millstream.model.schema import TableKind
 from millstream.wal.writing.submissions import follow
 
-DEADLINE_S = 60
-
-
-def wait_until(true: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Return once it's true."""
-    end = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.01)
+CATCH_UP_S = 180
+"""Longer than capture itself goes on without a connection, or with a disk that is full."""
+BEHIND_BYTES = 64 << 10
+BREATH_S = 0.2
+STATEMENT_S = 120
+"""How long a statement of a test may take."""
 
 
 class MemoryLog:
@@ -51,18 +50,21 @@ class MemoryLog:
         self._queue: list[tuple[WriteOps | SpilledOp, Future[Ack]]] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._main, daemon=True)
-        self._thread.start()
+        self._failure: BaseException | None = None
+        self._thread = Beside(self._main)
 
     def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:  # noqa: ARG002
         answer: Future[Ack] = Future()
         with self._changed:
-            self._queue.append((ops, answer))
-            self._changed.notify()
+            if self._closed:
+                answer.set_exception(self._failure or AssertionError("the log is closed"))
+            else:
+                self._queue.append((ops, answer))
+                self._changed.notify()
         return answer
 
-    def waiting(self) -> int:
-        """How many operations wait behind the one that is being written."""
+    def held(self) -> int:
+        """How many operations it was given and hasn't answered; the first of them is being written, or stands at the gate."""
         return len(self._queue)
 
     def reached(self) -> dict[SourceId, Lsn]:
@@ -75,10 +77,12 @@ class MemoryLog:
         return not self._queue
 
     def close(self) -> None:
+        """End the thread, wherever it waits. What it raised is raised."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self.gate.set()
+        self._thread.ended()
 
     def _main(self) -> None:
         while True:
@@ -87,25 +91,44 @@ class MemoryLog:
                     self._changed.wait()
                 if self._closed:
                     return
-                ops, answer = self._queue.pop(0)
+                ops, answer = self._queue[0]
             self.gate.wait()
             if self.delay_s:
                 time.sleep(self.delay_s)
             if self.fail_with is not None:
                 self.failures += 1
                 failure, self.fail_with = self.fail_with, None if self.fails_once else self.fail_with
+                self._queue.pop(0)
                 answer.set_exception(failure)
                 continue
-            if not all(follow([ops], self._reached)):
+            try:
+                written = self._write(ops)
+            except BaseException as error:
+                # Who waits for it has to hear of it, and so has everybody behind it.
+                with self._changed:
+                    self._closed, self._failure = True, error
+                    unanswered = [one for _, one in self._queue]
+                    self._queue.clear()
+                for one in unanswered:
+                    one.set_exception(error)
+                raise
+            self._queue.pop(0)
+            if written:
+                answer.set_result(Ack({}, SeqRange(Seq(1), ops.row_count)))
+            else:
                 answer.set_exception(OutOfOrder("what it follows failed"))
-                continue
-            if isinstance(ops, SpilledOp):
-                # Read it now: its file goes once it is durable.
-                pieces = list(ops.chunks())
-                ops = replace(ops, chunks=lambda pieces=pieces: iter(pieces))
-            self.entries.append(ops)
-            self._reached.update({s: max(lsn, self._reached.get(s, Lsn(0))) for s, lsn in ops.reached.items()})
-            answer.set_result(Ack({}, SeqRange(Seq(1), ops.row_count)))
+
+    def _write(self, ops: WriteOps | SpilledOp) -> bool:
+        """Take an operation in, unless what it follows isn't there."""
+        if not all(follow([ops], self._reached)):
+            return False
+        if isinstance(ops, SpilledOp):
+            # Read it now: its file goes once it is durable.
+            pieces = list(ops.chunks())
+            ops = replace(ops, chunks=lambda: iter(pieces))
+        self.entries.append(ops)
+        self._reached.update({s: max(lsn, self._reached.get(s, Lsn(0))) for s, lsn in ops.reached.items()})
+        return True
 
     # --- replay
 
@@ -188,21 +211,51 @@ class Stage:
     log: MemoryLog = field(default_factory=MemoryLog)
     running: list[Running] = field(default_factory=list)
 
-    def connect(self, **more: Any) -> psycopg.Connection[Any]:
-        return psycopg.connect(self.dsn, **{"autocommit": True} | more)
+    def connect(self, *, options: str = "", **more: Any) -> psycopg.Connection[Any]:
+        """A connection whose statements end, in an error at worst."""
+        options += f" -c statement_timeout={STATEMENT_S}s"
+        return psycopg.connect(self.dsn, options=options, **{"autocommit": True, "connect_timeout": 30} | more)
 
     def sql(self, *statements: str) -> None:
         with self.connect() as connection:
             for statement in statements:
                 connection.execute(statement)
 
+    def breathe(self, connection: psycopg.Connection[Any], stop: threading.Event) -> None:
+        """For who writes all the time: a moment's pause while the log is far behind.
+
+        On a machine with much else to do it would fall behind for ever, and a chunk enters when the stream has come to where it was read.
+        """
+        end = time.monotonic() + BREATH_S
+        behind = "SELECT pg_current_wal_insert_lsn() - %s::pg_lsn > %s"
+        while reached := max(self.log.reached().values(), default=None):
+            row = connection.execute(behind, [format_lsn(reached), BEHIND_BYTES]).fetchone()
+            if row == (False,) or time.monotonic() > end or stop.wait(0.005):
+                return
+
     def catch_up(self, **more: Any) -> CaptureOutcome:
-        return run_capture(self.config, self.catalog, self.log, stop=threading.Event(), until_caught_up=True, **more)
+        """Capture until all that the source has is in the log. It has to end: a failure tells what it waits for."""
+        running = Running(self, {"until_caught_up": True} | more)
+        running.wait(CATCH_UP_S)
+        if not running.ended:
+            found = f"capture hasn't caught up after {CATCH_UP_S} s\n{stacks()}\n{activity(self.dsn)}"
+            self.running.append(running)
+            running.ask_to_end()
+            raise AssertionError(found)
+        return running.stop()
 
     def start(self, **more: Any) -> Running:
         made = Running(self, more)
         self.running.append(made)
         return made
+
+    def end(self) -> None:
+        """Have every capture that was started stop, at an open gate."""
+        self.log.gate.set()
+        for running in self.running:
+            running.ask_to_end()
+        for running in self.running:
+            running.end()
 
     def table(self, name: str) -> TableRow:
         stream = self.catalog.stream("shop").id
@@ -250,27 +303,38 @@ class Running:
         self._more = more
         self._stop = threading.Event()
         self.outcome: CaptureOutcome | None = None
-        self.error: BaseException | None = None
         self._stage = stage
-        self._thread = threading.Thread(target=self._main, daemon=True)
-        self._thread.start()
+        self._thread = Beside(self._main)
 
     def _main(self) -> None:
         stage = self._stage
-        try:
-            self.outcome = run_capture(stage.config, stage.catalog, stage.log, stop=self._stop, **self._more)
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.error = error
+        self.outcome = run_capture(stage.config, stage.catalog, stage.log, stop=self._stop, **self._more)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it ended with."""
+        return self._thread.error
 
     @property
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
+    def wait(self, deadline_s: float) -> None:
+        """Return when it has ended, or the time is over."""
+        self._thread.join(deadline_s)
+
+    def ask_to_end(self) -> None:
+        """It is to stop."""
+        self._stop.set()
+
     def end(self) -> None:
         """Ask it to stop; return when it has."""
-        self._stop.set()
-        self._thread.join(DEADLINE_S)
-        assert self.ended
+        self.ask_to_end()
+        try:
+            joined(self._thread, "a capture that was asked to stop")
+        except AssertionError as error:
+            error.add_note(activity(self._stage.dsn))
+            raise
 
     def stop(self) -> CaptureOutcome:
         self.end()
@@ -300,8 +364,8 @@ def staged(dsn: str, folder: Path, slot: str) -> Iterator[Stage]:
     catalog = Catalog(folder / "catalog.db")
     catalog.resolve_stream("shop")
     made = Stage(dsn, folder, catalog, make_config(dsn, folder, slot))
-    yield made
-    for running in made.running:
-        running.end()
-    made.log.close()
-    catalog.close()
+    with contextlib.ExitStack() as stack:
+        stack.callback(catalog.close)
+        stack.callback(made.log.close)
+        stack.callback(made.end)
+        yield made

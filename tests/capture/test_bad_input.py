@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
 import psycopg
 import pytest
-from tests.capture.capture_stage import Stage, make_config, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage, make_config
 
-from millstream.capture import CaptureConfig, check_source, doctor_sql, drop_slot, run_capture
+from millstream.capture import CaptureConfig, check_source, doctor_sql, drop_slot
 from millstream.capture import connection as connections
 from millstream.catalog import TableState
 from millstream.errors import (
@@ -54,7 +54,7 @@ def poor_server() -> Iterator[EmbeddedPostgres]:
 
 def failing(config: CaptureConfig, stage: Stage) -> MillstreamError:
     with pytest.raises(MillstreamError) as found:
-        run_capture(config, stage.catalog, stage.log, stop=threading.Event(), until_caught_up=True)
+        replace(stage, config=config).catch_up()
     assert found.value.hint
     assert "secret" not in str(found.value)
     return found.value
@@ -146,7 +146,7 @@ def test_publications_that_may_not_be_made_come_with_the_sql_that_makes_them(sta
     assert error.details["sql"] in script
     with stage.connect() as connection:
         connection.execute(script.replace("ALTER SYSTEM", "--").encode())
-    outcome = run_capture(config, stage.catalog, stage.log, stop=threading.Event(), until_caught_up=True)
+    outcome = replace(stage, config=config).catch_up()
     assert outcome.caught_up
     assert stage.log.replay()["public.orders"] == {("1",): {"id": "1", "item": "x"}}
 

@@ -19,7 +19,9 @@ from typing import Any
 import psycopg
 import pytest
 from structlog.testing import capture_logs
-from tests.capture.capture_stage import MemoryLog, Stage, make_config, wait_until
+from tests.capture import catching_up_process
+from tests.capture.beside import Beside, until_done, wait_until
+from tests.capture.capture_stage import CATCH_UP_S, MemoryLog, Stage, make_config
 from tests.capture.test_streaming import ORDERS, stream_positions
 
 from millstream.capture import CaptureProgress
@@ -149,9 +151,8 @@ def test_it_goes_over_to_the_stream_while_writes_go_on(stage: Stage) -> None:
     stage.catch_up()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(50)))
     in_chunks(stage, catch_up_bytes=200_000)
-    stop = threading.Event()
 
-    def write() -> None:
+    def write(stop: threading.Event) -> None:
         with stage.connect() as connection:
             for number in itertools.count(10_000):
                 connection.execute(orders(number, number))
@@ -159,15 +160,12 @@ def test_it_goes_over_to_the_stream_while_writes_go_on(stage: Stage) -> None:
                 if stop.wait(0.001):
                     return
 
-    writer = threading.Thread(target=write)
     with capture_logs() as said:
-        writer.start()
-        running = stage.start()
-        wait_until(lambda: modes(said)[:2] == ["catching up", "streaming"], "it goes over")
-        behind = len(stage.log.entries)
-        wait_until(lambda: len(stage.log.entries) > behind + 20, "what is written meanwhile comes")
-        stop.set()
-        writer.join()
+        with until_done(write):
+            running = stage.start()
+            wait_until(lambda: modes(said)[:2] == ["catching up", "streaming"], "it goes over")
+            behind = len(stage.log.entries)
+            wait_until(lambda: len(stage.log.entries) > behind + 20, "what is written meanwhile comes")
         running.stop()
     stage.catch_up()
     whole_once(stage, "orders")
@@ -209,7 +207,7 @@ def test_the_slot_is_advanced_to_what_is_durable_and_no_further(stage: Stage, mo
     stage.log.gate.clear()
     with capture_logs() as said:
         running = stage.start()
-        wait_until(lambda: chunks_read(said) >= 5 and stage.log.waiting(), "it reads on")
+        wait_until(lambda: chunks_read(said) >= 5 and stage.log.held(), "it reads on")
         said_before = len(wanted)
         wait_until(lambda: len(wanted) > said_before + 5, "it says what is durable, several times")
         assert stage.slot_confirmed() == begin
@@ -287,9 +285,8 @@ def test_tables_are_copied_beside_it(stage: Stage) -> None:
         "CREATE TABLE more (id int PRIMARY KEY, n int)", "INSERT INTO more SELECT i, 0 FROM generate_series(1, 2000) i"
     )
     in_chunks(stage, catch_up_bytes=100_000, catch_up_changes=2000, catch_up_chunk_bytes=1 << 20)
-    stop = threading.Event()
 
-    def write() -> None:
+    def write(stop: threading.Event) -> None:
         with stage.connect() as connection:
             for number in itertools.count(1):
                 connection.execute(f"UPDATE more SET n = {number} WHERE id % 50 = {number % 50}")
@@ -297,13 +294,10 @@ def test_tables_are_copied_beside_it(stage: Stage) -> None:
                 if stop.wait(0.005):
                     return
 
-    writer = threading.Thread(target=write)
     with capture_logs() as said:
-        writer.start()
-        running = stage.start()
-        wait_until(lambda: stage.state("public.more") is TableState.STREAMING, "it is copied")
-        stop.set()
-        writer.join()
+        with until_done(write):
+            running = stage.start()
+            wait_until(lambda: stage.state("public.more") is TableState.STREAMING, "it is copied")
         running.stop()
     assert modes(said)[0] == "catching up"
     stage.catch_up()
@@ -393,7 +387,7 @@ def test_somebody_elses_reading_of_the_slot_is_noticed(stage: Stage) -> None:
     in_chunks(stage)
     stage.log.gate.clear()
     running = stage.start()
-    wait_until(stage.log.waiting, "it reads")
+    wait_until(stage.log.held, "it reads")
     stage.sql(f"SELECT pg_replication_slot_advance('{stage.config.slot}', pg_current_wal_lsn())")
     stage.sql(orders(9001, 9001))
     stage.log.gate.set()
@@ -441,10 +435,20 @@ def test_progress_says_the_mode_and_what_the_slot_holds(stage: Stage) -> None:
 # --- as a process of its own ------------------------------------------------------------------------------------------
 
 
+def facts_of(stage: Stage, more: dict[str, Any]) -> dict[str, Any]:
+    """Of a capture into the log of the process, as the process is given them."""
+    config = make_config(stage.dsn, stage.folder, stage.config.slot)
+    return {name: value for name, value in dataclasses.asdict(config).items() if not callable(value)} | more
+
+
+def run_here(stage: Stage, **more: Any) -> None:
+    """What the process does, in this one, which has loaded all it takes: for runs that nothing is measured of and nobody kills."""
+    Beside(catching_up_process.main, stage.folder / "home", facts_of(stage, more)).ended(CATCH_UP_S)
+
+
 def run_process(stage: Stage, failpoints: str = "", **more: Any) -> tuple[int, str]:
     """Its exit code, and what it printed."""
-    config = make_config(stage.dsn, stage.folder, stage.config.slot)
-    facts = {name: value for name, value in dataclasses.asdict(config).items() if not callable(value)} | more
+    facts = facts_of(stage, more)
     command = [sys.executable, "-m", "tests.capture.catching_up_process", str(stage.folder / "home"), json.dumps(facts)]
     done = subprocess.run(
         command,
@@ -483,7 +487,7 @@ SMALL: dict[str, Any] = {"catch_up": "always", "catch_up_bytes": 4096} | SMALL_C
 def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: str) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()
-    assert run_process(stage)[0] == 0, "the slot is made"
+    run_here(stage)  # the slot is made
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(40)))
     begin = stage.slot_confirmed()
     assert run_process(stage, failpoints=point, **SMALL)[0] == -9
@@ -491,7 +495,7 @@ def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: s
     if point == "capture.before_advance":
         assert stage.slot_confirmed() == begin
         assert rows_in_log(stage), "it was killed before anything was durable"
-    assert run_process(stage, **SMALL)[0] == 0
+    run_here(stage, **SMALL)
     found = rows_in_log(stage)
     assert [row[2] for row in found] == list(range(1, 4001))
     assert [row[:2] for row in found] == sorted({row[:2] for row in found})
@@ -500,7 +504,7 @@ def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: s
 def test_memory_is_bounded_whatever_the_backlog(stage: Stage) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()
-    assert run_process(stage)[0] == 0
+    run_here(stage)
     peaks = []
     for rounds in (10, 80):
         stage.sql(*(orders(n * 10_000 + 1, n * 10_000 + 10_000, "x" * 200) for n in range(rounds)), "TRUNCATE orders")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
 from tests.capture.test_copying import DOCS, copied_rows, workload
 
 from millstream.app.tables import copy_table, list_tables, pause_table, resume_table

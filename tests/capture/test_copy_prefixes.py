@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
 from tests.capture.serial_history import History
 from tests.capture.test_copying import copied_rows
 

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
-from tests.capture.capture_stage import DEADLINE_S, Stage, wait_until
+from tests.capture.beside import DEADLINE_S, Beside, until_done, wait_until
+from tests.capture.capture_stage import Stage
 
 from millstream.capture.copying.reader import Bounds, ChunkReader, Fetched
 from millstream.capture.copying.tables import TableCopies
@@ -64,37 +66,23 @@ def test_existing_rows_are_copied_with_every_odd_value_and_key(stage: Stage) -> 
 @contextmanager
 def workload(stage: Stage, keys: int) -> Iterator[None]:
     """Two connections that change `orders` in every way, until the block ends."""
-    stop = threading.Event()
-    failures: list[BaseException] = []
 
-    def work(seed: int) -> None:
+    def work(seed: int, stop: threading.Event) -> None:
         chance = random.Random(seed)
-        try:
-            with stage.connect() as connection:
-                while not stop.is_set():
-                    try:
-                        with connection.transaction():
-                            for _ in range(chance.randrange(1, 6)):
-                                change(connection, chance, keys)
-                            if chance.randrange(5) == 0:
-                                raise psycopg.Rollback
-                    except psycopg.errors.UniqueViolation:
-                        continue
-                    except psycopg.errors.DeadlockDetected:
-                        continue
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            failures.append(error)
+        with stage.connect() as connection:
+            while not stop.is_set():
+                try:
+                    with connection.transaction():
+                        for _ in range(chance.randrange(1, 6)):
+                            change(connection, chance, keys)
+                        if chance.randrange(5) == 0:
+                            raise psycopg.Rollback
+                except (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected):
+                    continue
+                stage.breathe(connection, stop)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
+    with until_done(*(partial(work, seed) for seed in range(2))):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not failures
 
 
 def change(connection: psycopg.Connection[object], chance: random.Random, keys: int) -> None:
@@ -161,8 +149,7 @@ def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: 
         with stage.connect() as local:
             local.execute("SET synchronous_commit = local")
             local.execute(f"ALTER PUBLICATION {stage.config.publication} ADD TABLE docs")
-        thread = threading.Thread(target=lambda: blocked.execute("UPDATE docs SET n = 9 WHERE id <= 60"))
-        thread.start()
+        thread = Beside(blocked.execute, "UPDATE docs SET n = 9 WHERE id <= 60")
         running = stage.start()
         wait_until(lambda: waiting_for_standby(stage), "the update waits")
         wait_until(
@@ -174,7 +161,7 @@ def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: 
             local.execute("SET synchronous_commit = local")
             local.execute("ALTER SYSTEM RESET synchronous_standby_names")
             local.execute("SELECT pg_reload_conf()")
-    thread.join(180)
+    thread.ended(180)
     blocked.close()
     wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
     running.stop()
@@ -285,9 +272,8 @@ def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: 
         "CREATE TABLE bag (x text, n int); ALTER TABLE bag REPLICA IDENTITY FULL",
         "INSERT INTO bag SELECT 'old', i % 50 FROM generate_series(1, 500) i",
     )
-    stop = threading.Event()
 
-    def write(own: int) -> None:
+    def write(own: int, stop: threading.Event) -> None:
         """Rows of its own: two that touch the same ones could wait for each other."""
         with stage.connect() as connection:
             while not stop.is_set():
@@ -296,16 +282,9 @@ def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: 
                 connection.execute(f"INSERT INTO bag VALUES ('new', {own})")
                 connection.execute(f"DELETE FROM bag WHERE ctid IN (SELECT ctid FROM bag WHERE n = {own + 1} LIMIT 1)")
 
-    writers = [threading.Thread(target=write, args=[own]) for own in (7, 17, 27, 37)]
-    for writer in writers:
-        writer.start()
-    try:
+    with until_done(*(partial(write, own) for own in (7, 17, 27, 37))):
         running = stage.start()
         wait_until(lambda: stage.state("public.bag") is TableState.STREAMING, "the copy is whole")
-    finally:
-        stop.set()
-        for writer in writers:
-            writer.join()
     running.stop()
     stage.catch_up()
     with stage.connect() as connection:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from psycopg.sql import SQL, Identifier
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
 
 from millstream.capture import check_source
 from millstream.catalog import TableState

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from tests.capture.capture_stage import MemoryLog, Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import MemoryLog, Stage
 from tests.wal.log_writers import Others
 
 from millstream.capture import run as capture_run

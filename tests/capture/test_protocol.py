@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import psycopg
 import pytest
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
 from tests.capture.test_streaming import ORDERS, stream_positions
 
 from millstream.catalog import TableState

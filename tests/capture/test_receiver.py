@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
+from tests.capture.beside import Beside
 
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.receiver import Receiver, Run, Spilled, StreamedAbort
@@ -79,10 +79,7 @@ def test_it_stops_however_much_there_is_to_read(tmp_path: Path):
     wire = PlayedWire([block(transaction(100))], endless=True)
     receiver = reader(wire, tmp_path / "spill")
     assert receiver.take(DEADLINE_S) is not None
-    stopping = threading.Thread(target=receiver.stop, daemon=True)
-    stopping.start()
-    stopping.join(DEADLINE_S)
-    assert not stopping.is_alive()
+    Beside(receiver.stop).ended(DEADLINE_S)
     assert wire.told == (100, 0, False)
     assert wire.said_goodbye
 

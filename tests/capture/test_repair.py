@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pytest
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
 from tests.capture.test_copying import DOCS, ORDERS, workload
 
 from millstream.capture.copying.repair import deleted_rows

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.capture.capture_stage import wait_until
+from tests.capture.beside import wait_until
 from tests.capture.test_standby import on_primary, telling
 from tests.capture.test_timelines import Servers, make_servers
 
@@ -62,7 +62,7 @@ def test_a_slot_that_loses_its_wal_under_a_stalled_log_ends_capture_with_the_rea
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "the table is copied")
     stage.log.gate.clear()
     stage.sql("INSERT INTO orders VALUES (1000, 'stalls')")
-    wait_until(lambda: stage.log.waiting() or fill_wal(servers.primary) or is_lost(servers.primary), "it stalls")
+    wait_until(lambda: stage.log.held() or fill_wal(servers.primary) or is_lost(servers.primary), "it stalls")
     wait_until(lambda: fill_wal(servers.primary) or is_lost(servers.primary), "the slot is invalidated")
     stage.log.gate.set()
     wait_until(lambda: running.ended, "capture gives up")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from structlog.testing import capture_logs
-from tests.capture.capture_stage import wait_until
+from tests.capture.beside import until_done, wait_until
 from tests.capture.test_timelines import Servers, copy_slot, make_servers
 
 from millstream.app.tables import copy_table
@@ -26,20 +26,14 @@ PUBLISH = "CREATE PUBLICATION millstream_shop FOR TABLE orders"
 @contextmanager
 def telling(primary: EmbeddedPostgres) -> Iterator[None]:
     """A primary that tells its standbys who runs more often than every quarter of a minute."""
-    done = threading.Event()
 
-    def tell() -> None:
+    def tell(done: threading.Event) -> None:
         with primary.connect() as connection:
             while not done.wait(0.1):
                 connection.execute("SELECT pg_log_standby_snapshot()")
 
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
+    with until_done(tell):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def on_primary(servers: Servers, *statements: str) -> None:

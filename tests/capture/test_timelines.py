@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.capture.capture_stage import MemoryLog, Stage, make_config, wait_until
+from tests.capture.beside import Beside, wait_until
+from tests.capture.capture_stage import MemoryLog, Stage, make_config
 
-from millstream.capture import drop_slot, run_capture
+from millstream.capture import drop_slot
 from millstream.capture.timeline import parse_history, shared_upto
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
@@ -36,6 +36,11 @@ class Servers:
         self.others.append(made)
         return made
 
+    def close(self) -> None:
+        """Stop the servers that were made from the primary."""
+        for server in self.others:
+            server.close()
+
     def point_at(self, server: EmbeddedPostgres) -> None:
         self.stage.dsn = server.dsn()
         self.stage.config = replace(self.stage.config, dsn=server.dsn())
@@ -44,7 +49,7 @@ class Servers:
         """What capture ends with."""
         stage = self.stage
         with pytest.raises(MillstreamError) as found:
-            run_capture(stage.config, stage.catalog, stage.log, stop=threading.Event(), until_caught_up=True)
+            stage.catch_up()
         assert found.value.hint
         return found.value
 
@@ -55,7 +60,7 @@ class Servers:
         return self.stage.log.replay().get("public.orders", {}) == self.stage.source_rows("orders", ["id"])
 
 
-@contextmanager
+@contextlib.contextmanager
 def make_servers(version: int, folder: Path, **settings: str) -> Iterator[Servers]:
     folder.mkdir(exist_ok=True)
     catalog = Catalog(folder / "catalog.db")
@@ -64,15 +69,12 @@ def make_servers(version: int, folder: Path, **settings: str) -> Iterator[Server
         stage = Stage(primary.dsn(), folder, catalog, make_config(primary.dsn(), folder, "shop"), MemoryLog())
         made = Servers(primary, stage)
         stage.sql(ORDERS, "INSERT INTO orders SELECT n, 'before' FROM generate_series(1, 120) n")
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(catalog.close)
+            stack.callback(stage.log.close)
+            stack.callback(made.close)
+            stack.callback(stage.end)
             yield made
-        finally:
-            for running in stage.running:
-                running.end()
-            for server in made.others:
-                server.close()
-            stage.log.close()
-            catalog.close()
 
 
 @pytest.fixture
@@ -219,14 +221,12 @@ def test_a_slot_made_by_hand_on_the_standby_counts_by_where_it_stands(servers: S
     stage.catch_up()
     wait_for_replay(servers.primary, standby)
     with standby.connect() as connection, servers.primary.connect() as old:
-        making = threading.Thread(
-            target=connection.execute, args=("SELECT pg_create_logical_replication_slot('shop', 'pgoutput')",)
-        )
-        making.start()
+        making = Beside(connection.execute, "SELECT pg_create_logical_replication_slot('shop', 'pgoutput')")
         wait_until(
             lambda: old.execute("SELECT pg_log_standby_snapshot()").rowcount and not making.is_alive(),
             "the slot is made",
         )
+        making.ended()
     promote(standby)
     old_source = stage.dsn
     servers.point_at(standby)

@@ -13,10 +13,10 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 import pytest
-from tests.capture.capture_stage import Stage, make_config, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage, make_config
 
 from millstream.app.config.model import SourceConfig, StreamConfig
-from millstream.capture import run_capture
 from millstream.capture.connection import connect, describe_dsn, pinned
 from millstream.catalog import Catalog, TableState
 from millstream.errors import MillstreamError, Retry, SourceAuthenticationFailed, SourceTlsFailed
@@ -81,9 +81,7 @@ def key_of(folder: Path) -> dict[str, str]:
 
 def refused(stage: Stage, dsn: str) -> MillstreamError:
     with pytest.raises(MillstreamError) as found:
-        run_capture(
-            replace(stage.config, dsn=dsn), stage.catalog, stage.log, stop=threading.Event(), until_caught_up=True
-        )
+        replace(stage, config=replace(stage.config, dsn=dsn)).catch_up()
     assert found.value.hint
     for shown in (str(found.value), repr(found.value), repr(found.value.as_dict())):
         assert SECRET not in shown

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
+from tests.capture.beside import Beside
+
 from millstream.capture.stream._turns import ask_for_short_turns
 
 
@@ -18,7 +20,5 @@ def test_a_thread_keeps_its_policy_and_its_niceness():
         policy = os.sched_getscheduler(thread) if hasattr(os, "sched_getscheduler") else 0
         seen.append((policy, os.getpriority(os.PRIO_PROCESS, thread)))
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
+    Beside(ask).ended()
     assert seen == [(0, 3)]

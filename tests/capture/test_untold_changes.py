@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
 from tests.capture.test_layouts import marks
 
 from millstream.catalog import TableState

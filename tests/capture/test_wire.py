@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import psycopg
 import pytest
+from tests.capture.beside import Beside
 
 from millstream.capture.connection import connect_replication
 from millstream.capture.stream import wire as wires
@@ -169,9 +169,8 @@ def drained_beside_a_sender(
     """What one drain finds while a byte lies there and others come, each send taking the interpreter."""
     answers: queue.SimpleQueue[int] = queue.SimpleQueue()
     # A turn finds less than it needs to stop napping, and more than nothing, for as long as we send.
-    thread = threading.Thread(target=lambda: answers.put(drained(ours, memory, 0, size, turns=1 << 30)))
     theirs.sendall(b"x")
-    thread.start()
+    thread = Beside(lambda: answers.put(drained(ours, memory, 0, size, turns=1 << 30)))
     sent = 1
     while sent < size and thread.is_alive():
         sent += len(piece := b"x" * min(100, size - sent))

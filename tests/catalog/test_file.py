@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +17,26 @@ from millstream.errors import CatalogBusy, CatalogError, DiskFull
 from millstream.model.positions import Lsn, Seq
 
 
-@given(moves=st.lists(st.integers(0, 2**62), min_size=1, max_size=8))
-def test_a_position_is_the_greatest_it_was_moved_to(tmp_path_factory: pytest.TempPathFactory, moves: list[int]) -> None:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """One for many streams: to make one takes longer than to use it."""
     with Catalog(tmp_path_factory.mktemp("home") / "catalog.db") as catalog:
-        stream = catalog.resolve_stream("shop")
-        source = catalog.resolve_source(stream, 7, "shop", 1)
-        for count, lsn in enumerate(moves, 1):
-            assert catalog.move_reached(source, Lsn(lsn)) == max(moves[:count]) == catalog.reached(source)
-            catalog.set_needed_from(stream, "lake", Seq(lsn))
-            catalog.set_landed(stream, "lake", Seq(lsn))
-        assert catalog.needed_from(stream) == {"lake": max(moves)}
-        assert catalog.landed(stream, "lake") == max(moves)
+        yield catalog
+
+
+_streams = itertools.count(1)
+
+
+@given(moves=st.lists(st.integers(0, 2**62), min_size=1, max_size=8))
+def test_a_position_is_the_greatest_it_was_moved_to(shared: Catalog, moves: list[int]) -> None:
+    stream = shared.resolve_stream(f"shop{next(_streams)}")
+    source = shared.resolve_source(stream, 7, "shop", 1)
+    for count, lsn in enumerate(moves, 1):
+        assert shared.move_reached(source, Lsn(lsn)) == max(moves[:count]) == shared.reached(source)
+        shared.set_needed_from(stream, "lake", Seq(lsn))
+        shared.set_landed(stream, "lake", Seq(lsn))
+    assert shared.needed_from(stream) == {"lake": max(moves)}
+    assert shared.landed(stream, "lake") == max(moves)
 
 
 def test_a_file_that_is_no_catalog_is_a_typed_error(tmp_path: Path) -> None:

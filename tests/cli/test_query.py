@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.cli.in_process import command
 
 import millstream
 from millstream.app.home import Home
@@ -108,10 +109,8 @@ def land(layout: LakeLayout, n: int, time: datetime, rows: list[tuple[str, dict[
     commit_cut(layout, Seq(n), [commit], committed_at=time, commit_ts_max=time)
 
 
-def query(home: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "query", *words]
-    given = None if stdin is None else stdin.encode()
-    return subprocess.run(command, capture_output=True, input=given, timeout=600)
+def query(home: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[bytes]:
+    return command("--home", str(home), "query", *words, stdin=stdin)
 
 
 AT_NOON = ["FROM public.orders ORDER BY id", "--as-of", "2026-03-01T12:00"]

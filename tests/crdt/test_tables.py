@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crdt.region_logs import COLUMNS, KEY, MERGE, Said, plainly_merged, region_logs, region_rows, token_of
 
+from millstream.crdt.columns import ranked, unions
 from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import Kind, opened, seal
 from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
@@ -86,6 +88,68 @@ def test_two_replicas_that_heard_different_things_hold_the_same_after_one_exchan
         assert all(row["__seq"] > other.get(row["__region"], 0) for row in rows)
 
 
+NUMBERS = st.lists(st.integers(-3, 3) | st.integers(-(2**63), 2**63 - 1), max_size=8)
+
+
+@given(NUMBERS, st.sampled_from([pa.int64(), pa.uint64(), pa.int8()]))
+def test_numbers_are_ranked_as_they_compare_however_far_apart_they_lie(numbers: list[int], of: pa.DataType) -> None:
+    width = 2 ** (8 if of == pa.int8() else 64)
+    low = 0 if of == pa.uint64() else -width // 2
+    numbers = [(number - low) % width + low for number in numbers]
+    places, values = ranked(pa.array(numbers, of))
+    distinct = sorted(set(numbers))
+    assert (places.tolist(), values.to_pylist()) == ([distinct.index(number) for number in numbers], distinct)
+
+
+IDS = st.none() | st.integers(-9, 9)
+KEYS: dict[str, tuple[pa.DataType, st.SearchStrategy[Any]]] = {
+    "numbers": (pa.int64(), IDS),
+    "texts": (pa.string(), st.none() | st.text("aé", max_size=2)),
+    "floats": (pa.float64(), IDS.map(lambda number: number and number / 2) | st.sampled_from([float("nan"), -0.0])),
+}
+
+
+@FEWER
+@given(st.sampled_from(sorted(KEYS)), st.integers(1, 5), st.data())
+def test_joined_in_ranges_of_keys_states_are_the_same_as_joined_at_once(
+    of: str, range_rows: int, data: st.DataObject
+) -> None:
+    column, drawn = KEYS[of]
+    columns, merge = (
+        pa.schema([("id", column), ("tags", pa.list_(pa.string()))]),
+        TableMerge.parse({"tags": "union_set"}),
+    )
+    tags = st.none() | st.lists(st.sampled_from("xyz"), max_size=2)
+    states = []
+    for region in (1, 2):
+        rows = data.draw(st.lists(st.fixed_dictionaries({"id": drawn, "tags": tags}), max_size=12))
+        records = pa.Table.from_pylist(
+            [{"__op": "c", "__seq": seq, **row} for seq, row in enumerate(rows, 1)],
+            pa.schema([("__op", pa.string()), ("__seq", pa.int64()), *columns]),
+        )
+        times = pa.array(range(len(rows)), pa.int64())
+        lifted = lift(records, times, RegionId(region), columns, merge)
+        states.append(RegionState(fold(lifted, ("id",), merge), {RegionId(region): token_of(region, len(rows))}))
+    whole, parted = (ReconciliationEngine(("id",), merge, range_rows=many) for many in (1 << 20, range_rows))
+    local, remote = states
+    lacking = whole.missing(remote, local.vector)
+    found = [one.apply(local, lacking) for one in (whole, parted)]
+    assert same(*(one.rows for one in found))
+    assert same(parted.apply(found[1], lacking).rows, found[0].rows)
+    assert parted.keys_in(found[1]) == whole.value(found[0]).num_rows
+
+
+def test_sets_of_many_rows_are_those_of_each_row() -> None:
+    count = 69_999
+    codes = np.arange(count)[::-1] // 3
+    lists = pa.array([[str(number % 7), "x"] if number % 5 else None for number in range(count)])
+    found = unions(lists, codes, count // 3)
+    expected = [set[str]() for _ in range(count // 3)]
+    for code, items in zip(codes.tolist(), lists.to_pylist(), strict=True):
+        expected[code].update(items or ())
+    assert found.to_pylist() == [sorted(items) or None for items in expected]
+
+
 def posts(region: int, *rows: dict[str, Any], at: int = 1) -> RegionState:
     said = [
         Said(region, seq, (at + seq) * 10**9, dict.fromkeys(COLUMNS.names) | row) for seq, row in enumerate(rows, 1)
@@ -151,7 +215,7 @@ def test_a_state_of_before_ends_were_noted_is_read_and_ends_that_make_no_sense_a
     again = ENGINE.decode(data)
     assert again is not None
     assert again.ends == {RegionId(1): end}
-    body = opened(Kind.TABLE, data)
+    body = bytes(opened(Kind.TABLE, data))
     size = int.from_bytes(body[:4], "big")
     head, rows = json.loads(body[4 : 4 + size]), body[4 + size :]
 

@@ -355,10 +355,13 @@ def _reports(world: World, place: int, index: int) -> Iterator[tuple[str, World]
 def all_report(world: World) -> World:
     """Every open process tells the store where it stands, twice: what it learns the first time it tells the second time."""
     for _ in range(2):
+        before = world
         for place, running in enumerate(world.processes):
             for index, process in enumerate(running):
                 if process.is_open:
                     world = next((after for _, after in _reports(world, place, index)), world)
+        if world is before:
+            break
     return world
 
 
@@ -611,9 +614,9 @@ def _run(start: World, scope: Scope, states_max: int | None) -> tuple[int, int]:
                 check_step(world, after)
                 if scope.eager:
                     after = all_report(after)  # noqa: PLW2901 - the step and what follows it are one
-                found = after.key()
-                if found not in seen:
-                    seen[found] = (key, said)
+                found, known = after.key(), len(seen)
+                seen.setdefault(found, (key, said))  # hashed once, which takes a good part of the time
+                if len(seen) > known:
                     check(after)
                     queue.append((after, found))
         except Violation as error:

@@ -40,15 +40,15 @@ TABLES = (plain_table(1), plain_table(2))
 NEW = Promise(Epoch(1), NodeName("b"))
 
 
-def write(folder: Path, epoch: int, count: int, mark: str, *, first: int = 0) -> None:
-    """Groups on two shards, some segments of them."""
+def write(folder: Path, epoch: int, count: int, mark: str, *, first: int = 0, shards: int = 2) -> None:
+    """Groups on two shards, or on the first one alone; some segments of them."""
     reservations = MemoryReservations()
     if epoch > 1:
         reservations.reserve_to(Seq(1_000_000 * epoch), epoch=Epoch(epoch))
     options = LogOptions(segment_bytes=40_000)
     with closing(LogWriter.open(str(folder), stream=STREAM, shards=SHARDS, epoch=Epoch(epoch), reservations=reservations, options=options)) as log:  # fmt: skip
         for number in range(first, first + count):
-            log.append(plain_ops({number + 1: [(TABLES[number % 2], 1, mark * 2_000)]}, shard_of={1: 0, 2: 1}))
+            log.append(plain_ops({number + 1: [(TABLES[number % shards], 1, mark * 2_000)]}, shard_of={1: 0, 2: 1}))
 
 
 def group_of(folder: Path) -> GroupNumber:

@@ -8,7 +8,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 import trustme
 from tests.app.homes import wait_for
+from tests.commands import Command
 
 LOCAL: Final = ("localhost", "127.0.0.1")
 
@@ -25,7 +25,7 @@ LOCAL: Final = ("localhost", "127.0.0.1")
 class Served:
     """A server that runs."""
 
-    process: subprocess.Popen[str]
+    process: Command
     said: list[dict[str, Any]] = field(default_factory=list)
     """Its log, as it comes."""
 
@@ -52,9 +52,9 @@ class Served:
 @contextlib.contextmanager
 def served(home: Path, *words: str, until: str = "listening", **environ: str) -> Iterator[Served]:
     """A server of the home, from when it has said `until` on; it ends without an error."""
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "serve", "--log-format", "json", *words]
+    words = "--home", str(home), "serve", "--log-format", "json", *words
     environ = {**os.environ, "HOME": "/nonexistent", "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"} | environ
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    process = Command(words, stderr=subprocess.PIPE, text=True, env=environ)
     found = Served(process)
     thread = threading.Thread(target=_hear, args=(found,), daemon=True)
     thread.start()

@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives import serialization
 from tests.app.homes import done, make_home, run, wait_for
 from tests.serving.servers import Authority, served
 
+from millstream.app.home import Home
 from millstream.app.serving.certificates import Certificates, Renewal
-from millstream.app.serving.exposure import is_loopback
-from millstream.errors import CertificateUnusable
+from millstream.app.serving.exposure import check_protected, is_loopback
+from millstream.errors import CertificateUnusable, Unprotected
 
 CERTIFICATE = "MILLSTREAM_HTTP__TLS_CERTIFICATE"
 KEY = "MILLSTREAM_HTTP__TLS_KEY"
@@ -188,12 +189,18 @@ def test_what_can_not_be_used_is_said_with_the_file_s_name(tmp_path: Path, autho
 def test_nothing_listens_for_other_machines_without_tls_and_tokens(
     tmp_path: Path, listen: str, extra: str, missing: list[str]
 ) -> None:
-    home = make_home(tmp_path / "home", f"[streams.shop]\n[http]\nlisten = '{listen}'\n{extra}")
-    ended = run(home, "serve")
-    assert ended.returncode == 2
-    assert "error[unprotected]" in ended.stderr
-    hint = ended.stderr[ended.stderr.index("hint:") :]
+    http = Home(make_home(tmp_path / "home", f"[streams.shop]\n[http]\nlisten = '{listen}'\n{extra}")).config.http
+    with pytest.raises(Unprotected) as refused:
+        check_protected("http", http.address, http)
+    hint = refused.value.hint
     assert [name for name in ("tls_certificate", "tls_key", "tokens_required") if name in hint] == missing
+
+
+def test_a_server_that_would_is_refused_at_its_start(tmp_path: Path) -> None:
+    ended = run(make_home(tmp_path / "home", "[streams.shop]\n[http]\nlisten = ':0'\n"), "serve")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "error[unprotected]" in ended.stderr
+    assert "hint: Set tls_certificate, tls_key, tokens_required = true in [http]" in ended.stderr
 
 
 def test_this_machine_s_own_addresses_are_told_from_others() -> None:

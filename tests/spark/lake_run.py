@@ -6,14 +6,18 @@ ever: what tests kill. It says on stdout how far it is.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from deltalake import DeltaTable
 
 from millstream.catalog import Catalog
@@ -85,6 +89,104 @@ class RunningPipeline:
             raise self.error
         assert self.outcome is not None
         return self.outcome
+
+
+class DriverProcess:
+    """A pipeline as a process of its own, whose lake is at `home`; what still runs at the end of the block is killed.
+
+    Args:
+        mode: `drain` or `follow`, as of `main`.
+        environ: added to this process's variables.
+    """
+
+    def __init__(self, home: Path, work: Path, mode: str, *views: str, **environ: str) -> None:
+        work.mkdir(parents=True, exist_ok=True)
+        self._work = work
+        self._said, self._failed = work / "said", work / "failed"
+        command = [sys.executable, "-m", "tests.spark.lake_run", str(home), str(work), mode, *views]
+        with self._said.open("wb") as said, self._failed.open("wb") as failed:
+            self.process = subprocess.Popen(command, stdout=said, stderr=failed, env=os.environ | environ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(60)
+
+    @property
+    def errors(self) -> str:
+        """What it said on stderr."""
+        return self._failed.read_text()
+
+    def until(self, is_so: Callable[[int], bool], what: str, more: Callable[[], object] = lambda: None) -> None:
+        """Wait while it runs.
+
+        Args:
+            is_so: what is waited for; given the last cut that it told of, 0 before the first.
+            what: the same for people.
+            more: called as it tells how far it is, a second at most after the last time: writes what it shall land next.
+        """
+        heard = 0
+
+        def look() -> bool:
+            nonlocal heard
+            assert self.process.poll() is None, (
+                f"it ended ({self.process.returncode}) before {what}: {self.errors[-4000:]}"
+            )
+            lines = self._said.read_text().split("\n")[:-1]
+            if len(lines) > heard:
+                heard = len(lines)
+                more()
+            return is_so(int(lines[-1]) if lines else 0)
+
+        eventually(look, what, 800)
+
+    def is_killed(self) -> None:
+        """Wait until somebody has killed it, and its JVM has ended by that."""
+        code = self.process.wait(800)
+        assert code == -signal.SIGKILL, f"it ended by itself ({code}): {self.errors[-4000:]}"
+        eventually(lambda: not self.javas(), "the JVM of a driver that was killed ends")
+
+    def javas(self) -> list[psutil.Process]:
+        """Its JVM."""
+        javas = [p for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] == "java"]
+        return [p for p in javas if any(str(self._work) in part for part in p.info["cmdline"] or ())]
+
+
+def follow_until_killed(
+    home: Path, folder: Path, *views: str, workers: Sequence[str], at: str, more: Callable[[], object]
+) -> None:
+    """Run a process that lives through the death of a worker at each of some points, and is then killed at its own.
+
+    One process for all of them: what a start of Spark's costs is most of what a kill costs.
+
+    Args:
+        home: the home whose log is landed.
+        folder: takes what is known of the kills, and Spark's own files.
+        views: of the lake.
+        workers: the points in workers, each with its count.
+        at: the driver's point.
+        more: writes something into the log, so that there is always something on the way to a point.
+    """
+    witness = folder / "witness"
+    witness.mkdir()
+    (witness / at).touch()  # it is spared until all workers' points have been reached
+    points = ",".join([*workers, at])
+    missed = [witness / point.partition(":")[0] for point in workers]
+    with DriverProcess(
+        home, folder / "work", "follow", *views, MILLSTREAM_FAILPOINTS_DIR=str(witness), MILLSTREAM_FAILPOINTS=points
+    ) as driver:
+
+        def all_reached(_cut: int) -> bool:
+            missed[:] = [point for point in missed if not point.exists()]
+            return not missed
+
+        driver.until(all_reached, f"workers died at all of {points}", more)
+        (witness / at).unlink()
+        more()
+        driver.is_killed()
 
 
 def rows_in(home: Path, view: str, table: str) -> list[dict[str, Any]]:

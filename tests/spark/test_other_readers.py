@@ -38,6 +38,9 @@ spark = open_session(SparkOptions(Path(work), master="local[1]", conf={
     "spark.jars": jars,
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+    # It puts a table's log together in 50 tasks a look otherwise, of which here all but one find nothing.
+    "spark.databricks.delta.snapshotPartitions": "1",
+    "spark.sql.shuffle.partitions": "1",
 }))
 found = []
 for path in paths:

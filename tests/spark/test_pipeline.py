@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -14,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from tests.spark.hand_made import Change, Home, delete, insert, update
-from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, rows_in
+from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drain, follow_until_killed, rows_in
 
 from millstream.catalog import TableState
 from millstream.errors import CheckpointForeign, LakeConflict
@@ -73,11 +70,10 @@ class Model:
     def check(self, home: Path) -> None:
         """`current` is the model; history holds every record once."""
         name = f"{self.schema.namespace}.{self.schema.name}"
-        assert sorted(rows_in(home, "current", name), key=lambda row: row["id"]) == [
-            self.rows[key] for key in sorted(self.rows)
-        ]
+        expected = [self.rows[key] for key in sorted(self.rows)]
+        assert sorted(rows_in(home, "current", name), key=lambda row: row["id"]) == expected, home
         numbers = [row["__seq"] for row in rows_in(home, "history", name)]
-        assert len(numbers) == len(set(numbers)) == self.records
+        assert len(numbers) == len(set(numbers)) == self.records, home
 
 
 def two_tables(home: Home) -> list[Model]:
@@ -279,26 +275,26 @@ WORKER_POINTS = [
 
 
 @pytest.mark.timeout(1800)
-def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Path) -> None:
+def test_killed_at_every_point_it_lands_everything_once(
+    home: Home, spark_options: SparkOptions, tmp_path: Path
+) -> None:
     models = two_tables(home)
-    witness = tmp_path / "witness"
-    witness.mkdir()
-    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work"), "drain"]
-
-    def run(points: list[str]) -> int:
-        write(home, models, 4)
-        environ = os.environ | {"MILLSTREAM_FAILPOINTS_DIR": str(witness), "MILLSTREAM_FAILPOINTS": ",".join(points)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=800)
-        missed = [point for point in points if not (witness / point.partition(":")[0]).exists()]
-        assert not missed, f"{missed} were never reached: {done.stderr}"
-        return done.returncode
-
+    write(home, models, 4)
     # A worker that is killed costs a task, which Spark repeats; a driver that is killed, a process.
-    assert run(WORKER_POINTS) == 0
-    assert run(["pipeline.before_batch:2"]) == -signal.SIGKILL
-    eventually(lambda: not java_of(tmp_path / "work"), "the JVM of a driver that was killed ends")
-    assert run(["pipeline.after_lake_commit:2"]) == -signal.SIGKILL
-    assert run([]) == 0
+    follow_until_killed(
+        home.path,
+        tmp_path,
+        workers=WORKER_POINTS,
+        at="pipeline.before_batch",
+        more=lambda: write(home, models, 1),
+    )
+    write(home, models, 8)
+    with DriverProcess(
+        home.path, tmp_path / "again", "drain", MILLSTREAM_FAILPOINTS="pipeline.after_lake_commit:2"
+    ) as driver:
+        driver.is_killed()
+    write(home, models, 4)
+    drain(config_of(home.path, home.stream, spark_options, batch_bytes_max=20_000), home.catalog)
     for model in models:
         model.check(home.path)
 
@@ -307,23 +303,13 @@ def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Pa
 def test_a_jvm_that_dies_ends_the_driver_with_an_error_by_name(home: Home, tmp_path: Path) -> None:
     models = two_tables(home)
     write(home, models, 1)
-    work = tmp_path / "work"
-    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(work), "follow"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        assert driver.stdout.readline(), "it ended before its first batch"
-        for java in java_of(work):
+    with DriverProcess(home.path, tmp_path / "work", "follow") as driver:
+        driver.until(lambda cut: cut > 0, "its first batch")
+        for java in driver.javas():
             java.kill()
-        _, errors = driver.communicate(timeout=800)
+        assert driver.process.wait(800) == 1
 
-    assert driver.returncode == 1
-    assert "millstream.errors.EngineError" in errors
-
-
-def java_of(work: Path) -> list[psutil.Process]:
-    """The JVMs that run with a session's work folder."""
-    javas = [p for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] == "java"]
-    return [p for p in javas if any(str(work) in part for part in p.info["cmdline"] or ())]
+    assert "millstream.errors.EngineError" in driver.errors
 
 
 def test_a_table_that_cannot_be_written_is_told_of_while_it_is_tried_again(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from tests.spark.hand_made import Home, insert
-from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, rows_in
+from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drain, eventually, rows_in
 from tests.spark.test_log_retention import retain
-from tests.spark.test_pipeline import Model, java_of, two_tables, write
+from tests.spark.test_pipeline import Model, two_tables, write
 
 from millstream.errors import DiskFull
 from millstream.lake.commits import last_cut
@@ -50,24 +47,16 @@ def reached(home: Home) -> Seq:
     return Seq(0) if cut is None else cut.n
 
 
-def command(home: Home, tmp_path: Path, mode: str) -> list[str]:
-    return [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work"), mode]
-
-
 @pytest.mark.timeout(1800)
 def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_is(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
     models = backlog_of(home, 44)
     end = home.log.persisted_upto()
-    with subprocess.Popen(command(home, tmp_path, "follow"), stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        while int(driver.stdout.readline()) < end // 4:
-            write(home, models, 1)  # the log goes on
-        driver.send_signal(signal.SIGKILL)
-        driver.stdout.read()
-    assert driver.returncode == -signal.SIGKILL
-    eventually(lambda: not java_of(tmp_path / "work"), "the JVM of a driver that was killed ends")
+    with DriverProcess(home.path, tmp_path / "work", "follow") as driver:
+        driver.until(lambda cut: cut >= end // 4, "a quarter has landed", lambda: write(home, models, 1))
+        driver.process.kill()
+        driver.is_killed()
     start, target = reached(home), home.log.persisted_upto()
     assert end // 4 <= start < end, "in its midst"
 
@@ -114,28 +103,31 @@ def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_i
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("notes", ["kept", "lost"])
 def test_tables_that_are_ahead_of_the_cut_land_nothing_twice(
-    home: Home, spark_options: SparkOptions, tmp_path: Path, notes: str
+    home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
     """Killed when every table's history is committed, and the cut isn't; other bounds, or no notes, when it comes back."""
     models = backlog_of(home, 24)
-    points = os.environ | {"MILLSTREAM_FAILPOINTS": "pipeline.before_lake_commit:3"}
-    done = subprocess.run(
-        command(home, tmp_path, "drain"), env=points, capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
+    with DriverProcess(
+        home.path, tmp_path / "work", "drain", MILLSTREAM_FAILPOINTS="pipeline.before_lake_commit:3"
+    ) as driver:
+        driver.is_killed()
     cut = reached(home)
     assert 0 < cut < home.log.persisted_upto()
     for model in models:
         numbers = [row["__seq"] for row in rows_in(home.path, "history", f"public.{model.schema.name}")]
         assert max(numbers) > cut, "it is ahead"
-    config = config_of(home.path, home.stream, spark_options, batch_bytes_max=7_000)
-    if notes == "lost":
-        shutil.rmtree(config.checkpoint_dir)
-    assert drain(config, home.catalog).n == home.log.persisted_upto()
-    for model in models:
-        model.check(home.path)
+    home.close()
+    for notes in ("kept", "lost"):
+        shutil.copytree(home.path, tmp_path / notes)
+        with contextlib.closing(Home(tmp_path / notes, SMALL)) as back:
+            config = config_of(back.path, back.stream, spark_options, batch_bytes_max=7_000)
+            assert (config.checkpoint_dir / "offsets").is_dir()
+            if notes == "lost":
+                shutil.rmtree(config.checkpoint_dir)
+            assert drain(config, back.catalog).n == back.log.persisted_upto(), f"with its notes {notes}"
+            for model in models:
+                model.check(back.path)
 
 
 @pytest.mark.timeout(1800)

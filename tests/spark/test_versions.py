@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +13,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from tests.spark.hand_made import Change, Home, delete, insert, update
-from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, rows_in
+from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, follow_until_killed, rows_in
 
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import Rebuilds
@@ -128,23 +124,20 @@ def test_a_lake_gets_its_versions_from_history_when_they_are_asked_for_later_or_
 
 
 @pytest.mark.timeout(1800)
-def test_versions_are_exact_whatever_is_killed_while_they_are_folded(home: Home, story: Story, tmp_path: Path) -> None:
-    witness = tmp_path / "witness"
-    witness.mkdir()
-    work = str(tmp_path / "work")
-    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), work, "drain", *VIEWS]
-
-    def run(points: list[str]) -> int:
-        story.go_on(15)
-        environ = os.environ | {"MILLSTREAM_FAILPOINTS_DIR": str(witness), "MILLSTREAM_FAILPOINTS": ",".join(points)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=800)
-        missed = [point for point in points if not (witness / point.partition(":")[0]).exists()]
-        assert not missed, f"{missed} were never reached: {done.stderr}"
-        return done.returncode
-
-    assert run(["lake.before_scd2_commit", "lake.after_scd2_commit"]) == 0
-    assert run(["pipeline.after_lake_commit"]) == -signal.SIGKILL
-    assert run([]) == 0
+def test_versions_are_exact_whatever_is_killed_while_they_are_folded(
+    home: Home, story: Story, spark_options: SparkOptions, tmp_path: Path
+) -> None:
+    story.go_on(15)
+    follow_until_killed(
+        home.path,
+        tmp_path,
+        *VIEWS,
+        workers=["lake.before_scd2_commit", "lake.after_scd2_commit"],
+        at="pipeline.after_lake_commit",
+        more=lambda: story.go_on(5),
+    )
+    story.go_on(15)
+    drain(config_of(home.path, home.stream, spark_options, views=VIEWS, batch_bytes_max=20_000), home.catalog)
     story.check()
 
 

@@ -42,6 +42,7 @@ class Others:
 
     def __init__(self) -> None:
         self.places: dict[str, Holding] = {}
+        self.promised = Epoch(1)
         self.looks = 0
 
     def begin(self, newest: GroupNumber) -> None:
@@ -49,7 +50,7 @@ class Others:
 
     def look(self) -> Holdings:
         self.looks += 1
-        return Holdings(Epoch(1), tuple(self.places.values()))
+        return Holdings(self.promised, tuple(self.places.values()))
 
     def hold(self, group: int, *, name: str = "b", upto: int = 0, is_store: bool = False) -> None:
         self.places[name] = Holding(name, Epoch(1), GroupNumber(group), Seq(upto), 0, is_store)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -93,27 +95,36 @@ def recovers_at_last(truth: Truth, files: MemoryFiles, seen: list[int], keep: Ke
     return False
 
 
+def recovery_dies_at_each_operation(truth: Truth, found: Callable[[], MemoryFiles], seen: list[int], keep: Keep | None):
+    """Until it comes to its end.
+
+    Args:
+        truth: of what has died.
+        found: the disk as recovery finds it, anew each time.
+        seen: what readers saw before.
+        keep: what the disk keeps of what recovery hasn't synced.
+    """
+    for at in range(1, 80):
+        files = found()
+        files.plan.crash_at = at
+        if recovers_at_last(deepcopy(truth), files, seen, keep):
+            return
+    raise AssertionError("recovery takes more operations than were tried")
+
+
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(outcome: str, operations: int):
     keep, first, _ = OUTCOMES[outcome]
     for at in range(10 + first, operations + 1, 47):
-        for died_again_at in range(1, 60):
-            truth = Truth()
-            died = crashed(truth, at)
-            assert died is not None
-            seen = truth.shown(died)
-            files = died.crash(keep)
-            files.plan.crash_at = died_again_at
-            if recovers_at_last(truth, files, seen, keep):
-                break  # recovery takes fewer operations than that
-        else:
-            raise AssertionError("recovery takes more operations than were tried")
+        truth = Truth()
+        died = crashed(truth, at)
+        assert died is not None
+        recovery_dies_at_each_operation(truth, partial(died.crash, keep), truth.shown(died), keep)
 
 
 @pytest.mark.parametrize("outcome", ["unsynced lost", "any subset, seed 1"])
 def test_what_a_recovery_that_died_had_found_is_there_though_the_machine_dies_too(outcome: str):
     """A writer is killed within a group on both shards, recovery finds in memory what isn't on the disk, and the power goes meanwhile."""
-    keep = OUTCOMES[outcome][0]
 
     def killed(at: int | None) -> tuple[Truth, MemoryFiles, tuple[int, int]]:
         truth, files = Truth(), MemoryFiles()
@@ -127,15 +138,9 @@ def test_what_a_recovery_that_died_had_found_is_there_though_the_machine_dies_to
 
     first, last = killed(None)[2]
     for at in range(first + 1, last + 1, 2):
-        for died_again_at in range(1, 80):
-            truth, files, _ = killed(at)
-            seen = truth.shown(files)
-            files = files.crash(process_only=True)
-            files.plan.crash_at = died_again_at
-            if recovers_at_last(truth, files, seen, keep):
-                break
-        else:
-            raise AssertionError("recovery takes more operations than were tried")
+        truth, died, _ = killed(at)
+        found = partial(died.crash, process_only=True)
+        recovery_dies_at_each_operation(truth, found, truth.shown(died), OUTCOMES[outcome][0])
 
 
 def test_recovering_again_finds_the_same(operations: int):

@@ -288,6 +288,7 @@ class Attempts:
         self._give_up_s = time.monotonic() + deadline_s
         self._nap_s = ASK_AGAIN_S
         self._unknown: AppendOutcomeUnknown | BufferOutcomeUnknown | None = None
+        self._missing: ReplicasMissing | None = None
 
     @property
     def left_s(self) -> float:
@@ -298,6 +299,9 @@ class Attempts:
         """How many seconds to wait before it with the number is sent again. Raises what its caller hears where it isn't."""
         if isinstance(error, AppendOutcomeUnknown | BufferOutcomeUnknown):
             self._unknown = error
+        elif isinstance(error, ReplicasMissing):
+            error.details.setdefault("number", number)
+            self._missing = error if number else None
         elif isinstance(error, WriteForgotten | WriteIdReused | SessionExpired):
             raise error
         again = (
@@ -308,8 +312,10 @@ class Attempts:
         if again and nap_s < self.left_s:
             return nap_s
         if isinstance(error, ReplicasMissing):
-            error.details.setdefault("number", number)  # of this one it is known that it is there
             raise error
+        if self._missing is not None:
+            # Of a try it is known that it is there, whatever the last one says: as where another node leads meanwhile.
+            raise self._missing from error
         if self._unknown is not None:
             # An earlier try may be there, whatever the last one says.
             raise still_unknown(self._unknown, number) from error

@@ -12,6 +12,7 @@ from millstream.model.positions import StreamToken
 
 _TOKEN: Final = re.compile(r"[0-9a-f]{8}\.[sm]")
 _AGE: Final = re.compile(r"(\d+)\s*(s|sec|m|min|h|d|w|second|minute|hour|day|week)s?\s+ago\Z", re.IGNORECASE)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -38,6 +39,16 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
         raise InvalidTime(f"{text!r} is neither a time nor a token") from error
 
 
+def is_token(text: str) -> bool:
+    """Whether a text has the form of a token: else it is to be read as a moment."""
+    return _TOKEN.match(text.strip()) is not None
+
+
+def microseconds(moment: datetime) -> int:
+    """A moment as records have it: since 1970 UTC, exactly."""
+    return (moment - _EPOCH) // timedelta(microseconds=1)
+
+
 def parse_as_of(text: str, stream: StreamId, *, now: datetime) -> datetime | StreamToken:
     """A moment or a token of the stream.
 
@@ -45,6 +56,6 @@ def parse_as_of(text: str, stream: StreamId, *, now: datetime) -> datetime | Str
         InvalidTime: it is neither.
         InvalidToken: it is a token, but malformed or of another stream.
     """
-    if _TOKEN.match(text.strip()):
+    if is_token(text):
         return StreamToken.parse(text.strip(), stream=stream)
     return parse_moment(text, now=now)

@@ -121,7 +121,7 @@ def _reconciled(
             failed = failed or error
             continue
         table.keep(state)
-        rows = table.engine.value(state).num_rows
+        rows = table.engine.keys_in(state)
         found.append(ReconciledTable(table.name, regions, rows, tuple(taken), unwritten=table.unwritten))
     if failed is not None:
         raise failed

@@ -7,6 +7,7 @@ it. The file is derived: without it everything is read again, from where retenti
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ if TYPE_CHECKING:
     from millstream.wal.writing.writer import LogWriter
 
 _FOLD_ROWS: Final = 250_000
-"""Records that are read before they are folded: beside them only one row a key and region is in memory."""
+"""Records that are read before they are folded, or as many as there are rows already, so that no row is folded again and again: beside them only
+one row a key and region is in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ class RegionTable:
     @property
     def empty(self) -> RegionState:
         """Nothing heard."""
-        return RegionState(state_schema(self.columns, self.engine.merge).empty_table())
+        # Not by `empty_table`: that looks for pandas, whose import takes half a second.
+        return RegionState(pa.Table.from_batches([], state_schema(self.columns, self.engine.merge)))
 
     def state_of(self, region: RegionId, after: Seq = Seq(0)) -> RegionState:
         """What a region's log says, behind a number; the vector says up to where.
@@ -206,7 +209,7 @@ class RegionTable:
         waiting: list[pa.Table] = []
         for part in self._parts(region, after, upto):
             waiting.append(lift(part.batch, part.hybrid_ns, region, self.columns, self.engine.merge, table=self.name))
-            if sum(one.num_rows for one in waiting) >= _FOLD_ROWS or self._is_much(waiting):
+            if sum(one.num_rows for one in waiting) >= max(_FOLD_ROWS, rows.num_rows) or self._is_much(waiting):
                 rows, waiting = self._folded([rows, *waiting]), []
                 self._check_fits(rows.nbytes, self.name)
         rows = self._folded([rows, *waiting])
@@ -282,11 +285,13 @@ class RegionTable:
                 state, heard = self._without_lost_tail(state, region)
                 after, lost = behind(state.vector, region), None
             lacking = self.engine.missing(heard, state.vector)
+            del heard
             if take is not None:
                 upto = behind(lacking.vector, region)
                 own = region == self._own
                 take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost, is_anew))
             state = self.engine.apply(state, lacking)
+            del lacking
             self._check_fits(state.rows.nbytes, self.name)
         columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
         return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
@@ -341,7 +346,7 @@ class RegionTable:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         with fresh.open("wb") as output:
-            output.write(self.engine.encode(state))
+            self.engine.write(state, output.write)
             output.flush()
             os.fsync(output.fileno())
         fresh.rename(self._file)
@@ -354,7 +359,7 @@ class RegionTable:
     def _check_can_begin_anew(self) -> None:
         """What is kept doesn't serve any more: refuse to do without it where the logs have less."""
         try:
-            heard = vector_of(self._file.read_bytes())
+            heard = vector_of(_mapped(self._file))
         except FileNotFoundError:
             return
         for region, reader in self._readers.items():
@@ -370,14 +375,14 @@ class RegionTable:
     def _kept_table(self) -> tuple[tuple[str, ...], pa.Schema] | None:
         """The key and the columns of what is kept; None where there is nothing."""
         try:
-            return table_in(self._file.read_bytes())
+            return table_in(_mapped(self._file))
         except FileNotFoundError:
             return None
 
     def _kept(self) -> RegionState | None:
         """What is kept; None where there is nothing, or columns merge otherwise now."""
         try:
-            data = self._file.read_bytes()
+            data = _mapped(self._file)
         except FileNotFoundError:
             return None
         return self.engine.decode(data)
@@ -387,6 +392,14 @@ def merge_file(home: Home, stream: str, table: str) -> Path:
     """Where what was merged of a table is kept; `UsageError` where the text is no table's name."""
     name = qualified_name(*parse_qualified_name(table))
     return home.data / "regions" / stream / f"{quote(name, safe='')}.state"
+
+
+def _mapped(file: Path) -> memoryview:
+    """A file's bytes, where the system keeps them: what is kept is replaced, never written over. `FileNotFoundError` where there is none."""
+    with file.open("rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 class KeptVectors:
@@ -418,7 +431,7 @@ class KeptVectors:
             seen = stat.st_ino, stat.st_mtime_ns, stat.st_size
             known = self._known.get(file)
             if known is None or known[0] != seen:
-                found = heard_in(file.read_bytes(), key_of(config, table), merge_of(config, table))
+                found = heard_in(_mapped(file), key_of(config, table), merge_of(config, table))
                 known = self._known[file] = seen, found or ({}, {})
         except (FileNotFoundError, MergeStateUnreadable):
             return {}, {}

@@ -108,7 +108,7 @@ def _stream(
     capture, pipeline = live
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
     durable = _durable(home, name, problems)
-    landed = max(catalog.landed(stream, PIPELINE), _lake_n(home, name, stream, problems))
+    landed = _landed(home, catalog, name, stream, problems)
     counted = _counter(home, name, durable, problems)
     writers = catalog.writers(stream)
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
@@ -142,11 +142,11 @@ def _stream(
         "buffer": (capture or {}).get("buffer"),
         "tokens": {
             "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),
-            "landed": str(StreamToken.scalar(stream, landed)),
+            "landed": None if landed is None else str(StreamToken.scalar(stream, landed)),
         },
         "lag": {
             "capture": _capture_lag(captured),
-            "lake": _lake_lag(counted(landed)),
+            "lake": _lake_lag(None if landed is None else counted(landed)),
             "fold": {
                 "records": sum(t["fold_lag_records"] for t in landing["tables"]) if "tables" in landing else None,
                 "seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None),
@@ -200,19 +200,26 @@ def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
         return None
 
 
-def _lake_n(home: Home, name: str, stream: StreamId, problems: list[str]) -> Seq:
-    """What the lake's own last cut says: it may be ahead of the catalog by one crash."""
+def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems: list[str]) -> Seq | None:
+    """How far the lake is that this home names, as its own last cut says; None where that can't be told.
+
+    The catalog may say less, by one crash. And it may be that of another node, which landed elsewhere: a node that was promoted has it from the old leader,
+    or shares it, until its own pipeline has begun.
+    """
     from millstream.app.wiring import last_cut_of
 
     try:
         config = home.config.streams.get(name)
-        cut = None if config is None else last_cut_of(home, name, config, stream)
+        if config is not None:
+            cut = last_cut_of(home, name, config, stream)
+            return Seq(0) if cut is None else cut.n
     except ConfigError:
-        return Seq(0)  # said already
+        pass  # said already
     except (MillstreamError, OSError) as error:
         problems.append(f"lake of {name}: {error}")
-        return Seq(0)
-    return Seq(0) if cut is None else cut.n
+        if home.config.replication.nodes:
+            return None
+    return catalog.landed(stream, PIPELINE)
 
 
 def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ or a database sets. Nothing here retries; callers do, by `MillstreamError.retry`
 
 from __future__ import annotations
 
+import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -170,6 +171,28 @@ _BY_SQLSTATE: Final[dict[str, tuple[type[SourceError], str | None]]] = {
     "08003": (SourceUnreachable, None),
     "08006": (SourceUnreachable, None),
 }
+
+
+def next_result(pgconn: pq.abc.PGconn) -> pq.abc.PGresult | None:
+    """The next result of what was sent; None behind the last.
+
+    libpq's own wait for one keeps the interpreter, and with it every thread of this process: what the source waits for may be
+    one of them. This one doesn't.
+
+    Raises:
+        psycopg.OperationalError: the connection broke.
+    """
+    while (unsent := pgconn.flush()) or pgconn.is_busy():
+        wait_for(pgconn, select.POLLIN | (select.POLLOUT if unsent else 0))
+        pgconn.consume_input()
+    return pgconn.get_result()
+
+
+def wait_for(pgconn: pq.abc.PGconn, events: int) -> None:
+    """Wait for one of the events of a connection's socket, for a second at most."""
+    poll = select.poll()
+    poll.register(pgconn.socket, events)
+    poll.poll(1000)
 
 
 def translate(error: psycopg.Error) -> MillstreamError:

@@ -322,3 +322,10 @@ def _execute(connection: psycopg.Connection[tuple[Any, ...]], statement: sql.Com
     with translated(), connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '2s'")
         connection.execute(statement)
+
+
+def pgoutput_options(publications: Iterable[str], *, origin: str) -> dict[str, str]:
+    """What pgoutput is asked for, however it is read: both ways give the same messages."""
+    names = ",".join('"' + name.replace('"', '""') + '"' for name in publications)
+    options = {"proto_version": "2", "publication_names": names, "streaming": "on", "messages": "true"}
+    return options if origin == "any" else options | {"origin": origin}

@@ -24,6 +24,7 @@ from millstream.capture.connection import connect_replication, pinned, take_byte
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.tables import UNFINISHED, TableCopies
 from millstream.capture.directory import CatalogDirectory
+from millstream.capture.publication import pgoutput_options
 from millstream.capture.slot import (
     SlotState,
     check_slot,
@@ -319,7 +320,15 @@ class _Capture:
                 hold=hold,
                 before_each=before_each,
             )
-            watcher = Watcher(config, identity, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
+            watcher = Watcher(
+                config,
+                identity,
+                tables,
+                directory,
+                passed=lambda: applier.passed,
+                on_look=copies.see,
+                broken=receiver.nudge,
+            )
             copies.see(directory.refresh())  # before the first change: a copy that was begun hears of every one
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
@@ -337,6 +346,8 @@ class _Capture:
         try:
             while not self._stop.is_set():
                 applier.step(0.2)
+                if session.watcher.error is not None:
+                    raise session.watcher.error
                 now = time.monotonic()
                 renew_at = session.tables.renew_at
                 if renew_at is not None and applier.passed >= renew_at and applier.idle:
@@ -505,7 +516,7 @@ class _Capture:
                 dsn,
                 identity,
                 slot=config.slot,
-                options=_pgoutput_options(config, tables),
+                options=pgoutput_options(tables.coverage.publications, origin=config.origin),
                 reached=reached,
                 confirmed=confirmed,
                 changes_max=config.catch_up_changes,
@@ -522,7 +533,8 @@ class _Capture:
 
     def _start_streaming(self, replication: Connection, reached: Lsn, tables: Tables) -> Wire:
         options = sql.SQL(", ").join(
-            sql.SQL(f"{name} ") + sql.Literal(value) for name, value in _pgoutput_options(self._config, tables).items()
+            sql.SQL(f"{name} ") + sql.Literal(value)
+            for name, value in pgoutput_options(tables.coverage.publications, origin=self._config.origin).items()
         )
         command = sql.SQL("START_REPLICATION SLOT {} LOGICAL {} ({})").format(
             sql.Identifier(self._config.slot), sql.SQL(format_lsn(reached)), options
@@ -584,10 +596,3 @@ class _Capture:
             slot=self._config.slot,
             slot_holds_bytes=held,
         )
-
-
-def _pgoutput_options(config: CaptureConfig, tables: Tables) -> dict[str, str]:
-    """What pgoutput is asked for, however it is read: both ways give the same messages."""
-    names = ",".join('"' + name.replace('"', '""') + '"' for name in tables.coverage.publications)
-    options = {"proto_version": "2", "publication_names": names, "streaming": "on", "messages": "true"}
-    return options if config.origin == "any" else options | {"origin": config.origin}

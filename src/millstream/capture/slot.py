@@ -16,7 +16,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import pq, sql
 
-from millstream.capture.connection import RECOPY_HINT, connect, translate_result, translated
+from millstream.capture.connection import RECOPY_HINT, connect, next_result, translate_result, translated
 from millstream.capture.source import Connection, on_standby
 from millstream.errors import SlotActive, SlotAhead, SlotLost, SourceError, SourceOnStandby, SourceUnreachable
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
@@ -188,8 +188,8 @@ def ask_for_slot(
                 pgconn.get_cancel().cancel()
             replication.close()  # nobody reads what it answers
             raise
-        result = pgconn.get_result()
-        while pgconn.get_result() is not None:
+        result = next_result(pgconn)
+        while next_result(pgconn) is not None:
             pass
     if result is None or result.status != pq.ExecStatus.TUPLES_OK:
         raise SourceUnreachable("the connection was lost") if result is None else translate_result(result)

@@ -362,7 +362,9 @@ def check_end(connection: Connection, identity: Identity, reached: Lsn) -> None:
 def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceTable]:
     """The tables that the patterns take in, by name; a partition only where no partitioned table above it is one."""
     with translated():
-        rows = connection.execute(_TABLES + _ORDER, []).fetchall()
+        found = connection.execute(_TABLES + _ORDER, []).fetchall()
+    # Dropped since the statement began: it shows its rows in the catalogs, and has no files to measure.
+    rows = [row for row in found if row[9] is not None]
     taken = {int(row[0]) for row in rows if patterns.select(row[1], row[2])}
     return [_table(row) for row in rows if int(row[0]) in taken and not taken.intersection(row[11])]
 
@@ -371,7 +373,7 @@ def read_table(connection: Connection, oid: int) -> SourceTable | None:
     """One table by its OID, as the connection's transaction sees it; None where there is none."""
     with translated():
         row = connection.execute(_TABLES + _ONE, [oid]).fetchone()
-    return None if row is None else _table(row)
+    return None if row is None or row[9] is None else _table(row)
 
 
 def _table(row: tuple[Any, ...]) -> SourceTable:

@@ -3,7 +3,8 @@
 Every few seconds: tables that appeared join the publications and the catalog, tables that left are noticed, identities
 that came or went change a table's state, columns, keys and partitions that changed have a table copied again. Every second: states that commands wrote (`tables retry`, `tables copy`) are
 taken in. On an idle source a logical message moves the WAL on, so that a busy neighbour database can't make the slot
-hold its WAL; what the slot holds all the same is looked at too. What fails here is tried again at the next look; nothing here stops the stream.
+hold its WAL; what the slot holds all the same is looked at too. What the source or the catalog refuses is tried again at the next
+look, and doesn't stop the stream.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ class Watcher:
         directory: whose states are refreshed every second.
         passed: how far the stream is.
         on_look: called after every look and every refresh of the states, with the tables' rows.
+        broken: tells that it failed by what isn't ours: `error` has it, and nobody looks any more.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Watcher:
         *,
         passed: Callable[[], Lsn],
         on_look: Callable[[list[TableRow]], None],
+        broken: Callable[[], None],
     ) -> None:
         self._config = config
         self._identity = identity
@@ -176,6 +179,9 @@ class Watcher:
         self._directory = directory
         self._passed = passed
         self._on_look = on_look
+        self._broken = broken
+        self.error: BaseException | None = None
+        """Why its thread is gone: a bug of ours. A session that went on would hear of no table any more, and wait for copies for ever."""
         self._stop = threading.Event()
         self._beat = threading.Event()
         self._last_end = Lsn(0)
@@ -205,6 +211,13 @@ class Watcher:
         self._beat.set()
 
     def _main(self) -> None:
+        try:
+            self._look_on()
+        except BaseException as error:  # noqa: BLE001 - raised again by the session, which ends with it
+            self.error = error
+            self._broken()
+
+    def _look_on(self) -> None:
         while not self._stop.is_set():
             try:
                 with connect_same(self._config.dsn, self._identity, purpose="watch") as connection:
@@ -258,6 +271,8 @@ class Watcher:
             with translated():
                 connection.execute(_HEARTBEAT)
         except MillstreamError as error:
+            if connection.broken:
+                raise
             logger.info("no heartbeat: the role may not emit logical messages", error=error.message)
             self._can_beat = False
         self._last_end = insert_lsn(connection)

@@ -69,7 +69,8 @@ def _print_stream(stream: dict[str, Any]) -> None:
     reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
     click.echo(f": {stream['state']}, writer epoch {writer.get('epoch', 0)}, {reached}")
     _print_nodes(stream)
-    click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
+    landed = stream["tokens"]["landed"]
+    click.echo(f"  durable {stream['tokens']['durable']}{'' if landed is None else f', landed {landed}'}")
     for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
         click.secho(
             f"  readers wait for {waits['name']}, a writer whose lease has run out: start it where its log lies ({waits['location']}), or any other of that "

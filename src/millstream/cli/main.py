@@ -37,6 +37,7 @@ _COMMANDS: Final = {
     "replicas": "millstream.cli.replicating:replicas",
     "promote": "millstream.cli.replicating:promote",
     "restore": "millstream.cli.replicating:restore",
+    "scrub": "millstream.cli.replicating:scrub",
     "query": "millstream.cli.querying:query",
     "diff": "millstream.cli.differing:diff",
     "reconcile": "millstream.cli.reconciling:reconcile",

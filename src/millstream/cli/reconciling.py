@@ -37,7 +37,9 @@ def reconcile(
     configuration merges where none is named.
     """
     from millstream.app.reconciling import reconcile_stream
+    from millstream.cli.starting import leave_pandas_out
 
+    leave_pandas_out()
     found = reconcile_stream(session.home(needs_source=False), stream, tables, dry_run=dry_run, limit=limit)
     if as_json:
         print_json(found.as_dict())

@@ -1,4 +1,4 @@
-"""`follow`, `replicas`, `promote`, `restore`: a log on several machines."""
+"""`follow`, `replicas`, `promote`, `restore`, `scrub`: a log on several machines."""
 
 from __future__ import annotations
 
@@ -197,7 +197,11 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
 @click.option(
     "--region", type=click.IntRange(0), default=0, help="Whose log, of several regions that write the stream."
 )
-@click.option("--at", metavar="TOKEN", help="Restore up to that token; else everything.")
+@click.option(
+    "--at",
+    metavar="TIME|TOKEN",
+    help="Restore up to that token, or as of that moment: up to the first commit group with a commit behind it. Else everything.",
+)
 @click.option(
     "--epoch",
     type=click.IntRange(0),
@@ -217,3 +221,38 @@ def restore(
         print_json(found)
         return
     click.echo(f"{folder} has stream {stream} up to number {found['persisted_upto']:,} ({human_bytes(found['bytes'])})")
+
+
+@click.command()
+@click.option(
+    "--stream",
+    "streams",
+    multiple=True,
+    metavar="S",
+    help="Only this stream; may be repeated. Else all that are configured.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Put nothing back; say what is damaged, and what this node could put back."
+)
+@json_option
+@pass_session
+def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    """Read all that the object store has of this home's streams, and put back what is damaged there.
+
+    Every byte is verified, so that it costs what reading the store costs. A segment that is damaged or gone is written once more where this
+    node, leader or not, still has it in its own log, and hashes in the store show that it is the same. Beside `millstream run`. Exit code 3: something is damaged still.
+    """
+    from millstream.app.replicating.scrubbing import scrub_home
+
+    found = scrub_home(session.home(needs_source=False), streams, dry_run=dry_run, tell=note)
+    if as_json:
+        print_json(found)
+    else:
+        for one in found:
+            click.echo(f"{one['stream']}: {one['objects']:,} objects were read ({human_bytes(one['bytes'])})")
+            for mended in one["mended"]:
+                could = "can be put back" if dry_run else "was put back"
+                click.echo(f"{one['stream']}: {mended['object']} {could} from this node's log: {mended['was']}")
+            for error in one["damaged"]:
+                note(f"{error['message']} ({error['code']})\n  hint: {error['hint']}")
+    sys.exit(3 if any(one["damaged"] or (dry_run and one["mended"]) for one in found) else 0)

@@ -164,6 +164,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
         UsageError: it ends before it begins.
         InvalidTime, InvalidToken: as `parse_as_of`.
     """
+    from millstream.app.moments import microseconds
     from millstream.errors import UsageError
     from millstream.model.positions import Seq
 
@@ -177,11 +178,11 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
     if is_backward:
         raise UsageError(f"--since {since} is later than --until {until}", hint="Exchange the two.")
     if isinstance(first, datetime):
-        after = Seq(max(after, reader.numbers_at(_us(first))[0]))
+        after = Seq(max(after, reader.numbers_at(microseconds(first))[0]))
     elif first is not None:
         after = Seq(max(after, first - 1 if str(since).isdigit() else first))
     if isinstance(last, datetime):
-        upto = Seq(min(upto, reader.numbers_at(_us(last))[1]))
+        upto = Seq(min(upto, reader.numbers_at(microseconds(last))[1]))
     elif last is not None:
         upto = last
     return after, Seq(max(after, upto))
@@ -203,10 +204,6 @@ def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
     if found > upto:
         raise from_future(text, upto)
     return found
-
-
-def _us(moment: datetime) -> int:
-    return int(moment.timestamp() * 1_000_000)
 
 
 @contextlib.contextmanager

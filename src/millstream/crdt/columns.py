@@ -20,10 +20,20 @@ from millstream.errors import InvalidValue
 
 Codes: TypeAlias = npt.NDArray[np.int64]
 _ROOM: Final = 2**62
+_INT32: Final = 2**31 - 1
+_SPREAD: Final = 4
+"""Numbers that lie within so many times their count are put in order by a place for each that there could be."""
+_UNION_ROWS: Final = 65_536
 
 
 def ranked(column: pa.Array) -> tuple[Codes, pa.Array]:
     """Each value's place among the distinct ones in their order, and those; null's is behind them."""
+    if pa.types.is_integer(column.type) and len(column) and not column.null_count:
+        numbers = column.to_numpy()
+        least, most = int(numbers.min()), int(numbers.max())
+        if most - least < min(_SPREAD * len(numbers), _INT32) and most < _ROOM and least > -_ROOM:
+            places, there = _placed(numbers.astype(np.int64) - least, most - least + 1)
+            return places, pa.array(np.flatnonzero(there) + least).cast(column.type)
     encoded = pc.dictionary_encode(column)
     order = pc.sort_indices(encoded.dictionary)
     rank = np.empty(len(order) + 1, np.int64)
@@ -31,6 +41,14 @@ def ranked(column: pa.Array) -> tuple[Codes, pa.Array]:
     rank[len(order)] = len(order)
     places = encoded.indices.fill_null(len(order)) if encoded.indices.null_count else encoded.indices
     return rank[places.to_numpy(zero_copy_only=False)], encoded.dictionary.take(order)
+
+
+def _placed(numbers: Codes, room: int) -> tuple[Codes, npt.NDArray[np.bool_]]:
+    """Each number's place among the distinct ones of `[0, room)`, and which of those are there: without sorting."""
+    there = np.zeros(room, bool)
+    there[numbers] = True
+    # Half as wide as codes: it is the largest thing here.
+    return np.cumsum(there, dtype=np.int32)[numbers].astype(np.int64) - 1, there
 
 
 def codes_of(columns: Sequence[pa.Array]) -> Codes:
@@ -45,6 +63,8 @@ def codes_of(columns: Sequence[pa.Array]) -> Codes:
             room = int(codes.max()) + 1
         codes = codes * size + part
         room *= size
+    if room <= min(_SPREAD * len(codes), _INT32):
+        return _placed(codes, room)[0]
     return np.unique(codes, return_inverse=True)[1].astype(np.int64)
 
 
@@ -133,7 +153,24 @@ def decays(ages_ns: npt.NDArray[np.int64], half_life_ns: int) -> npt.NDArray[np.
 
 
 def unions(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
-    """The distinct values of each group's lists, in their order; null where it has no list. Nulls in lists say nothing."""
+    """The distinct values of each group's lists, in their order; null where it has no list. Nulls in lists say nothing.
+
+    So many rows at a time that their items take little memory.
+    """
+    if len(codes) <= _UNION_ROWS:
+        return _unions(column, codes, groups)
+    order = np.argsort(codes, kind="stable")
+    found, begin = [], 0
+    while begin < len(order):
+        end = int(np.searchsorted(codes, codes[order[min(begin + _UNION_ROWS, len(order)) - 1]], "right", sorter=order))
+        some = order[begin:end]
+        first, last = int(codes[some[0]]), int(codes[some[-1]])
+        found.append(_unions(column.take(pa.array(some)), codes[some] - first, last - first + 1))
+        begin = end
+    return pa.concat_arrays(found)
+
+
+def _unions(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
     listed = np.zeros(groups, bool)
     listed[codes[np.asarray(column.is_valid())]] = True
     items = pc.list_flatten(column)

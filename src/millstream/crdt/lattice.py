@@ -21,6 +21,7 @@ VERSION: Final = 1
 _MAGIC: Final = b"MC"
 _HEAD: Final = struct.Struct(">2sBB")
 _CRC: Final = struct.Struct(">I")
+_CHECKED_BYTES: Final = 1 << 20
 
 
 class Kind(IntEnum):
@@ -70,25 +71,61 @@ def seal(kind: Kind, body: bytes) -> bytes:
     return framed + _CRC.pack(google_crc32c.value(framed))
 
 
-def opened(kind: Kind, data: bytes) -> bytes:
-    """The body that `seal` framed. `MergeStateUnreadable` where it is damaged, another kind's, or of another version."""
+class Sealing:
+    """A frame that is written piece by piece: bytes as `seal` gives them, and never all of them at once.
+
+    Args:
+        kind: what it holds.
+        write: takes the bytes.
+    """
+
+    def __init__(self, kind: Kind, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._crc = 0
+        self.closed = False
+        """As files have it: Arrow writes into it as into one."""
+        self.write(_HEAD.pack(_MAGIC, kind, VERSION))
+
+    def write(self, data: bytes) -> int:
+        """More of the body."""
+        data = bytes(data)
+        self._crc = google_crc32c.extend(self._crc, data)
+        self._write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """As files have it."""
+
+    def end(self) -> None:
+        """The body is whole."""
+        self._write(_CRC.pack(self._crc))
+
+
+def opened(kind: Kind, data: bytes | memoryview) -> memoryview:
+    """The body that `seal` framed, where it lies. `MergeStateUnreadable` where it is damaged, another kind's, or of another version."""
     if len(data) < _HEAD.size + _CRC.size:
         raise MergeStateUnreadable(f"{len(data)} bytes are no state: the shortest has {_HEAD.size + _CRC.size}")
     magic, found, version = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise MergeStateUnreadable("these bytes don't begin as a state does")
-    if _CRC.unpack_from(data, len(data) - _CRC.size)[0] != google_crc32c.value(bytes(data[: -_CRC.size])):
+    framed = memoryview(data)[: -_CRC.size]
+    crc = 0
+    for start in range(
+        0, len(framed), _CHECKED_BYTES
+    ):  # it takes bytes alone, of which there is to be no second copy of everything
+        crc = google_crc32c.extend(crc, bytes(framed[start : start + _CHECKED_BYTES]))
+    if _CRC.unpack_from(data, len(framed))[0] != crc:
         raise MergeStateUnreadable("the bytes of a state fail their checksum")
     if version != VERSION:
         raise MergeStateUnreadable(f"a state of version {version}; this Millstream knows {VERSION}", version=version)
     if found != kind:
         raise MergeStateUnreadable(f"a state of kind {found}, where {kind.name.lower()} ({int(kind)}) was expected")
-    return bytes(data[_HEAD.size : -_CRC.size])
+    return framed[_HEAD.size :]
 
 
 def decoded(kind: Kind, data: bytes, parse: Callable[[bytes], S], encode: Callable[[S], bytes]) -> S:
     """A state by its parser, which may raise whatever wrong bytes make it raise; only canonical bytes are taken."""
-    body = opened(kind, data)
+    body = bytes(opened(kind, data))
     try:
         state = parse(body)
         canonical = encode(state)

@@ -8,7 +8,7 @@ is kept. `plan` is the same whoever makes it, sides exchanged; `apply` joins, so
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from millstream.crdt.columns import codes_of, whole_column
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
-from millstream.crdt.lattice import Kind, opened, seal
+from millstream.crdt.lattice import Kind, Sealing, opened
 from millstream.crdt.tables import REGION, SEQ, fold, merged, own_columns, state_schema
 from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
 from millstream.model.ids import Epoch, GroupNumber, RegionId
@@ -29,6 +29,8 @@ from millstream.model.positions import Seq, StreamToken
 Vector = Mapping[RegionId, StreamToken]
 """For each region the token of its log up to which everything has been heard. A region that isn't in it: nothing."""
 
+_BATCH_ROWS: Final = 65_536
+"""Of rows that are written at once."""
 _DRY_RUN: Final = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -105,6 +107,8 @@ class ReconciliationEngine:
     merge: TableMerge
     table: str = "a table"
     """Its name, for errors."""
+    range_rows: int = 262_144
+    """So many rows are joined at once, or those of one value of the key's first column: what that takes is more than the rows themselves."""
 
     def plan(self, local: RegionState, remote: RegionState) -> MergePlan:
         """What each side lacks of the other.
@@ -126,7 +130,10 @@ class ReconciliationEngine:
         known = np.zeros(len(seqs), np.int64)
         for region, token in vector.items():
             known[regions == int(region)] = int(token.linear())
-        return Missing(state.rows.filter(pa.array(seqs > known)), held, state.ends)
+        lacks = seqs > known
+        # All of it isn't copied.
+        rows = state.rows if lacks.all() else state.rows.filter(pa.array(lacks))
+        return Missing(rows, held, state.ends)
 
     def apply(self, state: RegionState, missing: Missing) -> RegionState:
         """The state with what it lacked; done twice, it changes nothing."""
@@ -134,11 +141,33 @@ class ReconciliationEngine:
         ends = _latest(state.ends, missing.ends)
         if not missing.rows.num_rows:
             return RegionState(state.rows, vector, ends)
+        if not state.rows.num_rows and state.rows.schema.equals(missing.rows.schema):
+            return RegionState(missing.rows, vector, ends)
         schema = state_schema(
             union_of(self.table, [own_columns(state.rows.schema), own_columns(missing.rows.schema)]), self.merge
         )
-        both = pa.concat_tables([widened(rows, schema) for rows in (state.rows, missing.rows)])
-        return RegionState(fold(both, self.key, self.merge), vector, ends)
+        ranges = self._ranges([widened(rows, schema) for rows in (state.rows, missing.rows)])
+        joined = [fold(pa.concat_tables(parts), self.key, self.merge) for parts in ranges]
+        return RegionState(pa.concat_tables(joined), vector, ends)
+
+    def _ranges(self, sides: list[pa.Table]) -> Iterator[list[pa.Table]]:
+        """Region rows of two sides in ranges of keys, in order: no key is in two of them."""
+        count = sum(side.num_rows for side in sides) // self.range_rows
+        firsts = [side.column(self.key[0]) for side in sides]
+        if not count or not all(_is_ascending(first) for first in firsts):
+            yield sides
+            return
+        longest = max(firsts, key=len)
+        begin = [0] * len(sides)
+        for step in range(1, count + 1):
+            value = longest[step * len(longest) // (count + 1)]
+            if not value.is_valid:
+                break
+            end = [_below(first, value) for first in firsts]
+            if end > begin:
+                yield [side.slice(a, b - a) for side, a, b in zip(sides, begin, end, strict=True)]
+                begin = end
+        yield [side.slice(a) for side, a in zip(sides, begin, strict=True)]
 
     def without(self, state: RegionState, region: RegionId, lost: npt.NDArray[np.bool_]) -> RegionState:
         """The state where nothing is known to have been heard of a region, and some rows of it are gone.
@@ -219,6 +248,12 @@ class ReconciliationEngine:
 
     def encode(self, state: RegionState) -> bytes:
         """A state's bytes: its vector as JSON behind its length, then its rows as an Arrow IPC stream."""
+        pieces: list[bytes] = []
+        self.write(state, pieces.append)
+        return b"".join(pieces)
+
+    def write(self, state: RegionState, write: Callable[[bytes], object]) -> None:
+        """As `encode`, piece by piece: beside the state itself few of its bytes are in memory."""
         vector = {str(region): str(token) for region, token in state.vector.items()}
         ends = {str(region): [end.seq, end.group, end.epoch, end.wall_ns] for region, end in state.ends.items()}
         head = json.dumps(
@@ -226,13 +261,20 @@ class ReconciliationEngine:
             sort_keys=True,
             separators=(",", ":"),
         ).encode()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, state.rows.schema) as stream:
-            stream.write_table(state.rows.combine_chunks())
-        return seal(Kind.TABLE, len(head).to_bytes(4, "big") + head + sink.getvalue().to_pybytes())
+        sealing = Sealing(Kind.TABLE, write)
+        sealing.write(len(head).to_bytes(4, "big") + head)
+        with pa.ipc.new_stream(pa.PythonFile(sealing, "w"), state.rows.schema) as stream:
+            for begin in range(0, max(state.rows.num_rows, 1), _BATCH_ROWS):
+                stream.write_table(state.rows.slice(begin, _BATCH_ROWS).combine_chunks())
+        sealing.end()
 
-    def decode(self, data: bytes) -> RegionState | None:
-        """The state of its bytes; None where it was made by another key, or of a column it remembers something else than is asked for now.
+    def keys_in(self, state: RegionState) -> int:
+        """How many rows `value` gives."""
+        columns = [whole_column(state.rows.column(name)) for name in self.key]
+        return int(codes_of(columns).max()) + 1 if state.rows.num_rows else 0
+
+    def decode(self, data: bytes | memoryview) -> RegionState | None:
+        """The state of its bytes, whose rows lie where these do; None where it was made by another key, or of a column it remembers something else than is asked for now.
 
         Raises:
             MergeStateUnreadable: the bytes are damaged.
@@ -241,22 +283,24 @@ class ReconciliationEngine:
         if heard is None:
             return None
         try:
-            return RegionState(pa.ipc.open_stream(rows).read_all(), *heard)
+            return RegionState(pa.ipc.open_stream(pa.py_buffer(rows)).read_all(), *heard)
         except (ValueError, pa.ArrowException) as error:
             raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
 
 
-def heard_in(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector, Ends] | None:
+def heard_in(data: bytes | memoryview, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector, Ends] | None:
     """Up to where a state of these bytes has heard the regions, and by which groups; None, and raises, as `ReconciliationEngine.decode`."""
     return _parted(data, key, merge)[0]
 
 
-def vector_of(data: bytes) -> Vector:
+def vector_of(data: bytes | memoryview) -> Vector:
     """Up to where a state had heard the regions, however its columns merged. `MergeStateUnreadable` where the bytes are damaged."""
     return _head_of(data)[1]
 
 
-def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[tuple[Vector, Ends] | None, bytes]:
+def _parted(
+    data: bytes | memoryview, key: tuple[str, ...], merge: TableMerge
+) -> tuple[tuple[Vector, Ends] | None, memoryview]:
     """What was heard, and the bytes of the rows; nothing where key or merge are other ones."""
     head, vector, rows = _head_of(data)
     try:
@@ -267,25 +311,25 @@ def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[tuple
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
-    return (None, b"") if is_other else ((vector, ends), rows)
+    return (None, memoryview(b"")) if is_other else ((vector, ends), rows)
 
 
-def table_in(data: bytes) -> tuple[tuple[str, ...], pa.Schema]:
+def table_in(data: bytes | memoryview) -> tuple[tuple[str, ...], pa.Schema]:
     """The key and the columns of the table that a state is of. `MergeStateUnreadable` where the bytes are damaged."""
     head, _, rows = _head_of(data)
     try:
         key = tuple(str(name) for name in head["key"])
-        return key, own_columns(pa.ipc.open_stream(rows).schema)
+        return key, own_columns(pa.ipc.open_stream(pa.py_buffer(rows)).schema)
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
 
 
-def _head_of(data: bytes) -> tuple[dict[str, Any], Vector, bytes]:
+def _head_of(data: bytes | memoryview) -> tuple[dict[str, Any], Vector, memoryview]:
     """What stands in front of a state's rows, its vector, and the rows' bytes."""
     body = opened(Kind.TABLE, data)
     size = int.from_bytes(body[:4], "big")
     try:
-        head = json.loads(body[4 : 4 + size])
+        head = json.loads(bytes(body[4 : 4 + size]))
         vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, InvalidToken) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
@@ -337,6 +381,26 @@ def _latest(one: Ends, other: Ends) -> Ends:
         region: max((ends[region] for ends in (one, other) if region in ends), key=lambda end: (end.seq, end.group))
         for region in one.keys() | other.keys()
     }
+
+
+def _is_ascending(column: pa.ChunkedArray) -> bool:
+    """Whether values stand in their order, nulls last. Where they don't compare (NaN), they don't."""
+    valid = column.drop_null()
+    if len(column) < 2 or column.slice(len(valid)).null_count != column.null_count:
+        return len(column) < 2
+    return bool(pc.all(pc.less_equal(valid.slice(0, len(valid) - 1), valid.slice(1))).as_py())
+
+
+def _below(column: pa.ChunkedArray, value: pa.Scalar) -> int:
+    """How many values of an ascending column are less."""
+    least, most = 0, len(column) - column.null_count
+    while least < most:
+        middle = (least + most) // 2
+        if pc.less(column[middle], value).as_py():
+            least = middle + 1
+        else:
+            most = middle
+    return least
 
 
 def behind(vector: Vector, region: RegionId) -> Seq:

@@ -104,26 +104,29 @@ def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
         key: names of the columns that tell the table's rows apart.
         merge: how they merge.
     """
-    columns = {name: whole_column(rows.column(name)) for name in rows.schema.names}
     if not rows.num_rows:
-        return pa.table(list(columns.values()), schema=rows.schema)
-    codes = codes_of([*(columns[name] for name in key), columns[REGION.name]])
+        return rows.combine_chunks()
+
+    def column(name: str) -> pa.Array:
+        """One at a time: all of them in one piece would be a copy of everything."""
+        return whole_column(rows.column(name))
+
+    codes = codes_of([*(column(name) for name in key), column(REGION.name)])
     groups = int(codes.max()) + 1
-    seqs = columns[SEQ.name].to_numpy()
-    newest = last_of_each(codes, seqs)
+    newest = last_of_each(codes, column(SEQ.name).to_numpy())
     at = pa.array(newest)
-    found = {name: column.take(at) for name, column in columns.items()}
+    found = {name: column(name).take(at) for name in rows.schema.names}
+    own = own_columns(rows.schema).names
     if groups < rows.num_rows:
-        own = own_columns(rows.schema).names
         for name in merge.named(own, MergeKind.G_COUNTER):
-            found[name] = greatest(columns[name], codes, groups)
+            found[name] = greatest(column(name), codes, groups)
         for name in merge.named(own, MergeKind.HIDE):
             names = hide_columns(name)
             for seq, wall in (names[:2], names[2:]):
-                last = pa.array(last_of_each(codes, columns[seq].to_numpy()))
-                found[seq], found[wall] = columns[seq].take(last), columns[wall].take(last)
-    for name in merge.named(own_columns(rows.schema).names, MergeKind.UNION_SET):
-        found[name] = unions(columns[name], codes, groups)
+                last = pa.array(last_of_each(codes, column(seq).to_numpy()))
+                found[seq], found[wall] = column(seq).take(last), column(wall).take(last)
+    for name in merge.named(own, MergeKind.UNION_SET):
+        found[name] = unions(column(name), codes, groups)
     return pa.table(list(found.values()), schema=rows.schema)
 
 

@@ -95,6 +95,7 @@ from millstream.errors._replication import ReplicationError as ReplicationError
 from millstream.errors._replication import ReplicaTooStale as ReplicaTooStale
 from millstream.errors._replication import RoleUnreadable as RoleUnreadable
 from millstream.errors._replication import ShipmentUnreadable as ShipmentUnreadable
+from millstream.errors._replication import StoreDamaged as StoreDamaged
 from millstream.errors._replication import StoreUnavailable as StoreUnavailable
 from millstream.errors._replication import StoreUnusable as StoreUnusable
 from millstream.errors._replication import TwoLeaders as TwoLeaders

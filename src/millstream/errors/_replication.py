@@ -34,6 +34,16 @@ class ShipmentUnreadable(ReplicationError):
     default_hint = "It is sent again. If this repeats, both sides need the same version of Millstream."
 
 
+class StoreDamaged(ShipmentUnreadable):
+    """An object of the object store is damaged, or isn't there, and what was asked for lies in it or behind it."""
+
+    code = "store_damaged"
+    default_hint = (
+        "`millstream scrub`, at a node that still has these bytes in its log, puts the object back. Where none has: put it back from an older "
+        "version or a copy of the store. What lies in front of it `millstream restore --at` brings back."
+    )
+
+
 class ReplicaFailed(ReplicationError):
     """The follower's disk failed: what was on its way may or may not be durable. Only opening its log anew decides."""
 

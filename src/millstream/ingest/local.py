@@ -101,22 +101,35 @@ class AppendServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="append-server", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Take no more requests, answer those that were read, and take the socket away."""
-        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+    def close(self, *, lingers: bool = False) -> None:
+        """Take no more requests, answer those that were read, and take the socket away.
+
+        Args:
+            lingers: return at once, and have them answered behind that, however long it takes: somebody else is about to listen in this one's place.
+        """
+        asyncio.run_coroutine_threadsafe(self._take_no_more(), self._loop).result()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        if lingers:
+            threading.Thread(target=self._end, args=(None,), name="append-server-lingers", daemon=True).start()
+        else:
+            self._end(_DRAIN_S)
+
+    def _end(self, patience_s: float | None) -> None:
+        asyncio.run_coroutine_threadsafe(self._drain(patience_s), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
 
-    async def _drain(self) -> None:
+    async def _take_no_more(self) -> None:
         self._draining = True
         self._server.close()
         for task in self._connections.keys() - self._busy:
             task.cancel()
+
+    async def _drain(self, patience_s: float | None) -> None:
         if self._connections:
-            await asyncio.wait(self._connections, timeout=_DRAIN_S)
+            await asyncio.wait(self._connections, timeout=patience_s)
         # Who doesn't read what it is told holds nobody up.
         for writer in self._connections.values():
             writer.transport.abort()

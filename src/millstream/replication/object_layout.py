@@ -33,7 +33,7 @@ _OWN_NAME: Final = re.compile(r"(?:[^/]+/)?(?:\d{20}/)?\d{20}(?:\.ended|\.whole)
 """What stands behind the folder in every name that is listed."""
 _DAMAGED_HINT: Final = (
     "Put the object back, from an older version or a copy of the store. Where there is none, move it away with all that stand "
-    "behind it in its folder: a leader that still has these bytes stores them again, and a restore ends in front of them."
+    "behind it in its folder: a leader that still has these bytes stores them again, and a restore ends in front of them where another one is left."
 )
 
 

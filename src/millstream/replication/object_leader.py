@@ -127,7 +127,8 @@ class Stored:
         found = dict(self.position)
         for shard, mark in self.marks.items():
             end = found.get(shard)
-            if end is not None and mark.base_offset > end.base_offset:
+            # A segment that has lost its end is to come once more, from its beginning.
+            if end is not None and end.position and mark.base_offset > end.base_offset:
                 found[shard] = ByteEnd(mark.base_offset, 0)
         return found
 
@@ -160,12 +161,17 @@ def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, u
             its_epoch, base = segment_of(listed.name)
             if found.history.has(shard, its_epoch, base):
                 found.sealed.add((shard, base))
-                if shard not in last or base > segment_of(last[shard].name)[1]:
+                if shard not in last or base >= segment_of(last[shard].name)[1]:
                     last[shard] = listed
     for shard, listed in last.items():
+        base = segment_of(listed.name)[1]
         start = max(0, listed.size - TRAILER_BYTES)
-        trailer = objects.get(listed.name, start, TRAILER_BYTES) or memoryview(b"")
-        found.position[shard] = behind(SegmentPart(shard, segment_of(listed.name)[1], start, trailer, is_end=True))
+        trailer = (objects.get(listed.name, start, listed.size - start) if listed.size else None) or memoryview(b"")
+        end = behind(SegmentPart(shard, base, start, trailer, is_end=True))
+        if end.base_offset == base:  # what is stored has no end: where nothing follows on it, it comes once more
+            found.sealed.discard((shard, base))
+            end = ByteEnd(base, 0)
+        found.position[shard] = end
     for listed in listed_in(objects, layout.documents):
         name, its_epoch, version = document_of(listed.name)
         if found.history.tells(its_epoch):

@@ -2,6 +2,9 @@
 
 What there is, is read in this order: names of shipments, then the branches, then sealed segments, then the shipments. A shipment goes only once a segment has its
 bytes. So one that has gone by the time it is read lies in a segment that wasn't there before, and reading begins anew from where it has got to.
+
+Of what is damaged nothing is known here: whoever takes what is read finds out. It reads once more then, up to there (`ends`): no bytes behind it on that shard, and no
+marks, which would cover them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import dataclasses
 import struct
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Final
 
 from millstream.errors import (
@@ -22,7 +25,8 @@ from millstream.errors import (
     ShipmentUnreadable,
 )
 from millstream.model.ids import Epoch, ShardId
-from millstream.model.marks import DurableMark
+from millstream.model.marks import DroppedMark, DurableMark
+from millstream.model.positions import Offset
 from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, SegmentPart, Shipment
 from millstream.replication.object_history import History, history_of
 from millstream.replication.object_layout import (
@@ -39,6 +43,7 @@ from millstream.replication.objects import Listed, Objects
 POLLS_S: Final = 0.5
 """How often it is looked for new shipments: a listing costs about what a write does."""
 _PIECE_BYTES: Final = 8 << 20
+_ALL: Final[Mapping[ShardId, ByteEnd]] = {}
 _TRAILER: Final = struct.Struct("<II56s")
 """A segment's last 64 bytes: checksum, length of the index before it, the rest. See docs/internals/FORMAT.md."""
 
@@ -52,6 +57,7 @@ class StoreReader:
         hello: from where on.
         polls_s: how often it is looked for what is new.
         upto: as if no higher epoch had been; None: what is the log now.
+        ends: of shards of which no more can be read, where that is. Where there are such, no marks come.
     """
 
     def __init__(
@@ -62,17 +68,21 @@ class StoreReader:
         *,
         polls_s: float = POLLS_S,
         upto: Epoch | None = None,
+        ends: Mapping[ShardId, ByteEnd] = _ALL,
     ) -> None:
         self._objects = objects
         self._layout = layout
         self._hello = hello
         self._polls_s = polls_s
         self._upto = upto
+        self._ends = dict(ends)
         self._position: dict[ShardId, ByteEnd] = dict(hello.position)
         self._documents = dict(hello.documents)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._begins: Hello | None = None
+        self._first_kept: Mapping[ShardId, DroppedMark] = {}
+        """What was gone before all else that is stored."""
         self._history: History | None = None
         """By which it was read so far."""
         self._shipments = self._read()
@@ -136,7 +146,7 @@ class StoreReader:
             if newest is None:
                 yield None
                 continue
-            yield from self._beginning(newest)
+            newest = yield from self._beginning(newest)
             yield from self._segments(newest)
             last = yield from self._groups(names, newest)
             while last is not None:
@@ -166,14 +176,17 @@ class StoreReader:
                 return dataclasses.replace(found, parts=(), marks={}, first_kept={}, documents=())
         return None
 
-    def _beginning(self, newest: Shipment) -> Iterator[Shipment]:
-        """What was gone before all else, and the documents."""
-        data = None if self._position else self._objects.get(self._layout.begins)
+    def _beginning(self, newest: Shipment) -> Generator[Shipment, None, Shipment]:
+        """What was gone before all else, and the documents; the newest shipment then, which says what was gone: any shard's first bytes may come next."""
+        data = self._objects.get(self._layout.begins)
         first = None if data is None else message_in(self._layout.begins, data)
+        if isinstance(first, Shipment):
+            self._first_kept = first.first_kept
+            newest = dataclasses.replace(newest, first_kept=first.first_kept)
         documents = self._newer_documents()
-        if documents or isinstance(first, Shipment):
-            kept = first.first_kept if isinstance(first, Shipment) else {}
-            yield dataclasses.replace(newest, first_kept=kept, documents=tuple(documents.values()))
+        if documents or (not self._position and newest.first_kept):
+            yield dataclasses.replace(newest, documents=tuple(documents.values()))
+        return newest
 
     def _newer_documents(self) -> dict[str, Document]:
         """The newest of each, where they aren't those that are known."""
@@ -201,13 +214,15 @@ class StoreReader:
             stored = (
                 (*segment_of(listed.name), listed) for listed in listed_in(self._objects, self._layout.shard(shard))
             )
-            own = [(base, listed) for epoch, base, listed in stored if self._told.has(shard, epoch, base)]
-            for base, listed in sorted(own, key=lambda one: one[0]):
+            # Of two leaders that have stored one, the later one's: it did so because the other's can't be read.
+            own = {base: listed for epoch, base, listed in stored if self._told.has(shard, epoch, base)}
+            for base, listed in sorted(own.items()):
                 reached = self._position.get(shard, ByteEnd(base, 0))
-                if reached.base_offset > base or reached >= ByteEnd(base, listed.size):
-                    continue
+                size = self._readable(shard, base, listed.size)
                 start = reached.position if reached.base_offset == base else 0
-                for end in _cuts(start, listed.size, self._index_start(listed)):
+                if reached.base_offset > base or start >= size:
+                    continue
+                for end in _cuts(start, size, self._index_start(listed)):
                     data = self._objects.get(listed.name, start, end - start)
                     if data is None or len(data) != end - start:
                         raise ShipmentUnreadable(f"{listed.name} isn't as long as it was said to be")
@@ -216,9 +231,17 @@ class StoreReader:
                     yield dataclasses.replace(newest, parts=(part,))
                     start = end
 
+    def _readable(self, shard: ShardId, base: Offset, size: int) -> int:
+        """How many of a segment's bytes, of so many, are to be read."""
+        last = self._ends.get(shard)
+        if last is None or base < last.base_offset:
+            return size
+        return min(size, last.position) if base == last.base_offset else 0
+
     def _index_start(self, listed: Listed) -> int:
         """Where a segment's footer begins, which isn't cut."""
-        data = self._objects.get(listed.name, max(0, listed.size - _TRAILER.size), _TRAILER.size)
+        start = max(0, listed.size - _TRAILER.size)
+        data = self._objects.get(listed.name, start, listed.size - start)
         if data is None or len(data) < _TRAILER.size:
             return 0
         return max(0, listed.size - _TRAILER.size - int(_TRAILER.unpack(data)[1]))
@@ -233,7 +256,7 @@ class StoreReader:
             if isinstance(found, Shipment):
                 epoch = group_of(listed.name)[0]
                 if self._told.tells(epoch):
-                    marks = dict(found.marks) or marks
+                    marks = {} if self._ends else dict(found.marks) or marks
                 rest = self._rest(found, epoch)
                 if rest.parts:
                     # The newest documents have come before.
@@ -280,18 +303,26 @@ class StoreReader:
             if not self._told.has(part.shard, epoch, part.base_offset):
                 continue
             reached = self._position.get(part.shard)
-            if reached is not None and part.end <= reached:
+            stop = self._readable(part.shard, part.base_offset, part.end.position)
+            if stop <= part.position or (reached is not None and ByteEnd(part.base_offset, stop) <= reached):
                 continue
             start = 0 if reached is None or part.base_offset > reached.base_offset else reached.position
             if part.position > start:
                 raise FollowerBehindRetention(
                     f"the object store lacks bytes {start} to {part.position} of segment {part.base_offset} of shard {part.shard}",
                     hint="Objects are missing there: put them back, from an older version or a copy of the store.",
+                    shard=int(part.shard),
                 )
-            data = memoryview(part.data)[start - part.position :]
-            parts.append(SegmentPart(part.shard, part.base_offset, start, data, part.is_end))
+            data = memoryview(part.data)[start - part.position : stop - part.position]
+            is_end = part.is_end and stop == part.end.position
+            parts.append(SegmentPart(part.shard, part.base_offset, start, data, is_end))
             self._position[part.shard] = parts[-1].end
-        return dataclasses.replace(shipment, parts=tuple(parts))
+        return dataclasses.replace(
+            shipment,
+            parts=tuple(parts),
+            marks={} if self._ends else shipment.marks,
+            first_kept={**self._first_kept, **shipment.first_kept},
+        )
 
 
 def _cuts(start: int, size: int, index_start: int) -> list[int]:

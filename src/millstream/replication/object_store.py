@@ -10,17 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from millstream.errors import Fenced, LinkLost
-from millstream.model.ids import Epoch, RegionId, ShardId
+from millstream.model.ids import Epoch, RegionId, ShardId, StreamId
 from millstream.model.marks import DurableMark
-from millstream.model.replication import Hello, ReplicaPosition
+from millstream.model.positions import Offset
+from millstream.model.replication import ByteEnd, Hello, ReplicaPosition
 from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
 from millstream.replication.object_history import begin_branch, history_of
 from millstream.replication.object_layout import Layout
 from millstream.replication.object_leader import SegmentBytes, Stored, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
+from millstream.replication.object_scrub import Scrub, Scrubbed
 from millstream.replication.objects import Objects, open_objects
 from millstream.replication.queues import WINDOW_BYTES
+from millstream.wal.files import RealFiles
 
 __all__ = ["ObjectStoreTransport", "SegmentBytes"]
 
@@ -118,12 +121,14 @@ class ObjectStoreTransport:
         self._closed.wait(timeout_s)
         return None
 
-    def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
-        """Read what is stored behind a position, and what comes."""
+    def connect(self, hello: Hello, timeout_s: float, ends: Mapping[ShardId, ByteEnd] | None = None) -> LeaderLink:
+        """Read what is stored behind a position, and what comes; as `StoreReader` where shards can't be read beyond their `ends`."""
         del timeout_s
         if self._closed.is_set():
             raise LinkLost("the transport was closed")
-        reader = StoreReader(self._objects, self._layout, hello, polls_s=self._polls_s, upto=self._upto)
+        reader = StoreReader(
+            self._objects, self._layout, hello, polls_s=self._polls_s, upto=self._upto, ends=ends or {}
+        )
         with self._lock:
             self._readers = [one for one in self._readers if not one.is_closed] + [reader]
         return reader
@@ -186,6 +191,20 @@ class ObjectStoreTransport:
     def newest(self) -> StoredState:
         """What the store has of the log: the newest marks, and the newest documents. Raises as `accept`."""
         return self._state_of(stored_of(self._objects, self._layout, upto=self._upto))
+
+    def segment_named(self, shard: ShardId, base: Offset) -> str | None:
+        """The object that has a sealed segment of the log; None where there is none. Raises as `accept`."""
+        history = history_of(self._objects, self._layout, self._upto)
+        found = None
+        for listed in object_layout.listed_in(self._objects, self._layout.shard(shard)):
+            epoch, its_base = object_layout.segment_of(listed.name)
+            if its_base == base and history.has(shard, epoch, base):
+                found = listed.name
+        return found
+
+    def scrub(self, stream: StreamId, folder: str, *, mend: bool, tell: Callable[[str], None]) -> Scrubbed:
+        """Verify all that is stored of the log, and put back what is damaged and lies whole in this node's own: see `Scrub`."""
+        return Scrub(self._objects, self._layout, stream, RealFiles(), folder, mend=mend, tell=tell).run()
 
     def set_aside(self) -> tuple[Epoch, ...]:
         """Up to which epochs there is more than the log has: leaders that were promoted without the store have gone on from below. Raises as `accept`."""

@@ -8,12 +8,13 @@ What the server does is its own business: this is the real program, not a fake.
 import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -42,6 +43,8 @@ StopMode = Literal["smart", "fast", "immediate", "kill"]
 _SUPERUSER = "postgres"
 _SOCKET_PORT = 5432  # only a part of the socket's name: each server has a folder of its own
 _SOCKET_PATH_BYTES_MAX = 100  # sun_path holds 108 on Linux, 104 on macOS
+_STATEMENT_S = 120  # for what a server, or initdb, does in a second
+_DISMISSED_S = 30.0  # longer than a guardian gives its server
 _DEFAULT_SETTINGS = {
     "wal_level": "logical",
     "max_wal_senders": "20",
@@ -167,7 +170,7 @@ class EmbeddedPostgres:
         place = f"127.0.0.1:{self.port}" if tcp else ""
         query = ({} if tcp else {"host": str(self.socket_dir), "port": str(self.port)}) | parameters
         return f"postgresql://{credentials}@{place}/{quote(dbname, safe='')}" + (
-            f"?{urlencode(query)}" if query else ""
+            f"?{urlencode(query, quote_via=quote)}" if query else ""  # libpq takes a plus for a plus
         )
 
     def connect(
@@ -271,7 +274,7 @@ class EmbeddedPostgres:
         statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
         if template is not None:
             statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
-        with self.connect() as connection:
+        with self._bounded() as connection:
             connection.execute(statement)
         return self.dsn(name)
 
@@ -280,8 +283,8 @@ class EmbeddedPostgres:
         from psycopg import errors, sql
 
         statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
-        deadline = time.monotonic() + 120
-        with self.connect() as connection:
+        deadline = time.monotonic() + _STATEMENT_S
+        with self._bounded() as connection:
             while True:
                 try:
                     self._drop_slots(connection, name)
@@ -292,6 +295,21 @@ class EmbeddedPostgres:
                     if time.monotonic() > deadline:
                         raise
                 time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def _bounded(self) -> "Iterator[psycopg.Connection]":
+        """A connection whose statements end, in an error at worst that tells what the server's processes do."""
+        from psycopg import errors
+
+        with self.connect(connect_timeout="30", options=f"-c statement_timeout={_STATEMENT_S}s") as connection:
+            try:
+                yield connection
+            except (errors.QueryCanceled, errors.ObjectInUse) as error:
+                rows = connection.execute(
+                    "SELECT pid, backend_type, datname, state, wait_event, left(query, 200) FROM pg_stat_activity"
+                ).fetchall()
+                error.add_note("\n".join(map(str, rows)))
+                raise
 
     @staticmethod
     def _drop_slots(connection: "psycopg.Connection", name: str) -> None:
@@ -349,6 +367,7 @@ class EmbeddedPostgres:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            timeout=_STATEMENT_S,
         )
         if done.returncode != 0:
             raise PostgresStartError(f"initdb failed: {done.stderr.strip()[-2000:]}")
@@ -414,6 +433,8 @@ class EmbeddedPostgres:
         try:
             guardian.stdin.write(json.dumps(spec) + "\n")
             guardian.stdin.flush()
+            if not select.select([guardian.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise PostgresStartError("postgres can't be started: its guardian says nothing")
             answer = guardian.stdout.readline().split(maxsplit=1)
             if answer[:1] != ["started"]:
                 raise PostgresStartError(f"postgres can't be started: {' '.join(answer) or 'its guardian died'}")
@@ -444,7 +465,11 @@ class EmbeddedPostgres:
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
-            guardian.wait()
+            try:
+                guardian.wait(_DISMISSED_S)
+            except subprocess.TimeoutExpired:
+                guardian.kill()
+                guardian.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -21,6 +21,7 @@ from millstream.app.calls import SERVER_DEADLINE_S_MAX, check_deadline
 from millstream.app.remote.pieces import ARROW_TYPE, PIECES_TYPE
 from millstream.errors import (
     AccessError,
+    AnswerCutOff,
     AnswerUnreadable,
     AppendOutcomeUnknown,
     Fenced,
@@ -28,6 +29,7 @@ from millstream.errors import (
     PositionError,
     ReadOnly,
     RemoteError,
+    ReplicasMissing,
     ReplicaTooStale,
     RoutingError,
     ServerUnreachable,
@@ -232,11 +234,12 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
 
     Raises:
         AppendOutcomeUnknown: the last word is that nobody knows.
+        ReplicasMissing: it is durable there, and others didn't say until the deadline that they have it, or no try after it could be made; details: idempotency_key.
         ServerUnreachable, Overloaded, …: nothing was appended.
         MillstreamError: what the server says.
     """
     give_up_s, nap_s = now() + check_deadline(deadline_s), _NAP_S
-    unknown: AppendOutcomeUnknown | None = None
+    unknown: AppendOutcomeUnknown | ReplicasMissing | None = None
     is_told_apart = True
     while True:
         left_s = max(0.0, give_up_s - now())
@@ -250,7 +253,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
             if got.hint:
                 raise unknown or error
             if got.sent:
-                unknown = _unknown(f"{url} gave no answer: {got.why}", call, url)
+                unknown = _doubt(AnswerCutOff(f"{url} gave no answer: {got.why}"), unknown, call, url)
         else:
             assert got is not None, "a call is answered"
             if got.status == 200:
@@ -266,8 +269,8 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
             if isinstance(error, ReadOnly | Fenced):
                 # It stays so, and the caller is told where writes go; of a try before nobody here knows.
                 raise (unknown or error)
-            if isinstance(error, AppendOutcomeUnknown) or got.status in _UNTOLD:
-                unknown = _unknown(error.message, call, url)
+            if isinstance(error, ReplicasMissing | AppendOutcomeUnknown) or got.status in _UNTOLD:
+                unknown, wait_s = _doubt(error, unknown, call, url), _wait_of(got, nap_s)
             elif got.status in _BUSY:
                 wait_s = _wait_of(got, nap_s)
             elif unknown is not None and isinstance(error, AccessError | SessionsNeedOneWriter):
@@ -375,6 +378,17 @@ def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:
         url=url,
         **({} if key is None else {"idempotency_key": key}),
     )
+
+
+def _doubt(
+    error: MillstreamError, before: AppendOutcomeUnknown | ReplicasMissing | None, call: Call, url: str
+) -> AppendOutcomeUnknown | ReplicasMissing:
+    """What is known after a try that may have done it: that it is durable there, once that was said, whatever is said of later tries."""
+    if not isinstance(error, ReplicasMissing):
+        return before if isinstance(before, ReplicasMissing) else _unknown(error.message, call, url)
+    if "Idempotency-Key" in call.headers:
+        error.details.setdefault("idempotency_key", call.headers["Idempotency-Key"])
+    return error
 
 
 def _no_answer(answer: Answer, url: str) -> AnswerUnreadable:

@@ -6,16 +6,18 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.home import FILE_NAME, Home, replace_file
+from millstream.app.moments import is_token, microseconds, parse_as_of, parse_moment
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.roles import Roles
-from millstream.app.replicating.stores import fetch
-from millstream.errors import TokenFromFuture, UnknownStream, UsageError
+from millstream.app.replicating.stores import Fetched, fetch
+from millstream.errors import StoreDamaged, TimeFromFuture, TokenFromFuture, UnknownStream, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
-from millstream.model.positions import Seq, StreamToken
+from millstream.model.positions import Seq
 from millstream.protocol.replication.roles import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
@@ -28,6 +30,7 @@ from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId
+    from millstream.model.positions import StreamToken
     from millstream.model.replication import Document
 
 _ONE_REGION: Final = RegionId(0)
@@ -52,7 +55,8 @@ def restore_stream(
         stream: its name there.
         folder: a home to make, or one that was begun by a call that was cut short. It gets a millstream.toml where it has none.
         region: whose log, of several regions that write the stream.
-        at: a token of the stream: what came behind it stays away. None: everything.
+        at: a token of the stream, or a moment: what came behind it stays away. Of a moment that is the first commit group that has a commit
+            behind it, and all that follows. None: everything.
         epoch: the log as it was under that epoch, where a leader with a higher one was promoted without the store and has gone on from
             below; None: the log.
         tell: told what happens, a line each.
@@ -64,9 +68,14 @@ def restore_stream(
         UsageError: the folder has something else, or was restored to the end already; or the store's address is none.
         UnknownStream: the store has nothing of that name.
         InvalidToken, TokenFromFuture: the token is another stream's, or lies beyond what is stored.
+        InvalidTime, TimeFromFuture: it is neither a token nor a moment, or lies in the future.
+        StoreDamaged: objects are damaged, and not all of what was asked for lies in front of them.
         StoreUnavailable, ShipmentUnreadable, DiskFull …: it can be begun again, and goes on where it was.
     """
     check_stream_name(stream)
+    now = datetime.now(UTC)
+    if at is not None and not is_token(at) and parse_moment(at, now=now) > now:
+        raise TimeFromFuture(f"{at} lies in the future", hint=f"It is {now.isoformat()} now.")
     folder = folder.expanduser().absolute()
     begun = folder / "data" / _BEGUN
     _check_folder(folder, begun, stream)
@@ -74,31 +83,37 @@ def restore_stream(
     with contextlib.closing(ObjectStoreTransport(url, stream, region=region, node="restore", upto=upto)) as store:
         aside = store.set_aside()
         _check_epoch(upto, aside)
-        if not store.newest().marks:  # before a folder is made, which a name that was mistyped would leave behind
+        marks = store.newest().marks
+        if not marks:  # before a folder is made, which a name that was mistyped would leave behind
             of_region = f" in region {region}" if region else ""
             raise UnknownStream(
                 f"{url} has nothing of stream {stream}{of_region}",
                 hint="Look at the address, which is what [replication] object_store says at the stream's nodes, at the stream's name, and at --region, where several regions write it.",
                 stream=stream,
             )
+        stream_id = next(iter(marks.values())).stream
+        asked = None if at is None else parse_as_of(at, stream_id, now=now)
         home = _home_at(folder, begun, stream, region)
         wal, replication = home.wal_folder(stream), home.data / "replication" / stream
-        found = fetch(store, stream, wal, tell=tell)
+        found = fetch(store, stream, wal, past_damage=True, tell=tell)
         if upto is None and aside:
             tell(
                 "the store also has what a promotion without it has set aside: "
                 + ", ".join(f"--epoch {one}" for one in aside)
             )
+    if found.damage and asked is None:
+        raise _damaged(found, wal)
     prepare_promotion(str(wal))
-    stream_id = StreamReader(str(wal)).stream_id
-    if at is not None:
-        _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
+    if asked is not None:
+        _cut_at(wal, _last_number(asked, wal, found), replication)
     sessions = found.documents.get(SESSIONS)
     if sessions is not None and (covered_in(sessions.data) or Seq(0)) <= StreamReader(str(wal)).persisted_upto():
         replace_file(wal / SESSIONS_NAME, sessions.data)
-    _adopt(home, stream_id, found.documents.get(CATALOG), wal)
-    marks = durable_marks(RealFiles(), str(wal))
-    group = max((mark.group for mark in marks.values()), default=GroupNumber(0))
+    here = durable_marks(RealFiles(), str(wal))
+    # Also those behind what is restored: what is damaged was there once.
+    reserved = max(mark.reserved_to for mark in (*marks.values(), *here.values()))
+    _adopt(home, stream, stream_id, found.documents.get(CATALOG), reserved)
+    group = max((mark.group for mark in here.values()), default=GroupNumber(0))
     with Roles(home).changing(stream) as changing:
         # It leads what it has; nodes that went on from somewhere else have a lineage of their own.
         lineage = found.lineage.covered_by(group)
@@ -146,10 +161,53 @@ def _home_at(folder: Path, begun: Path, stream: str, region: RegionId) -> Home:
     return home
 
 
-def _cut_at(wal: Path, token: Seq, persisted: Seq, replication: Path) -> None:
-    """Take out of the log what lies behind a token."""
+def _last_number(asked: datetime | StreamToken, wal: Path, found: Fetched) -> Seq:
+    """The last number of what is to be restored. `StoreDamaged` and `TokenFromFuture` where that isn't there, `UsageError` where nothing is."""
+    persisted = found.end.persisted_upto
+    if isinstance(asked, datetime):
+        reader = StreamReader(str(wal))
+        upto = reader.numbers_at(microseconds(asked) + 1)[0]
+        if upto >= persisted and found.damage:
+            raise _damaged(found, wal)  # what is damaged may have been committed in front of the moment, too
+        if upto < reader.first_seq():
+            raise UsageError(
+                f"all that the store has of the stream was committed after {asked.isoformat()}",
+                hint="Name a later moment; without --at everything is restored.",
+            )
+        return upto
+    token = asked.linear()
     if token > persisted:
+        if found.damage:
+            raise _damaged(found, wal)
         raise TokenFromFuture(f"the store has the stream up to number {persisted}; the token says {token}")
+    return token
+
+
+def _damaged(found: Fetched, wal: Path) -> StoreDamaged:
+    """The error where damage keeps something from being restored that was asked for: names what is damaged, what isn't, and what to do."""
+    first, *others = found.damage
+    more = f" (and {len(others)} more)" if others else ""
+    upto = found.end.persisted_upto if found.end.group else Seq(0)
+    whole, token, how = "nothing in front of it can be restored", None, ""
+    if upto:
+        token = str(StreamReader(str(wal)).token())
+        whole = f"what lies in front of it is whole up to number {upto}, token {token}"
+        how = f" To do without what is behind the damage, restore with --at {token} into the same folder."
+    return StoreDamaged(
+        f"{first.message}{more}; {whole}",
+        hint="Run `millstream scrub` at a node that still has these bytes in its log: it puts the object back. Where none has, put it back from an older "
+        f"version or a copy of the store; then repeat this, which goes on where it was.{how}",
+        **{
+            **first.details,
+            "token": token,
+            "persisted_upto": int(upto),
+            "damaged": [one.details["object"] for one in found.damage],
+        },
+    )
+
+
+def _cut_at(wal: Path, token: Seq, replication: Path) -> None:
+    """Take out of the log what lies behind a token."""
     files, aside = RealFiles(), replication / "behind-token"
     group = last_group_upto(files, str(wal), token)
     replication.mkdir(parents=True, exist_ok=True)
@@ -157,12 +215,11 @@ def _cut_at(wal: Path, token: Seq, persisted: Seq, replication: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _adopt(home: Home, stream: StreamId, catalog: Document | None, wal: Path) -> None:
+def _adopt(home: Home, name: str, stream: StreamId, catalog: Document | None, reserved: Seq) -> None:
     """The leader's catalog as of then; and no number that it may have given out is given again."""
     if catalog is not None:
         adopt_catalog(home, catalog.data, [stream])
-    reserved = max((mark.reserved_to for mark in durable_marks(RealFiles(), str(wal)).values()), default=Seq(0))
     with home.open_catalog() as known:
-        known.resolve_stream(wal.name, found=stream)
+        known.resolve_stream(name, found=stream)
         _, epoch = known.register_writer(stream)
         known.reservations(stream).reserve_to(reserved, epoch=epoch)

@@ -291,7 +291,7 @@ def will_write(home: Home, writer: str | None) -> bool:
 class _OwnWriter:
     """The home's streams, written by this process, for itself and for others that find its socket.
 
-    It ends by itself when `millstream run` begins: that one writes then, and this process through it.
+    It ends by itself when `millstream run` begins: that one writes then, and this process through it. Who waits for other machines still, goes on waiting.
 
     Raises:
         HomeBusy: another process has just taken the role, and doesn't listen yet.
@@ -305,6 +305,8 @@ class _OwnWriter:
         self._open_other = open_other
         self._writer = writer
         self._ended = threading.Event()
+        self._goes_on = False
+        """Whether another process of this machine writes from here on."""
         self._closing = threading.Lock()
         self._lock = threading.Lock()
         self._streams: dict[str, tuple[contextlib.ExitStack, StreamWriter]] = {}
@@ -320,7 +322,7 @@ class _OwnWriter:
             self._catalog = opened.enter_context(home.open_catalog())
             opened.callback(self._let_go)
             server = AppendServer(append_socket(home, writer), self.appender_of)
-            opened.callback(server.close)
+            opened.callback(lambda: server.close(lingers=self._goes_on))
             acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
             opened.enter_context(ControlServer(home, writer_role(writer), {}, acts))
             self._opened = opened.pop_all()
@@ -388,14 +390,22 @@ class _OwnWriter:
             for stack, _ in streams.values():
                 all_of_them.callback(stack.close)
 
+    def _ends_as(self, why: str, *, goes_on: bool = False) -> None:
+        for _, writer in list(self._streams.values()):
+            writer.log.ends_as(why, goes_on=goes_on)
+
     def _step_aside(self) -> None:
         roles = Roles(self._home)
         while not self._ended.wait(_LOOK_EVERY_S):
-            if will_write(self._home, self._writer):
-                logger.info("another process writes the home from here on", home=str(self._home.path))
-                break
+            # Where both are so, nobody here goes on with what waits.
             if not all(roles.leads_surely(stream) for stream in list(self._streams)):
                 logger.info("another node leads from here on", home=str(self._home.path))
+                self._ends_as("another node leads from here on")
+                break
+            if will_write(self._home, self._writer):
+                logger.info("another process writes the home from here on", home=str(self._home.path))
+                self._goes_on = True
+                self._ends_as("another process writes from here on", goes_on=True)
                 break
         # Also what a broken-off `close` has begun.
         self.close()

@@ -110,6 +110,8 @@ class OwnedStream:
                 ):
                     self.writer = writer
                     self._run_with(writer, ended, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
+                    if not roles.leads_surely(self.name):
+                        writer.log.ends_as("another node leads from here on")
                 if stop.is_set() or roles.leads(self.name):
                     return
                 logger.warning("another node leads", stream=self.name, leader=roles.of(self.name).leader)

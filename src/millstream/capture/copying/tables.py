@@ -6,10 +6,9 @@ whose time has come (`ready`). The catalog has each range's progress, so that a 
 
 A copy of a table that the log has records of already (after `tables copy`, `tables retry`, a slot made anew) begins with
 one `t` record of the table: what the log had of it before is void, rows deleted in the meantime included. It enters
-when the stream has come to where the source's tables were last looked at: of a table that has got another key, no
-record under the old one comes behind it. A table without a key (REPLICA
-IDENTITY FULL and no primary key) enters whole behind such a record, as one operation: its rows can't be told apart. How it is read
-is told in `copy_whole`.
+when the stream has come to where the source's tables were last looked at: of a table that has got another key, no record
+under the old one comes behind it. A table without a key (REPLICA IDENTITY FULL and no primary key) enters whole behind such a
+record, as one operation: its rows can't be told apart. How it is read is told in `copy_whole`.
 """
 
 from __future__ import annotations
@@ -219,6 +218,7 @@ class TableCopies:
 
     def _take(self, row: TableRow, table: SourceTable) -> None:
         """Begin with a table, or go on, where its state asks for it."""
+        row = self._catalog.table(row.id) if row.state in UNFINISHED else row  # it may have ended since it was read
         if row.state is TableState.COPYING and row.copy_id:
             self._resume(Copy(row, table, row.copy_id, fresh=False, marked=False))
         elif row.state in UNFINISHED:
@@ -242,7 +242,7 @@ class TableCopies:
             if copy.stage is Stage.WAITING or (copy.stage is Stage.READING and not copy.drained):
                 return
             self._forget(copy)
-            self._take(self._catalog.table(copy.row.id), copy.table)
+            self._take(copy.row, copy.table)
             if copy.row.id in self._copies:
                 self._copies[copy.row.id].paused = True
 

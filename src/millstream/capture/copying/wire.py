@@ -21,7 +21,7 @@ import numpy.typing as npt
 import psycopg
 from psycopg import pq
 
-from millstream.capture.connection import translate_result
+from millstream.capture.connection import next_result, translate_result, wait_for
 from millstream.capture.copying import _scan as machine
 from millstream.errors import ProtocolViolation, SourceUnreachable
 
@@ -91,7 +91,7 @@ def copy_pieces(
 def _finish(pgconn: pq.abc.PGconn, *, cut_off: bool = False) -> None:
     """Have libpq read the end of the command; one that was cut off ends in an error that is none."""
     failure = None
-    while (result := pgconn.get_result()) is not None:
+    while (result := next_result(pgconn)) is not None:
         if result.status != pq.ExecStatus.COMMAND_OK and not cut_off:
             failure = failure or translate_result(result)
     if failure is not None:
@@ -103,10 +103,10 @@ class _ByLibpq:
 
     def __init__(self, pgconn: pq.abc.PGconn) -> None:
         self._pgconn = pgconn
-        result = pgconn.get_result()
+        result = next_result(pgconn)
         assert result is not None
         if result.status != pq.ExecStatus.COPY_OUT:
-            while pgconn.get_result() is not None:
+            while next_result(pgconn) is not None:
                 continue  # the connection takes no other command before
             raise translate_result(result)
 
@@ -119,8 +119,11 @@ class _ByLibpq:
         size = 0
         whole = False
         while size < piece_bytes:
-            count, data = get(0)
-            if count <= 0:
+            count, data = get(1)
+            if not count:
+                self._await_more()
+                continue
+            if count < 0:
                 whole = True
                 break
             append(data)
@@ -128,8 +131,13 @@ class _ByLibpq:
         return CopyText(np.frombuffer(bytearray(b"".join(parts)), np.uint8), len(parts), whole)
 
     def skip(self) -> None:
-        while self._pgconn.get_copy_data(0)[0] > 0:
-            continue
+        while (count := self._pgconn.get_copy_data(1)[0]) >= 0:
+            if not count:
+                self._await_more()
+
+    def _await_more(self) -> None:
+        wait_for(self._pgconn, select.POLLIN)
+        self._pgconn.consume_input()
 
 
 class _BySocket:

@@ -20,7 +20,7 @@ import numpy as np
 import psycopg
 from psycopg import pq
 
-from millstream.capture.connection import translate, translate_result
+from millstream.capture.connection import next_result, translate, translate_result
 from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Connection, Frames, pass_over
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import MillstreamError, ProtocolViolation, SourceUnreachable
@@ -79,7 +79,7 @@ def start_replication(connection: Connection, command: bytes) -> Wire:
         pgconn.send_query(command)
         if is_plain and _takes_over(pgconn.socket):
             return SocketWire(connection)
-        result = pgconn.get_result()
+        result = next_result(pgconn)
     except psycopg.Error as error:
         raise translate(error) from error
     if result is None or result.status != pq.ExecStatus.COPY_BOTH:
@@ -206,7 +206,7 @@ class LibpqWire:
             while len(found) < self._MESSAGES_MAX:
                 count, data = self._pg.get_copy_data(1)
                 if count < 0 and not found:
-                    raise translate_result(self._pg.get_result() or _no_result())
+                    raise translate_result(next_result(self._pg) or _no_result())
                 if count > 0:
                     found.append(data)
                     continue

@@ -326,6 +326,7 @@ class ArrivingShard:
             shard=int(self.shard),
             base_offset=int(self.base),
             byte=self.position,
+            verified=self.verified,
         )
 
 

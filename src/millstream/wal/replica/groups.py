@@ -6,6 +6,8 @@ shard that its frames name has its part.
 Marks aren't fsynced, so a power cut may keep bytes that were acknowledged and lose the marks that came with them. A log of one writer tells
 by itself how far it is whole: groups are numbered without a gap, and each names its shards. So what was acknowledged is shown again
 without the leader. Of several writers only their marks say what is whole; there it waits for the leader.
+
+So it can be told, too, of a log whose marks never came: what lies in front of damage in an object store.
 """
 
 from __future__ import annotations
@@ -111,7 +113,11 @@ class GroupEnds:
                 self._ends.setdefault(header.shard, []).append(found)
 
     def marks(
-        self, shown: Mapping[ShardId, DurableMark], partial: PartialGroups, dropped: Mapping[ShardId, DroppedMark]
+        self,
+        shown: Mapping[ShardId, DurableMark],
+        partial: PartialGroups,
+        dropped: Mapping[ShardId, DroppedMark],
+        unmarked: frozenset[ShardId] = frozenset(),
     ) -> dict[ShardId, DurableMark]:
         """The marks that show all whole groups in a row behind those that are shown; none where there are no such.
 
@@ -119,13 +125,21 @@ class GroupEnds:
             shown: the marks as they are.
             partial: of the same frames.
             dropped: what the log begins behind.
+            unmarked: the shards that the log has, all of one writer, where it is asked though no mark has ever come.
         """
         own = {shard: mark for shard, mark in shown.items() if mark.writer}
-        writers = {mark.writer for mark in own.values()}
-        if self._several or writers != {self._writer} or any(mark.elsewhere is not None for mark in own.values()):
+        writer = self._writer
+        if writer is None or self._several or any(mark.elsewhere is not None for mark in own.values()):
             return {}
-        writer = next(iter(writers))
-        covered = min(mark.group for mark in own.values())
+        if own:
+            if {mark.writer for mark in own.values()} != {writer}:
+                return {}
+            covered = min(mark.group for mark in own.values())
+        else:
+            begins = self._begins_behind(unmarked, dropped) if unmarked else None
+            if begins is None:
+                return {}
+            covered = begins
         there = {end.group: end for ends in self._ends.values() for end in ends}
         upto = covered
         while (following := GroupNumber(upto + 1)) in there and partial.missing(
@@ -135,8 +149,10 @@ class GroupEnds:
         if upto == covered:
             return {}
         last = there[upto]
-        some = next(iter(own.values()))
-        reserved = max(last.reserved_to, *(mark.reserved_to for mark in own.values()))
+        some = next(iter(own.values()), None)
+        if some is None:
+            some = replace(next(iter(shown.values())), writer=writer, elsewhere=None, is_settled=False)
+        reserved = max([last.reserved_to, *(mark.reserved_to for mark in own.values())])
         made = {}
         for shard in shown:
             ends = [end for end in self._ends.get(shard, []) if end.group <= upto]
@@ -155,3 +171,16 @@ class GroupEnds:
                     reserved_to=reserved,
                 )
         return made
+
+    def _begins_behind(self, shards: frozenset[ShardId], dropped: Mapping[ShardId, DroppedMark]) -> GroupNumber | None:
+        """The group behind which the log begins, where that is known: of what retention has left of each shard the beginning may not have come."""
+        gone = max((mark.seq for mark in dropped.values()), default=Seq(0))
+        if not gone:
+            return GroupNumber(0)
+        kept = {
+            shard: [end.group for end in self._ends.get(shard, ()) if end.last_seq > gone] for shard in shards
+        }  # fmt: skip
+        if all(kept.values()):
+            return GroupNumber(min(min(groups) for groups in kept.values()) - 1)
+        older = [end.group for ends in self._ends.values() for end in ends if end.last_seq <= gone]
+        return max(older, default=None)

@@ -140,6 +140,7 @@ class ReplicaLog:
         stream: StreamId | None = None,
         side_by_side: bool = True,
         withholds: bool = False,
+        unmarked: frozenset[ShardId] = frozenset(),
     ) -> ReplicaLog:
         """Take the locks, verify what lies behind the marks, and make it durable.
 
@@ -149,6 +150,8 @@ class ReplicaLog:
             stream: whose log it must be; None to take what lies there, or comes first.
             withholds: show readers nothing of what comes without a word of what may be shown.
             side_by_side: fsync several shards by several threads; without, in order, for tests that count.
+            unmarked: show what lies here in whole groups though none of its leader's marks has come, since it won't: the shards that
+                the log has, all of one writer.
 
         Raises:
             ShardLocked: another process follows here, or writes.
@@ -201,7 +204,7 @@ class ReplicaLog:
             for number, shown in own.items():
                 if shown.group > covered:
                     note_sealed(files, shards[number].folder, shown, covered, note)
-            log._show_whole(ends)
+            log._show_whole(ends, unmarked)
         except BaseException:
             log.close()
             raise
@@ -328,6 +331,8 @@ class ReplicaLog:
         else:
             start = footer_start(data, end - len(data))
             if start is None:
+                with suppress(ShipmentUnreadable, Diverged):  # whoever is told gets to know how far it holds
+                    arriving.feed(data, plan.whole)
                 raise arriving.unreadable("it ends without a footer, or the footer was cut")
             frames = start - (end - len(data))
             arriving.feed(data[:frames], plan.whole)
@@ -537,11 +542,11 @@ class ReplicaLog:
             if anchor:
                 shard.anchored = mark.base_offset
 
-    def _show_whole(self, ends: GroupEnds) -> None:
+    def _show_whole(self, ends: GroupEnds, unmarked: frozenset[ShardId]) -> None:
         """Show what a power cut has kept of what was acknowledged, though the marks that came with it are gone."""
         shown = self.marks()
         dropped = {number: shard.dropped for number, shard in self._shards.items() if shard.dropped is not None}
-        newer = ends.marks(shown, self._groups, dropped)
+        newer = ends.marks(shown, self._groups, dropped, unmarked)
         if self._readers.is_required:
             self._require()
         for number, mark in moves(shown, newer):

@@ -133,15 +133,17 @@ class ShipSource:
         if not self._target:
             return None
         parts: list[SegmentPart] = []
-        first_kept: dict[ShardId, DroppedMark] = {}
+        # Of all shards: who keeps what comes may keep the first word of it only.
+        first_kept = {
+            shard: dropped
+            for shard in self._target
+            if (dropped := read_dropped(self._files, shard_folder(self._folder, shard))) is not None
+        }
         left = bytes_max = max(bytes_max, SEGMENT_HEADER_SIZE)
         for shard, mark in sorted(self._target.items()):
             if left < min(bytes_max, _LEAST_BYTES):
                 return self._shipment(parts, {}, first_kept)
-            dropped = read_dropped(self._files, shard_folder(self._folder, shard))
-            if dropped is not None:
-                first_kept[shard] = dropped
-            given = _ShardReader(self._files, shard_folder(self._folder, shard), shard, mark, dropped)
+            given = _ShardReader(self._files, shard_folder(self._folder, shard), shard, mark, first_kept.get(shard))
             end = given.start(position.get(shard))
             overlap = 0 if self._expected.get(shard) == end else _OVERLAP_BYTES
             end, found, is_done = given.parts(end, left, overlap=overlap)

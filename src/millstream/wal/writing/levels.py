@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -27,6 +27,7 @@ from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings, Rea
 from millstream.ports import HighWater
 from millstream.wal.writing.answers import AwaitedAtLevel, BlockedAtLevel, Outcome, PromisedAtLevel, Waiting, answer
 from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.handed_over import HandedOver, wait_elsewhere
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.queue import SubmissionQueue
 
@@ -102,14 +103,22 @@ class LevelWaits:
         committer: makes groups durable; with a level other than local it hides them.
         queue: where what waits keeps its room.
         stream: its name or id, for messages.
+        shown_upto: up to which number readers see the log, whoever writes it.
 
     Concurrency: `hold` by the thread that writes; the others by any.
     """
 
     def __init__(
-        self, high_water: HighWater, default: AckLevel, committer: GroupCommitter, queue: SubmissionQueue, stream: str
+        self,
+        high_water: HighWater,
+        default: AckLevel,
+        committer: GroupCommitter,
+        queue: SubmissionQueue,
+        stream: str,
+        shown_upto: Callable[[], Seq],
     ) -> None:
         self._high_water = high_water
+        self._shown_upto = shown_upto
         self._default = default
         self._committer = committer
         self._queue = queue
@@ -177,9 +186,15 @@ class LevelWaits:
                 self._behind(first),
             )
 
-    def close(self, patience_s: float) -> None:
-        """Wait for so long; who waits then still is told that others are missing. Nothing more may come."""
-        end = time.monotonic() + patience_s
+    def close(self, patience_s: float, why: str, *, goes_on: bool) -> None:
+        """Wait for so long; who waits then still is told that others are missing. Nothing more may come.
+
+        Args:
+            patience_s: how long.
+            why: what they are told.
+            goes_on: another process of this machine goes on with the log: who has a deadline waits until that, after this returns, and not for `patience_s`.
+        """
+        end = time.monotonic() + (0.0 if goes_on else patience_s)
         with self._lock:
             while self._any_held() and (left := end - time.monotonic()) > 0:
                 self._work.wait(min(left, _LOOK_LATE_S))
@@ -190,7 +205,24 @@ class LevelWaits:
             left_over = [one for kept in self._all() for one in kept]
             self._held, self._repeats = {}, {}
         self._let_go(left_over)
-        answer([(one.waiting, self._missing(one, "the log was closed")) for one in left_over])
+        if goes_on:
+            left_over = self._handed_over(left_over)
+        answer([(one.waiting, self._missing(one, why)) for one in left_over])
+
+    def _handed_over(self, left: Sequence[_Held]) -> list[_Held]:
+        """Have those wait on that have a deadline; the others."""
+        waits = [
+            HandedOver(
+                one.waiting, one.ack, one.waiting.level or self._default, one.waiting.until_s, one.group, one.upto
+            )
+            for one in left
+            if one.waiting.until_s is not None
+        ]
+        hides = self._committer.shown is not None
+        wait_elsewhere(
+            waits, self._high_water, shown_upto=self._shown_upto if hides else None, missing=self._missing_of
+        )
+        return [one for one in left if one.waiting.until_s is None]
 
     # --- the thread that looks ---------------------------------------------------------------------------------------
 
@@ -324,21 +356,11 @@ class LevelWaits:
         return self._holdings.behind(held.group, level)
 
     def _missing(self, held: _Held, why: str) -> ReplicasMissing:
-        level = held.waiting.level or self._default
-        behind = self._behind(held)
-        who = f"{', '.join(behind)} lacks it" if behind else self._too_few(level)
-        return ReplicasMissing(
-            f"the write is durable here, and not {level} as asked for: {who}, and {why}",
-            level=str(level),
-            behind=list(behind),
-        )
+        return _missing(held.waiting.level or self._default, held.group, self._holdings, why)
 
-    def _too_few(self, level: AckLevel) -> str:
-        """Why a level isn't reached that nobody lags behind of whom it is known."""
-        if level.kind is AckKind.OBJECT:
-            return "no object store has taken anything yet"
-        known = [place.name for place in self._holdings.places if not place.is_store]
-        return f"no more followers have come than {', '.join(known)}" if known else "no follower has come yet"
+    @staticmethod
+    def _missing_of(held: HandedOver, holdings: Holdings, why: str) -> ReplicasMissing:
+        return _missing(held.level, held.group, holdings, why)
 
     def _say_who_is_missing(self, now: float) -> None:
         if now - self._told_s < _TELL_EVERY_S:
@@ -353,6 +375,24 @@ class LevelWaits:
         )  # fmt: skip
 
 
+def _missing(level: AckLevel, group: GroupNumber, holdings: Holdings, why: str) -> ReplicasMissing:
+    behind = holdings.behind(group, level)
+    who = f"{', '.join(behind)} lacks it" if behind else _too_few(level, holdings)
+    return ReplicasMissing(
+        f"the write is durable here, and not {level} as asked for: {who}, and {why}",
+        level=str(level),
+        behind=list(behind),
+    )
+
+
+def _too_few(level: AckLevel, holdings: Holdings) -> str:
+    """Why a level isn't reached that nobody lags behind of whom it is known."""
+    if level.kind is AckKind.OBJECT:
+        return "no object store has taken anything yet"
+    known = [place.name for place in holdings.places if not place.is_store]
+    return f"no more followers have come than {', '.join(known)}" if known else "no follower has come yet"
+
+
 class LevelsOfWriter:
     """What a writer's callers ask for beyond this machine. Where nobody asks for anything, that is all there is of it.
 
@@ -361,6 +401,7 @@ class LevelsOfWriter:
         options: its level, and its patience.
         stream: for messages.
         high_water: tells what others hold; None: nothing can be asked for.
+        shown_upto: up to which number readers see the log, whoever writes it.
 
     Concurrency: `tell` by the thread that writes, `close` once; the others by any.
     """
@@ -372,12 +413,15 @@ class LevelsOfWriter:
         options: LogOptions,
         stream: StreamId,
         high_water: HighWater | None,
+        shown_upto: Callable[[], Seq],
     ) -> None:
         self._committer = committer
         self._queue = queue
         self._options = options
         self._stream = str(stream)
         self._high_water = high_water
+        self._shown_upto = shown_upto
+        self._ends_as, self._goes_on = "the log was closed", False
         self._beginning = threading.Lock()
         self._waits: LevelWaits | None = None
         self.is_asked = options.acks != LOCAL
@@ -391,7 +435,12 @@ class LevelsOfWriter:
                 check_level(self._options.acks, self._high_water, self._options.reach, shared=False)
                 assert self._high_water is not None
                 self._waits = LevelWaits(
-                    self._high_water, self._options.acks, self._committer, self._queue, self._stream
+                    self._high_water,
+                    self._options.acks,
+                    self._committer,
+                    self._queue,
+                    self._stream,
+                    self._shown_upto,
                 )
             return self._waits
 
@@ -423,10 +472,14 @@ class LevelsOfWriter:
         """See `LevelWaits.awaited`."""
         return Awaiting() if self._waits is None else self._waits.awaited()
 
+    def ends_as(self, why: str, *, goes_on: bool) -> None:
+        """See `LogWriter.ends_as`."""
+        self._ends_as, self._goes_on = why, goes_on
+
     def close(self) -> None:
-        """Have everybody answered, whom the level reaches within the writer's patience and whom it doesn't."""
+        """Have everybody answered, whom the level reaches within the writer's patience and whom it doesn't; or left to `wait_elsewhere`."""
         if self._waits is not None:
-            self._waits.close(self._options.acks_patience_s)
+            self._waits.close(self._options.acks_patience_s, self._ends_as, goes_on=self._goes_on)
 
 
 def _repeated_upto(ack: Ack) -> Seq | None:

@@ -29,6 +29,7 @@ from millstream.model.writes import SessionFacts
 from millstream.ports import Clock, Files, HighWater, SeqReservations
 from millstream.protocol.sequencer import LedgerView
 from millstream.protocol.sessions import SessionLimits
+from millstream.wal.extent import LogExtent
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.writing.answers import (
     Awaited,
@@ -87,8 +88,9 @@ class LogWriter:
         committer: GroupCommitter,
         stream: StreamId,
         options: LogOptions,
-        keyed: KeyedCommits | None = None,
-        high_water: HighWater | None = None,
+        keyed: KeyedCommits | None,
+        high_water: HighWater | None,
+        shown_upto: Callable[[], Seq],
     ) -> None:
         self._committer = committer
         self._keyed = keyed
@@ -106,7 +108,7 @@ class LogWriter:
         self._delays = options.group_commit_delay_s > 0
         self._commits = committer if keyed is None else keyed
         self._queue = self._empty_queue()
-        self._levels = LevelsOfWriter(committer, self._queue, options, stream, high_water)
+        self._levels = LevelsOfWriter(committer, self._queue, options, stream, high_water, shown_upto)
         self._thread = threading.Thread(target=self._run, name=f"wal-writer-{stream.hex[:8]}", daemon=True)
         self._thread.start()
         _OPEN_HERE.add(self)
@@ -182,7 +184,8 @@ class LogWriter:
             except BaseException:
                 committer.abandon()
                 raise
-        return cls(committer, stream, options, keyed, high_water)
+        readable = LogExtent(files, folder, without_mark=False, on_damage=None)
+        return cls(committer, stream, options, keyed, high_water, lambda: readable.marks()[1])
 
     def submit(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Future[Ack]:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
@@ -366,6 +369,15 @@ class LogWriter:
             str(self._options.acks),
             self._levels.awaited(),
         )
+
+    def ends_as(self, why: str, *, goes_on: bool = False) -> None:
+        """Say, before `close`, why it comes: who waits for other machines then, and isn't waited for any longer, is told.
+
+        Args:
+            why: as the end of a sentence.
+            goes_on: another process of this machine writes the log from here on: whoever has a deadline goes on waiting until that, and `close` waits for nobody.
+        """
+        self._levels.ends_as(why, goes_on=goes_on)
 
     def close(self) -> None:
         """Write what waits, seal, and give up the locks. After a failure the files are left as they are."""

@@ -1,0 +1,93 @@
+"""Threads beside a test: what one of them raises, and that it doesn't end, is the test's own failure."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+
+DEADLINE_S = 60
+
+
+class Beside(threading.Thread):
+    """A thread that is started with its making. It ends with the process, whatever it waits for."""
+
+    def __init__(self, target: Callable[..., object], *arguments: Any) -> None:
+        super().__init__(daemon=True, name=f"beside-{getattr(target, '__name__', 'test')}")
+        self._work = lambda: target(*arguments)
+        self.error: BaseException | None = None
+        """What it ended with."""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+            self.error = error
+
+    def ended(self, deadline_s: float = DEADLINE_S) -> None:
+        """Return when it has ended; raises what it raised."""
+        joined(self, self.name, deadline_s)
+        if self.error is not None:
+            raise self.error
+
+
+def joined(thread: threading.Thread, what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Return when a thread has ended; a failure tells what all threads do."""
+    thread.join(deadline_s)
+    assert not thread.is_alive(), f"after {deadline_s:g} s it hasn't ended: {what}\n{stacks()}"
+
+
+@contextmanager
+def until_done(*works: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Each on a thread of its own, told by the event that the block has ended; what one raises is raised behind the block."""
+    stop = threading.Event()
+    threads = [Beside(work, stop) for work in works]
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            joined(thread, thread.name)
+    for thread in threads:
+        thread.ended()
+
+
+def stacks() -> str:
+    """Where every thread of this process is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"--- thread {names.get(number, number)}\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()
+    )
+
+
+def activity(dsn: str) -> str:
+    """What a server's processes do, its slots and its prepared transactions; never raises, and takes some seconds at most."""
+    queries = (
+        "SELECT pid, backend_type, datname, state, wait_event_type, wait_event, backend_xid::text, left(query, 200) FROM pg_stat_activity",
+        "SELECT slot_name, active_pid, restart_lsn::text, confirmed_flush_lsn::text FROM pg_replication_slots",
+        "SELECT gid, database, prepared::text FROM pg_prepared_xacts",
+    )
+    told = []
+    try:
+        with psycopg.connect(dsn, autocommit=True, connect_timeout=5, options="-c statement_timeout=5s") as connection:
+            for query in queries:
+                told += [str(row) for row in connection.execute(query).fetchall()]
+    except psycopg.Error as error:
+        told.append(f"the server doesn't say what it does: {error}")
+    return "\n".join(told)
+
+
+def wait_until(true: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Return once it's true."""
+    end = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.01)

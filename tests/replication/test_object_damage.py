@@ -1,0 +1,253 @@
+"""An object store of which an object is damaged or gone: what lies in front of it comes back, and who still has it puts it back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from tests.app.homes import run, wait_for
+from tests.replication.test_object_branches import STREAM, Scene, write
+
+from millstream.app.home import Home
+from millstream.app.replicating.restoring import restore_stream
+from millstream.errors import InvalidTime, InvalidToken, StoreDamaged, TimeFromFuture, UsageError
+from millstream.model.marks import DroppedMark
+from millstream.model.positions import Offset, Seq
+from millstream.protocol.replication.roles import RoleFact
+from millstream.replication.object_scrub import Scrubbed
+from millstream.replication.object_store import ObjectStoreTransport
+from millstream.wal.files import RealFiles
+from millstream.wal.mark import MarkFile
+from millstream.wal.reader import StreamReader
+
+KEPT = f"{STREAM.hex[:8]}.s"
+"""What a token of the stream begins with."""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A log of two shards, of some segments, and the store that has it."""
+    scene = Scene(tmp_path_factory.mktemp("stored"))
+    write(scene.old, 1, 90, "a")
+    scene.archive(scene.old, RoleFact())
+    seal(scene)
+    return scene
+
+
+def seal(scene: Scene) -> None:
+    """Have all segments in the store whose ends are there."""
+    with closing(scene.transport("a")) as transport:
+        assert transport.accept(10.0) is not None
+        for shard in (0, 1):
+            *sealed, _ = sorted((scene.old / f"{shard:05}").glob("*.wal"))
+            wait_for(
+                lambda shard=shard, sealed=sealed: (
+                    [path.stat().st_size for path in segments(scene.store, shard)]
+                    == [path.stat().st_size for path in sealed]
+                ),
+                what=scene.names,
+            )
+
+
+def segments(store: Path, shard: int = 0) -> list[Path]:
+    """A shard's sealed segments in a store."""
+    return sorted((store / "web" / "0000000000" / f"{shard:010}").glob("*/0*"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def seqs(folder: Path) -> list[int]:
+    reader = StreamReader(str(folder))
+    found = reader.read_between(Seq(0), reader.persisted_upto())
+    return sorted(seq for part in found for seq in part.batch.column("__seq").to_pylist())
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "a bit of its rows": lambda path: flip(path, 20_000),
+    "a bit of its header": lambda path: flip(path, 100),
+    "its end": lambda path: path.write_bytes(path.read_bytes()[:-10]),
+    "nothing is left": lambda path: path.write_bytes(b""),
+    "it is gone": lambda path: path.unlink(),
+}
+
+
+def broken(stored: Scene, folder: Path, what: str, which: int) -> tuple[Path, Path]:
+    """A copy of the store with such damage, and where."""
+    store = folder / "store"
+    shutil.copytree(stored.store, store)
+    damaged = segments(store)[which]
+    DAMAGE[what](damaged)
+    return store, damaged
+
+
+def scrubbed(store: Path, log: Path, *, mend: bool = True) -> Scrubbed:
+    with closing(ObjectStoreTransport(store.as_uri(), "web")) as transport:
+        return transport.scrub(STREAM, str(log), mend=mend, tell=lambda _: None)
+
+
+@pytest.mark.parametrize(("what", "which"), [*((what, 2) for what in DAMAGE), ("its end", 0), ("it is gone", 0)])
+def test_what_lies_in_front_of_a_damaged_segment_is_restored_and_who_has_it_puts_it_back(
+    stored: Scene, tmp_path: Path, what: str, which: int
+) -> None:
+    store, damaged = broken(stored, tmp_path, what, which)
+    home = tmp_path / "restored"
+    wal = home / "data" / "wal" / "web"
+    base, behind = (int(path.name) for path in segments(stored.store)[which : which + 2])
+    with pytest.raises(StoreDamaged) as refused:
+        restore_stream(store.as_uri(), "web", home)
+    details = refused.value.details
+    assert (details["shard"], details["base_offset"]) == (0, base)
+    assert damaged.exists() == (str(damaged.relative_to(store)) in refused.value.message)
+    upto, token = details["persisted_upto"], details["token"]
+    # Each record is a group of its own, on one shard and the other in turn.
+    if what == "a bit of its rows":
+        assert 2 * base < upto < 2 * behind
+    else:
+        assert upto == 2 * (behind if what == "its end" else base)
+    if upto:
+        assert f"--at {token}" in refused.value.hint
+        for at in (f"{KEPT}{upto + 1}", "now"):
+            with pytest.raises(StoreDamaged):
+                restore_stream(store.as_uri(), "web", home, at=at)
+    else:
+        assert token is None
+        assert "nothing in front of it" in refused.value.message
+    # Whose own log has it whole puts it back, and what was begun goes on.
+    elsewhere = segments(stored.store)[which].read_bytes()
+    assert [(one.shard, one.base_offset) for one in scrubbed(store, stored.old, mend=False).mended] == [(0, base)]
+    assert damaged.exists() is (what != "it is gone")
+    (mended,) = scrubbed(store, stored.old).mended
+    assert (damaged.read_bytes(), mended.size_bytes) == (elsewhere, len(elsewhere))
+    again = scrubbed(store, stored.old)
+    assert (again.mended, again.damaged) == ([], [])
+    assert again.size_bytes == sum(path.stat().st_size for shard in (0, 1) for path in segments(store, shard)) + sum(
+        path.stat().st_size for path in (store / "web" / "0000000000" / "groups").rglob("0*/*")
+    )
+    if which:
+        assert restore_stream(store.as_uri(), "web", home)["token"] == str(StreamReader(str(stored.old)).token())
+        assert seqs(wal) == seqs(stored.old)
+
+
+def test_a_restore_in_front_of_damage_is_a_log_to_be_written_and_gives_no_number_twice(
+    stored: Scene, tmp_path: Path
+) -> None:
+    store, _ = broken(stored, tmp_path, "a bit of its header", 2)
+    home = tmp_path / "restored"
+    upto = 2 * int(segments(stored.store)[2].name)
+    # A moment is a commit's, in microseconds: as `query --as-of` has it, nothing behind it is there.
+    moment = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC) + timedelta(microseconds=upto - 7)
+    told: list[str] = []
+    with pytest.raises(StoreDamaged):
+        restore_stream(store.as_uri(), "web", home, at=(moment + timedelta(microseconds=7)).isoformat())
+    with pytest.raises(UsageError, match="was committed after"):
+        restore_stream(store.as_uri(), "web", home, at="2023-11-14")
+    for wrong, error in (("soon", InvalidTime), ("2999-01-01", TimeFromFuture), ("ffffffff.s1", InvalidToken)):
+        with pytest.raises(error):
+            restore_stream(store.as_uri(), "web", home, at=wrong)
+    found = restore_stream(
+        store.as_uri(), "web", home, at=moment.astimezone(timezone(timedelta(hours=-3))).isoformat(), tell=told.append
+    )
+    assert found["token"] == f"{KEPT}{upto - 7}"
+    assert any("is damaged" in line for line in told)
+    wal = home / "data" / "wal" / "web"
+    assert seqs(wal) == seqs(stored.old)[: upto - 7]
+    # What was lost with the damage has been seen, and its numbers aren't given again.
+    with Home(home, needs_source=False).open_catalog() as catalog:
+        reserved = catalog.reservations(catalog.stream("web").id).reserved()
+    assert reserved >= StreamReader(str(stored.old)).persisted_upto()
+
+
+@pytest.mark.parametrize("what", ["a bit of its rows", "a bit of its header"])
+def test_of_a_log_whose_beginning_is_dropped_only_what_is_known_to_follow_it_is_restored(
+    stored: Scene, tmp_path: Path, what: str
+) -> None:
+    scene = Scene(tmp_path)
+    shutil.copytree(stored.old, scene.old)
+    first, second, third, *_ = sorted((scene.old / "00000").glob("*.wal"))
+    begin = int(third.stem)
+    with closing(MarkFile.open(RealFiles(), str(scene.old / "00000"))) as mark:
+        mark.move_dropped(DroppedMark(Seq(2 * begin - 1), Offset(begin)))
+    first.unlink()
+    second.unlink()
+    scene.archive(scene.old, RoleFact())
+    seal(scene)
+    # Of the other shard nothing has come in front of its first segment, or what lies in front of the dropped one's beginning.
+    DAMAGE[what](segments(scene.store, 1)[0 if what == "a bit of its header" else 2])
+    with pytest.raises(StoreDamaged) as refused:
+        restore_stream(scene.store.as_uri(), "web", tmp_path / "restored")
+    upto = refused.value.details["persisted_upto"]
+    if what == "a bit of its header":
+        assert upto == 0
+        return
+    assert upto > 2 * begin
+    restore_stream(scene.store.as_uri(), "web", tmp_path / "restored", at=f"{KEPT}{upto}")
+    reader = StreamReader(str(tmp_path / "restored" / "data" / "wal" / "web"))
+    assert (reader.first_seq(), reader.persisted_upto()) == (2 * begin, upto)
+    assert upto % 2, "the next number is the damaged shard's"
+    assert (
+        sum(part.batch.num_rows for part in reader.read_between(Seq(2 * begin - 1), Seq(upto))) == upto - 2 * begin + 1
+    )
+
+
+def test_a_segment_is_put_back_by_nobody_who_cant_show_that_it_is_the_same(stored: Scene, tmp_path: Path) -> None:
+    store, damaged = broken(stored, tmp_path, "its end", 2)
+    before = damaged.read_bytes()
+    other, lacks = tmp_path / "other", tmp_path / "lacks"
+    write(other, 1, 90, "b")
+    shutil.copytree(stored.old, lacks)
+    (lacks / "00000" / f"{int(damaged.name):020}.wal").unlink()
+    for log, why in ((other, "nothing that is stored shows"), (lacks, "doesn't have it")):
+        found = scrubbed(store, log)
+        assert found.mended == []
+        (error,) = found.damaged
+        assert why in error.message
+        assert error.details["object"] == str(damaged.relative_to(store))
+    assert damaged.read_bytes() == before
+    # Nor is anything overwritten that a damaged shipment would have told of.
+    (shipment,) = (store / "web" / "0000000000" / "groups").rglob("0*/*")
+    flip(shipment, 200)
+    found = scrubbed(store, stored.old)
+    assert [one.name for one in found.mended] == [str(damaged.relative_to(store))]
+    assert [error.details["object"] for error in found.damaged] == [str(shipment.relative_to(store))]
+
+
+def test_a_last_segment_that_lost_its_end_is_stored_once_more_by_whoever_leads(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    write(scene.old, 1, 6, "a")
+    for epoch in (2, 3):  # who opens a log seals what was left open; behind shard 1's nothing comes any more
+        write(scene.old, epoch, 30, "a", first=40 * epoch, shards=1)
+        scene.archive(scene.old, RoleFact())
+        seal(scene)
+    (last,) = segments(scene.store, 1)
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-1])
+    write(scene.old, 4, 1, "a", first=200, shards=1)
+    scene.archive(scene.old, RoleFact())
+    seal(scene)
+    assert last.read_bytes() == whole
+    assert scene.restored("restored")[1].token() == StreamReader(str(scene.old)).token()
+
+
+def test_scrub_is_a_command(stored: Scene, tmp_path: Path) -> None:
+    store, damaged = broken(stored, tmp_path, "it is gone", 1)
+    folder = tmp_path / "home"
+    shutil.copytree(stored.old, folder / "data" / "wal" / "web")
+    (folder / "millstream.toml").write_text(
+        f'[streams.web]\n[replication]\nnode = "a"\nobject_store = "{store.as_uri()}"\n'
+    )
+    would, does = (run(folder, "scrub", *more, "--json") for more in (("--dry-run",), ()))
+    assert (would.returncode, does.returncode) == (3, 0), (would.stderr, does.stderr)
+    for done in (would, does):
+        (found,) = json.loads(done.stdout)
+        assert [one["base_offset"] for one in found["mended"]] == [int(damaged.name)]
+        assert found["damaged"] == []
+    assert damaged.read_bytes() == segments(stored.store)[1].read_bytes()
