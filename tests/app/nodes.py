@@ -131,12 +131,17 @@ class Node:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def rows(self, column: str = "id") -> list[Any]:
-        """A column of all records, in the log's order; none where there is no log yet, or it is just cut back to what its leader has."""
+    def rows(self, column: str = "id", *, durable: bool = False) -> list[Any]:
+        """A column of all records, in the log's order; none where there is no log yet, or it is just cut back to what its leader has.
+
+        Args:
+            column: its name.
+            durable: with those that are shown to nobody until others are known to hold them.
+        """
         folder = self.home / "data" / "wal" / STREAM
         if not folder.is_dir():
             return []
-        reader = StreamReader(str(folder))
+        reader = StreamReader(str(folder), durable=durable)
         found: list[Any] = []
         # One that has led is cut back when it follows: a file may go while it is read.
         try:
