@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from tests.spark.hand_made import Home
-from tests.spark.lake_run import RunningPipeline, config_of, drain
+from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drain
 from tests.spark.test_pipeline import two_tables, write
 
 from millstream.app.config.model import LogConfig
@@ -23,6 +19,8 @@ from millstream.lake.layout import LakeLayout
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
+from millstream.spark.driver import take_up
+from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
 from millstream.wal.backlog import log_size
@@ -67,45 +65,57 @@ def test_notes_say_where_the_log_is_asked_again_and_go_when_it_no_longer_reaches
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("point", ["pipeline.after_lake_commit", "pipeline.before_spark_commit:3"])
 def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_its_replay(
-    home: Home, tmp_path: Path, point: str
+    home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
+    """Killed behind the commit of a batch in the lake, then before the replay of that, then behind the commit of a later one."""
     models = two_tables(home)
-
-    def run(points: str = "") -> int:
-        command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work"), "drain"]
-        done = subprocess.run(
-            command, env=os.environ | {"MILLSTREAM_FAILPOINTS": points}, capture_output=True, text=True, timeout=800
-        )
-        assert not points or done.returncode == -signal.SIGKILL, done.stderr[-4000:]
-        return done.returncode
-
     for _ in range(24):
         write(home, models, 1)
-    assert run(point) == -signal.SIGKILL
-    notes = home.path / "data" / "spark" / "lake"
-    cut = last_cut(LakeLayout(str(home.path / "lake"), "shop", home.stream))
-    noted = goes_on_from(notes, home.stream)
-    assert cut is not None
-    assert noted is not None
-    assert noted < cut.n, "the lake is ahead of Spark's notes"
-    retain(home)
+    noted = killed_ahead_of_the_notes(home, tmp_path / "first", "pipeline.after_lake_commit")
     # It comes back, says what it needs, and is killed again before it has replayed the batch.
-    assert run("pipeline.before_batch") == -signal.SIGKILL
-    swept = retain(home)
-    assert swept.kept.needed_by == ("lake",)
-    assert home.log.first_seq() <= noted + 1
+    killed(home, tmp_path / "second", "pipeline.before_batch")
+    replay_is_kept(home, noted)
 
-    assert run() == 0
+    again = killed_ahead_of_the_notes(home, tmp_path / "third", "pipeline.before_spark_commit:3")
+    assert again > noted, "it went on behind its replay"
+    # It comes back, says what it needs, and gets no further.
+    config = config_of(home.path, home.stream, spark_options, batch_bytes_max=20_000)
+    take_up(config, home.log, Ledger(config, home.catalog))
+    replay_is_kept(home, again)
+
+    drain(config, home.catalog)
     for model in models:
         model.check(home.path)
     before, _ = log_size(str(home.wal))
     assert retain(home).dropped
     # All but the last batch, which Spark may ask for again.
     after, _ = log_size(str(home.wal))
-    assert home.log.first_seq() > noted + 1
+    assert home.log.first_seq() > again + 1
     assert after <= BATCH_SEGMENTS_MAX < before
+
+
+def killed(home: Home, work: Path, point: str) -> None:
+    with DriverProcess(home.path, work, "drain", MILLSTREAM_FAILPOINTS=point) as driver:
+        driver.is_killed()
+
+
+def killed_ahead_of_the_notes(home: Home, work: Path, point: str) -> Seq:
+    """Where Spark's notes end, when a driver was killed at a point behind the lake's commit; retention has looked since."""
+    killed(home, work, point)
+    cut = last_cut(LakeLayout(str(home.path / "lake"), "shop", home.stream))
+    noted = goes_on_from(home.path / "data" / "spark" / "lake", home.stream)
+    assert cut is not None
+    assert noted is not None
+    assert noted < cut.n, "the lake is ahead of Spark's notes"
+    retain(home)
+    return noted
+
+
+def replay_is_kept(home: Home, noted: Seq) -> None:
+    swept = retain(home)
+    assert swept.kept.needed_by == ("lake",)
+    assert home.log.first_seq() <= noted + 1
 
 
 @pytest.mark.timeout(1800)
