@@ -1,6 +1,6 @@
 """Random workloads under SIGKILL: nothing lost, doubled, reordered or changed, whatever dies when.
 
-A workload of every operation and type runs without pause while processes are killed: at named points, in the soak each several
+A workload of every operation and type runs without pause while processes are killed: at named points, each several
 times, and at random moments. A kill counts only where something was in flight that nobody had acknowledged. Then
 `run --until-caught-up` must mend everything, and the judge compares.
 """
@@ -41,10 +41,6 @@ WITHOUT_IDENTITY = """
 """
 TIMES = 3
 RANDOM_KILLS = TIMES + 1
-FEW_AND_MANY = pytest.mark.parametrize(
-    "rounds", [pytest.param(1, id="once"), pytest.param(TIMES, id="often", marks=pytest.mark.soak)]
-)
-"""A part that has died often is started again after half a minute: most of a siege of many kills is that wait, so CI has each kind of kill once."""
 COPIED_ROWS = 3_000
 
 
@@ -165,28 +161,32 @@ def kill_everything_everywhere(
     at_random: int,
     points: Collection[str] = tuple(POINTS),
 ) -> None:
-    """All named points, each so many times, in random order after the copy's, then random moments."""
-    failpoints = ",".join(points)
-    with under.home.running(failpoints=failpoints, witnesses=under.witnesses) as run:
-        # The slot first: transactions before it are rows to copy.
-        wait_for(
-            lambda: connection.execute(
-                "SELECT 1 FROM pg_replication_slots"
-                " WHERE database = current_database() AND confirmed_flush_lsn IS NOT NULL"
-            ).fetchone(),
-            "capture to make its slot",
-            timeout_s=400,
-        )
-        with under.working():
-            for _ in range(times):
-                under.strike("capture.copy_chunk_read")
-            others = [point for point in points if point != "capture.copy_chunk_read"] * times
-            under.rng.shuffle(others)
-            for point in others:
-                under.strike(point)
-            while under.kills["random"] < at_random:
-                under.strike_at_random(run)
-        assert run.process.poll() is None, f"run ended:\n{run.output()[-4000:]}"
+    """All named points, each so many times, in random order after the copy's, then random moments.
+
+    `run` is killed with all its parts between two rounds, and begins anew: one whose parts have died nine times waits half a minute each
+    time before it starts them again.
+    """
+    for round_ in range(times):
+        with under.home.running(failpoints=",".join(points), witnesses=under.witnesses) as run:
+            if not round_:
+                # The slot first: transactions before it are rows to copy.
+                wait_for(
+                    lambda: connection.execute(
+                        "SELECT 1 FROM pg_replication_slots"
+                        " WHERE database = current_database() AND confirmed_flush_lsn IS NOT NULL"
+                    ).fetchone(),
+                    "capture to make its slot",
+                    timeout_s=400,
+                )
+            with under.working():
+                others = [point for point in points if point != "capture.copy_chunk_read"]
+                under.rng.shuffle(others)
+                # While there is something to copy.
+                for point in ["capture.copy_chunk_read"] * (0 if round_ else times) + others:
+                    under.strike(point)
+                while round_ == times - 1 and under.kills["random"] < at_random:
+                    under.strike_at_random(run)
+            assert run.process.poll() is None, f"run ended:\n{run.output()[-4000:]}"
 
 
 def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
@@ -199,11 +199,10 @@ def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
 
 
 @pytest.mark.timeout(2400)
-@FEW_AND_MANY
 def test_nothing_is_lost_doubled_or_reordered_whatever_is_killed_when(
-    tmp_path: Path, postgres_server: EmbeddedPostgres, rounds: int
+    tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:
-    besiege(tmp_path, postgres_server, 20, times=rounds, at_random=rounds + 1)
+    besiege(tmp_path, postgres_server, 20, times=TIMES, at_random=RANDOM_KILLS)
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from tests.e2e.harness import Home, wait_for
-from tests.e2e.test_kills import FEW_AND_MANY, Siege, kill_everything_everywhere, siege
+from tests.e2e.test_kills import TIMES, Siege, kill_everything_everywhere, siege
 
 from millstream.testing.oracle import TableRows, difference, source_rows
 from millstream.testing.postgres import EmbeddedPostgres
@@ -41,7 +41,9 @@ def lake_in(destination: Database, more: str = "") -> str:
 
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("spark")
-@FEW_AND_MANY
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(1, id="once"), pytest.param(TIMES, id="often", marks=pytest.mark.soak)]
+)
 def test_rows_and_events_are_whole_whatever_is_killed_when(
     tmp_path: Path, postgres_server: EmbeddedPostgres, destination: Database, rounds: int
 ) -> None:

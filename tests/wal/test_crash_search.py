@@ -9,7 +9,7 @@ import pytest
 from tests.seeds import search
 from tests.wal.crash_search import Life
 
-SEEDS = 25
+SEEDS = 60
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
 WANTED = {"crash", "crash of recovery", "failed disk", "failed recovery", "full disk", "groups", "kill", "retentions"}
 
