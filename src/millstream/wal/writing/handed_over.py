@@ -57,6 +57,7 @@ def wait_elsewhere(
     left: Sequence[HandedOver],
     high_water: HighWater,
     *,
+    last_seen: Holdings,
     shown_upto: Callable[[], Seq] | None,
     missing: Callable[[HandedOver, Holdings, str], Exception],
 ) -> None:
@@ -65,11 +66,12 @@ def wait_elsewhere(
     Args:
         left: those that wait.
         high_water: tells what others hold; nobody else looks at it from here on.
+        last_seen: what it told last: what it tells next may be of another leader's history.
         shown_upto: up to which number readers see the log; None where they see all that is durable.
         missing: the error of one that isn't held, of what others hold, and why it waits no more.
     """
     if left:
-        work = _Waits(list(left), high_water, shown_upto, missing)
+        work = _Waits(list(left), high_water, last_seen, shown_upto, missing)
         threading.Thread(target=work.run, name="wal-levels-handed-over", daemon=True).start()
 
 
@@ -78,6 +80,7 @@ class _Waits:
         self,
         left: list[HandedOver],
         high_water: HighWater,
+        last_seen: Holdings,
         shown_upto: Callable[[], Seq] | None,
         missing: Callable[[HandedOver, Holdings, str], Exception],
     ) -> None:
@@ -85,7 +88,7 @@ class _Waits:
         self._high_water = high_water
         self._shown_upto = shown_upto
         self._missing = missing
-        self._holdings = Holdings()
+        self._holdings = last_seen
 
     def run(self) -> None:
         try:

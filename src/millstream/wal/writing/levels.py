@@ -220,7 +220,11 @@ class LevelWaits:
         ]
         hides = self._committer.shown is not None
         wait_elsewhere(
-            waits, self._high_water, shown_upto=self._shown_upto if hides else None, missing=self._missing_of
+            waits,
+            self._high_water,
+            last_seen=self._holdings,
+            shown_upto=self._shown_upto if hides else None,
+            missing=self._missing_of,
         )
         return [one for one in left if one.waiting.until_s is None]
 
