@@ -42,8 +42,10 @@ SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-r
 
 test: $(INSTALLED)  ## the whole suite, its servers included (ARGS='-k name' picks, JOBS=4 is for more cores)
 ifeq ($(strip $(ARGS)),)
-	@$(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) tests/capture --millstream-postgres 14
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=40
+	@code=0; \
+	$(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) tests/capture --millstream-postgres 14 || code=1; \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=40 || code=1; \
+	exit $$code
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif

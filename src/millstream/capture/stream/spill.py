@@ -102,11 +102,14 @@ class SpillFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what lies there, and make the folder where it's missing. Raises as `SpillFile.flush`."""
+        """Remove what lies there, and make the folder where it's missing; it is there all the time. Raises as `SpillFile.flush`."""
         with told(self._path):
-            if self._path.exists():
-                shutil.rmtree(self._path)
-            self._path.mkdir(parents=True)
+            self._path.mkdir(parents=True, exist_ok=True)
+            for left in self._path.iterdir():
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
 
     def create(self, xid: int) -> SpillFile:
         """A new, empty file for a transaction."""
