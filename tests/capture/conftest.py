@@ -12,8 +12,6 @@ from tests.capture.capture_stage import Stage, staged
 HERE = Path(__file__).parent
 DEFAULT_VERSION = 18
 """On which the whole suite runs."""
-TEST_S = 420
-"""What no test here takes on a slow machine. One that does fails where it waits, and the others go on."""
 
 
 @pytest.fixture
@@ -24,16 +22,10 @@ def stage(postgres: Any, tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Bound every test's time; on another version than the default one leave out those that it can't matter to.
-
-    They start servers of versions of their own, or none, and run with the whole suite.
-    """
-    ours = [item for item in items if item.path.is_relative_to(HERE)]
-    for item in ours:
-        if item.get_closest_marker("timeout") is None and item.get_closest_marker("soak") is None:
-            item.add_marker(pytest.mark.timeout(TEST_S, method="signal"))
+    """On another version than the default one leave out tests that start servers of versions of their own, or none: they run with the whole suite."""
     if config.getoption("--millstream-postgres") == DEFAULT_VERSION:
         return
+    ours = [item for item in items if item.path.is_relative_to(HERE)]
     left_out = {item for item in ours if "postgres_server" not in getattr(item, "fixturenames", ())}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
