@@ -114,6 +114,7 @@ def test_the_runbook_is_followed_word_by_word(tmp_path: Path, postgres: Database
         a.start("run")
         b.start("run")
         have(10, a, b)
+        eventually(lambda: b.tables_that_came() == {"orders": "streaming"}, "b knows that the copy is done", a, b)
         for section, steps in sections.items():
             if section.startswith("2."):
                 a.end("run", signal.SIGKILL)
