@@ -645,7 +645,7 @@ def test_eight_writers_under_siege(tmp_path: Path, server: EmbeddedPostgres) -> 
         has_happened = siege.happened.keys() >= {"start", "kill", "halt", "twice", "crash"}
         return has_happened and outcomes["ack"] > 100 and outcomes["unknown"] + outcomes["refused"] > 0
 
-    assert is_enough(besiege(tmp_path, server, seed=1, seconds=15, is_enough=is_enough))
+    assert is_enough(besiege(tmp_path, server, seed=1, seconds=60, is_enough=is_enough))
 
 
 @pytest.mark.soak

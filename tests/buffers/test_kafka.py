@@ -110,7 +110,7 @@ def next_text(reader: ShardReader) -> str:
 
 
 # Each start of a broker takes seconds of a core: Redis, whose buffer is killed by the same play, goes through four rounds.
-@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.soak)])
 def test_what_was_acknowledged_outlives_kills_and_is_there_once(own_kafka: EmbeddedKafka, rounds: int) -> None:
     options = KafkaOptions(own_kafka.servers, f"orders-{next(_numbers)}", create_shards=2, timeout_s=90)
     with KafkaBuffer(options) as buffer:

@@ -12,19 +12,19 @@ from tests.codec.line_samples import bodies, changed_bodies, lines, same, texts
 from millstream.codec.line_protocol.vectorised import Room, Walk
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(bodies, st.sampled_from(["ns", "us", "ms", "s", "m", "h"]))
 def test_lines_are_read_as_the_plain_parser_reads_them(body: bytes, precision: str):
     same(body, precision)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(changed_bodies())
 def test_so_are_changed_lines(body: bytes):
     same(body)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(texts)
 @example(b"m\ta\n\n")
 @example(b'm a=a="\nm a=1\n"\nm a=2')

@@ -186,7 +186,7 @@ def leftovers(folder: Path) -> int:
 
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_when(
     tmp_path: Path, postgres_server: EmbeddedPostgres, times: int
 ) -> None:

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from tests.e2e.harness import Home, wait_for
-from tests.e2e.test_kills import TIMES, Siege, kill_everything_everywhere, siege
+from tests.e2e.test_kills import Siege, kill_everything_everywhere, siege
 
 from millstream.testing.oracle import TableRows, difference, source_rows
 from millstream.testing.postgres import EmbeddedPostgres
@@ -26,6 +26,7 @@ POINTS = {
     "pipeline.after_lake_commit": "the cut committed, spark checkpoint not",
 }
 SEED = 31
+TIMES = 2
 
 
 @pytest.fixture
@@ -41,22 +42,19 @@ def lake_in(destination: Database, more: str = "") -> str:
 
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize(
-    "rounds", [pytest.param(1, id="once"), pytest.param(TIMES, id="often", marks=pytest.mark.soak)]
-)
 def test_rows_and_events_are_whole_whatever_is_killed_when(
-    tmp_path: Path, postgres_server: EmbeddedPostgres, destination: Database, rounds: int
+    tmp_path: Path, postgres_server: EmbeddedPostgres, destination: Database
 ) -> None:
     with siege(tmp_path, postgres_server, SEED, database="events", points=POINTS, lake=lake_in(destination)) as (
         under,
         connection,
     ):
-        kill_everything_everywhere(under, connection, times=rounds, at_random=rounds, points=POINTS)
+        kill_everything_everywhere(under, connection, times=TIMES, at_random=TIMES + 1, points=POINTS)
         assert under.home.caught_up_here() == {}
         with destination.connect() as there:
             problems = [*rows_that_differ(under, connection, there), *events_that_differ(under.home, there)]
         assert not problems, "\n".join(problems)
-        assert all(under.kills[point] >= rounds for point in POINTS)
+        assert all(under.kills[point] >= TIMES for point in POINTS)
 
 
 def rows_that_differ(under: Siege, source: psycopg.Connection[Any], there: psycopg.Connection[Any]) -> Iterator[str]:

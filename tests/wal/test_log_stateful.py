@@ -80,5 +80,5 @@ class LifeOfALog(RuleBasedStateMachine):
             self.truth.judge_every_way_of_reading(self.files)
 
 
-LifeOfALog.TestCase.settings = settings(max_examples=20, stateful_step_count=12)
+LifeOfALog.TestCase.settings = settings(max_examples=40, stateful_step_count=12)
 TestLifeOfALog = LifeOfALog.TestCase

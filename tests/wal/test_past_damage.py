@@ -76,7 +76,7 @@ def log(request: pytest.FixtureRequest) -> Log:
     return Log(files, whole, [f for f in inspect(FOLDER, files=files) if isinstance(f, FrameInfo)])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_a_flipped_byte_costs_at_most_its_own_frames_records(data: st.DataObject, log: Log) -> None:
     pristine, whole = log.files, log.whole

@@ -96,7 +96,7 @@ def log(request: pytest.FixtureRequest) -> tuple[Truth, MemoryFiles, dict[str, l
     return truth, files, {path: [f.position for f in frames_of(files, path)] for path in paths}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_damage_is_repaired_by_what_the_plan_says_and_by_nothing_less(
     data: st.DataObject, log: tuple[Truth, MemoryFiles, dict[str, list[int]]]

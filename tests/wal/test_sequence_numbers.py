@@ -199,7 +199,7 @@ def judge(reader: StreamReader, written: Written) -> None:
 
 
 @given(lives, st.sampled_from([300, 1 << 20]))
-@settings(max_examples=30)
+@settings(max_examples=60)
 def test_every_number_is_there_when_decoded_and_after_replay_whatever_the_frames_carry(
     given: list[tuple[Numbering, list[object]]], frame_bytes: int
 ) -> None:
@@ -234,7 +234,7 @@ def old_reading(files: MemoryFiles) -> list[Found]:
 
 
 @given(groups, groups, groups)
-@settings(max_examples=30)
+@settings(max_examples=60)
 def test_a_reader_of_operations_numbers_only_reads_what_is_written_in_the_transition_so_that_a_roll_back_is_safe(
     before: list[object], during: list[object], after: list[object]
 ) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, check_deadline, session_of
 from millstream.app.home import Home
-from millstream.app.moments import parse_as_of
+from millstream.app.moments import microseconds, parse_as_of
 from millstream.app.record_reading import latest_stretches, read_records
 from millstream.errors import LogError, MissingExtra, WriterClosed
-from millstream.model.ids import StreamId
+from millstream.model.ids import StreamId, parse_region_log_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.replication import AckLevel
 from millstream.model.schema import TableKind
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class OpenHome:
@@ -186,7 +184,7 @@ class OpenHome:
             raise _needs_run(error, "merging regions") from error
 
         moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
-        at_ns = None if moment is None else (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+        at_ns = None if moment is None else microseconds(moment) * 1000
         name = self._home.pick_stream(stream)
         check_ages(self._home, name)
         return merged_table(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
@@ -413,7 +411,7 @@ def open_reader(
 def check_age_of_copy(home: Home, stream: str) -> None:
     """`ReplicaTooStale` where this home follows another one in a stream, and what it has is older than `[replication] max_staleness` allows."""
     # Another region's log is nobody's to lead here, whether it was followed yet or not.
-    if home.role_file(stream).exists() or ("@" in stream and home.config_file.exists()):
+    if home.role_file(stream).exists() or (parse_region_log_name(stream) and home.config_file.exists()):
         from millstream.app.replicating.ages import check_age
 
         try:

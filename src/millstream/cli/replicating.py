@@ -141,14 +141,17 @@ def _age(seconds: float | None) -> str | None:
     return None if seconds is None else human_seconds(seconds)
 
 
-@click.command()
-@click.option(
+_streams_option = click.option(
     "--stream",
     "streams",
     multiple=True,
     metavar="S",
     help="Only this stream; may be repeated. Else all that are configured.",
 )
+
+
+@click.command()
+@_streams_option
 @click.option(
     "--accept-loss", is_flag=True, help="Promote it though something acknowledged may be lost; what, is said."
 )
@@ -224,13 +227,7 @@ def restore(
 
 
 @click.command()
-@click.option(
-    "--stream",
-    "streams",
-    multiple=True,
-    metavar="S",
-    help="Only this stream; may be repeated. Else all that are configured.",
-)
+@_streams_option
 @click.option(
     "--dry-run", is_flag=True, help="Put nothing back; say what is damaged, and what this node could put back."
 )

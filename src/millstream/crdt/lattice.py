@@ -110,9 +110,8 @@ def opened(kind: Kind, data: bytes | memoryview) -> memoryview:
         raise MergeStateUnreadable("these bytes don't begin as a state does")
     framed = memoryview(data)[: -_CRC.size]
     crc = 0
-    for start in range(
-        0, len(framed), _CHECKED_BYTES
-    ):  # it takes bytes alone, of which there is to be no second copy of everything
+    # It takes bytes alone, of which there is to be no second copy of everything.
+    for start in range(0, len(framed), _CHECKED_BYTES):
         crc = google_crc32c.extend(crc, bytes(framed[start : start + _CHECKED_BYTES]))
     if _CRC.unpack_from(data, len(framed))[0] != crc:
         raise MergeStateUnreadable("the bytes of a state fail their checksum")

@@ -17,7 +17,7 @@ from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.instances import boot_id
 from millstream.app.replicating.roles import Roles, replication_folder
 from millstream.errors import ReplicaTooStale
-from millstream.model.ids import region_log_name
+from millstream.model.ids import parse_region_log_name, region_log_name
 from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check_age(home: Home, stream: str) -> None:
     if not home.config_file.exists():
         return  # a copied folder: nobody has said how old it may be
     text = home.config.replication.max_staleness
-    if text is None or ("@" not in stream and Roles(home).of(stream).role is Role.LEADS):
+    if text is None or (parse_region_log_name(stream) is None and Roles(home).of(stream).role is Role.LEADS):
         return
     age_s, most_s = age_of_replica(home, stream), duration_s(text)
     if age_s is None or age_s > most_s:
