@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,10 +40,12 @@ def cut_connections(port: int, peer: str | None = None) -> int:
     """
     wanted = None if peer is None else _address(peer)
     count = 0
-    for name in [int(entry.name) for entry in Path("/dev/fd").iterdir()]:
-        # Others open and close descriptors meanwhile, and most are no sockets.
-        with contextlib.suppress(OSError), _shared(name) as connection:
-            if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:
+    for descriptor in [int(entry.name) for entry in Path("/dev/fd").iterdir()]:
+        # Other threads open and close descriptors during the walk.
+        with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+            if connection is None or connection.family not in {socket.AF_INET, socket.AF_INET6}:
+                continue
+            if connection.getsockname()[1] != port:
                 continue
             host, of_peer = connection.getpeername()[:2]
             if wanted is None or wanted == (_host(host), of_peer):
@@ -52,16 +55,21 @@ def cut_connections(port: int, peer: str | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _shared(descriptor: int) -> Iterator[socket.socket]:
-    """The socket of a descriptor that is somebody else's, by one of our own."""
-    own = os.dup(descriptor)
+def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
+    """A descriptor as a socket while the block lasts, without closing it; None if it isn't one.
+
+    Nothing is duplicated and nothing is closed. If a process closes any descriptor of a file, POSIX drops all of its `fcntl` locks on that file;
+    SQLite's locks on the catalog would go with a duplicate. If gRPC closes the connection during the block, the number may pass to a
+    new connection. That one is shut down only if this happens after its addresses were compared, and its owner connects again.
+    """
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        yield None
+        return
+    connection = socket.socket(fileno=descriptor)
     try:
-        connection = socket.socket(fileno=own)
-    except OSError:
-        os.close(own)
-        raise
-    with connection:
         yield connection
+    finally:
+        connection.detach()
 
 
 class Readers:
