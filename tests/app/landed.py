@@ -33,9 +33,11 @@ from millstream.wal.reader import StreamReader
 class LandedHome:
     """A home of one stream, `shop`."""
 
-    def __init__(self, path: Path, dsn: str, *, tables: tuple[str, ...] = ("public.*",)) -> None:
-        made = make_home(path, stream="shop", source=dsn, tables=tables)
-        assert made.file.exists()
+    def __init__(self, path: Path, dsn: str | None, *, tables: tuple[str, ...] = ("public.*",)) -> None:
+        """Make the home; without a source it is there already, and takes what is appended."""
+        if dsn is not None:
+            made = make_home(path, stream="shop", source=dsn, tables=tables)
+            assert made.file.exists()
         self.home = Home(path)
         self.schemas: dict[TableId, TableSchema] = {}
         self._reader: StreamReader | None = None

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow as pa
 import pytest
 from tests.app.homes import make_home, wait_for
+from tests.app.landed import LandedHome
 from tests.app.served import serving
 from tests.serving.servers import served
 
@@ -20,6 +22,7 @@ from millstream.app.home import Home
 from millstream.app.serving.access import Access
 from millstream.app.serving.application import Application
 from millstream.errors import QueryMemoryFull, QuerySpillFull, QueryTimeout
+from millstream.model.access import Rights
 
 
 @pytest.fixture
@@ -124,6 +127,31 @@ def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> Non
         # Who goes away leaves none running, whether its answer has begun or not.
         wait_for(lambda: not list(queries.iterdir()))
         assert there.query("select 1 as one", stream="web").to_pylist() == [{"one": 1}]
+
+
+def test_who_may_only_read_writes_nothing_into_the_lake(tmp_path: Path) -> None:
+    """A statement that another one holds as text replaced a commit of a table's log, and with it the table."""
+    made = make_home(
+        tmp_path / "shop", '[streams.shop.keys]\n"public.users" = ["id"]\n[http]\ntokens_required = true\n'
+    )
+    with millstream.open(made) as opened:
+        opened.append("shop", "users", [{"id": n} for n in range(3)])
+    landed = LandedHome(made, None)
+    landed.land()
+    with landed.home.open_catalog() as catalog:
+        token = catalog.create_access_token(Rights.parse(["shop=read"]))[1]
+    (log,) = (made / "lake").rglob("current/public.users/_delta_log")
+    before = {file.name: file.read_bytes() for file in log.iterdir()}
+    with serving(made) as url, httpx.Client(timeout=60, headers={"Authorization": f"Bearer {token}"}) as caller:
+        for name in (*before, f"{len(before):020}.json"):
+            copy = f"with x as (copy (select 1 as q) to ''{log / name}'' (format json)) from x"
+            sql = f"from json_execute_serialized_sql(json_serialize_sql('{copy}'))"
+            for put in (sql, "from query('{}')".format(sql.replace("'", "''"))):
+                answer = caller.post(f"{url}/v1/streams/shop/query", json={"sql": put})
+                assert (answer.status_code, answer.json()["code"]) == (400, "invalid_query"), answer.text
+        assert {file.name: file.read_bytes() for file in log.iterdir()} == before
+        answer = caller.post(f"{url}/v1/streams/shop/query", json={"sql": "select count(*) as n from public.users"})
+        assert pa.ipc.open_stream(answer.content).read_all().to_pylist() == [{"n": 3}]
 
 
 def test_a_query_has_its_time(home: Path) -> None:

@@ -125,10 +125,10 @@ class Watch:
 
 
 def _bytes_in(folder: str) -> int:
-    """Of the files in a folder that is being written to."""
+    """The size of all files below a folder that is being written to."""
     size = 0
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
+    for parent, _folders, files in os.walk(folder):
+        for file in files:
             with suppress(OSError):
-                size += entry.stat().st_size
+                size += Path(parent, file).lstat().st_size
     return size

@@ -1,7 +1,7 @@
 """DuckDB as the engine of `query`: a private connection that reads a lake and nothing else, and how it scans Delta tables.
 
-A local table's files are read by DuckDB itself, which is twice as fast as through a dataset and pushes filters and
-columns down; those of an object store, or of a path that DuckDB would take for a pattern, come by way of a pyarrow dataset.
+DuckDB decodes a local table's files by itself, which is up to four times as fast as through a dataset; it gets their bytes from `HandedFiles`.
+The files of an object store come by way of a pyarrow dataset. Of the machine's files the connection has its scratch folder and nothing else.
 """
 
 from __future__ import annotations
@@ -10,27 +10,24 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MissingExtra
+from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, MissingExtra
 from millstream.lake.delta import OpenTable, lake_errors
-from millstream.lake.layout import LakeLayout
 from millstream.lake.query.bounds import QueryBounds, Watch
+from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
 
 if TYPE_CHECKING:
     import duckdb
 
-_PATTERN: Final = re.compile(r"[*?\[\]{}]")
 _COPY: Final = re.compile(r"copy", re.IGNORECASE)
 """A statement without the word copies nothing, however it is written."""
 _COPIES: Final = '"type":"COPY'
 """In a statement's tree as JSON, where nobody's text has bare quotes."""
 _EXPLAINED: Final = re.compile(r"\s*explain\s+(analyze\b)?\s*(\([^)]*\)\s*)?", re.IGNORECASE)
-_GONE: Final = re.compile(r"no files found|cannot open file|could not open|no such file|not found", re.IGNORECASE)
 
 
 def quote(name: str) -> str:
@@ -51,30 +48,31 @@ def names(columns: Sequence[str], table: str = "") -> str:
 class Engine:
     """A private DuckDB connection that reads a lake. For one thread, but for `interrupt` of the connection."""
 
-    def __init__(self, layout: LakeLayout, scratch: str, bounds: QueryBounds | None = None) -> None:
+    def __init__(self, scratch: str, bounds: QueryBounds | None = None) -> None:
         """Begin to connect, which takes as long as finding out what to read: both go on at once.
 
         Args:
-            layout: the lake.
             scratch: a folder of its own.
             bounds: what it may take.
 
         Raises:
-            MissingExtra: DuckDB isn't installed.
+            MissingExtra: DuckDB, or fsspec, by which it reads the lake's files, isn't installed.
         """
-        if find_spec("duckdb") is None:
-            raise MissingExtra(
-                "SQL needs DuckDB, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
-            )
+        for module in ("duckdb", "fsspec"):
+            if find_spec(module) is None:
+                raise MissingExtra(
+                    f"SQL needs {module}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+                )
+        self.files: Final = HandedFiles()
         self._connected: Future[duckdb.DuckDBPyConnection] = Future()
-        Thread(target=self._connect, args=(scratch, layout, bounds), name="millstream-duckdb", daemon=True).start()
+        Thread(target=self._connect, args=(scratch, bounds), name="millstream-duckdb", daemon=True).start()
         self.watch: Final = Watch(bounds, scratch, self._interrupt)
         self._scratch = scratch
         self._named = 0
 
-    def _connect(self, scratch: str, layout: LakeLayout, bounds: QueryBounds | None) -> None:
+    def _connect(self, scratch: str, bounds: QueryBounds | None) -> None:
         try:
-            self._connected.set_result(_connect(scratch, layout, bounds))
+            self._connected.set_result(_connect(scratch, bounds, self.files))
         except BaseException as error:  # noqa: BLE001 - whoever needs the connection raises it
             self._connected.set_exception(error)
 
@@ -107,7 +105,7 @@ class Engine:
         return f"{source}_kept"
 
     def scratch_file(self, suffix: str) -> str:
-        """A path for a new file that the connection may read."""
+        """A path for a new file of the session's."""
         self._named += 1
         return f"{self._scratch}/{self._named}{suffix}"
 
@@ -166,16 +164,16 @@ class Engine:
                 if not allowed or self._may_copy(text):
                     raise InvalidQuery(
                         f"the lake is read only: {' '.join(text.split())[:80]}",
-                        hint="SELECT, WITH, FROM, VALUES, DESCRIBE, SUMMARIZE, SHOW and EXPLAIN can be asked; in WITH, too, nothing is copied.",
+                        hint=READ_ONLY_HINT,
                     )
         except duckdb.Error as error:
             raise InvalidQuery(str(error)) from error
         return [statement.query for statement in found]
 
     def _may_copy(self, statement: str) -> bool:
-        """Whether a SELECT has a COPY in its WITH, which would write into the folders that DuckDB may read: as DuckDB itself parses it.
+        """Whether a SELECT has a COPY in its WITH, as DuckDB itself parses it. It may if it has the word and DuckDB can't tell its tree (PIVOT).
 
-        What it can't tell the tree of (a PIVOT statement) may, where it has the word at all.
+        This gives a clear error early, and no safety: a statement can hold another one as text. What the connection can't write, no statement writes.
         """
         if _COPY.search(statement) is None:
             return False
@@ -207,22 +205,38 @@ class Engine:
         """
         import duckdb
 
-        if not _is_local(opened.path):
+        if "://" in opened.path:
             with lake_errors(opened.path):
                 dataset = opened.table.to_pyarrow_dataset()
             return self.register(dataset), [name for name in needed if name in dataset.schema.names]
         files = [f"{opened.path}/{path}" for path in (_paths(opened) if paths is None else paths)]
         if not files:
             return "", []
-        listed = ", ".join(literal(file) for file in files)
         if alike is not None:
-            return f"read_parquet([{listed}], hive_partitioning = false)", [name for name in needed if name in alike]
-        source = f"read_parquet([{listed}], union_by_name = true, hive_partitioning = false)"
+            return self.parquet(files), [name for name in needed if name in alike]
+        source = self.parquet(files, by_name=True)
         try:
             have = self.connection.sql(f"SELECT * FROM {source} LIMIT 0").columns
-        except duckdb.IOException as error:
-            raise unavailable(opened, error) from error
+        except duckdb.Error as error:
+            if (failure := self.take_failure()) is not None:
+                raise unavailable(opened, failure) from error
+            raise
         return source, [name for name in needed if name in have]
+
+    def parquet(self, paths: Sequence[str], *, by_name: bool = False) -> str:
+        """What to write after FROM to read local files.
+
+        Args:
+            paths: in order.
+            by_name: whether their columns may differ, and are put together by name.
+        """
+        listed = ", ".join(literal(self.files.hand_over(path)) for path in paths)
+        return f"read_parquet([{listed}], {'union_by_name = true, ' if by_name else ''}hive_partitioning = false)"
+
+    def take_failure(self) -> MillstreamError | None:
+        """Why a file couldn't be read or written since this was asked last; None where all could."""
+        failure, self.files.failure = self.files.failure, None
+        return failure
 
 
 def unavailable(opened: OpenTable, error: Exception) -> LakeUnavailable:
@@ -234,13 +248,8 @@ def unavailable(opened: OpenTable, error: Exception) -> LakeUnavailable:
     )
 
 
-def files_gone(said: str) -> bool:
-    """Whether DuckDB complains of a file that isn't there any more."""
-    return said.startswith("IO Error") and _GONE.search(said) is not None
-
-
-def _connect(scratch: str, layout: LakeLayout, bounds: QueryBounds | None) -> duckdb.DuckDBPyConnection:
-    """A private connection that reaches what is registered and the lake's own files, and nothing else."""
+def _connect(scratch: str, bounds: QueryBounds | None, files: HandedFiles) -> duckdb.DuckDBPyConnection:
+    """A private connection that reads what is registered and the files handed over, and writes into its scratch folder alone."""
     import duckdb
 
     connection = duckdb.connect(
@@ -252,11 +261,12 @@ def _connect(scratch: str, layout: LakeLayout, bounds: QueryBounds | None) -> du
             "temp_directory": scratch,
         },
     )
-    own = [scratch, *([layout.root] if _is_local(layout.root) else [])]
+    connection.register_filesystem(file_system(files))
     for setting in (
         *(() if bounds is None else bounds.settings()),
         "TimeZone = 'UTC'",
-        f"allowed_directories = [{', '.join(literal(folder + '/') for folder in own)}]",
+        # A folder that may be read may be written: none of the lake's is among them.
+        f"allowed_directories = [{literal(scratch + '/')}, {literal(PREFIX)}]",
         "enable_external_access = false",
         "lock_configuration = true",
     ):
@@ -268,7 +278,3 @@ def _paths(opened: OpenTable) -> list[str]:
     with lake_errors(opened.path):
         found: Any = opened.table.get_add_actions(flatten=True)
         return [str(path) for path in pa.RecordBatchReader.from_stream(found).read_all().column("path").to_pylist()]
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path and Path(path).is_absolute() and _PATTERN.search(path) is None

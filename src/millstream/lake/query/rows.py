@@ -182,7 +182,7 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
             engine.watch.check()
             writer.write_table(conform(build_rows(history, schema, columns, upto, part), shape))
     shown = [column.name for column in schema.columns] + ([EXACT.name] if exact else [])
-    return f"SELECT {names(shown)} FROM read_parquet('{path}', hive_partitioning = false)"
+    return f"SELECT {names(shown)} FROM {engine.parquet([path])}"
 
 
 def _rows_of(engine: Engine, base: OpenTable | None, keys: Keys, columns: pa.Schema) -> pa.Table:

@@ -37,7 +37,7 @@ from millstream.lake.known import KnownTable, empty_records, empty_rows, is_mean
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
 from millstream.lake.moves import open_left_behind
 from millstream.lake.query.bounds import QueryBounds
-from millstream.lake.query.engine import Engine, files_gone, quote
+from millstream.lake.query.engine import Engine, quote
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
 from millstream.lake.query.standing import standing_at
@@ -109,7 +109,7 @@ class LakeSession:
         self._layout = layout
         folder = None if bounds is None else bounds.folder
         self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-", dir=folder)
-        self._engine = Engine(layout, self._scratch.name, bounds)
+        self._engine = Engine(self._scratch.name, bounds)
         self._past = as_of is not None
         self.landed_by: Final = landed_by
         """The other node that lands the tables; None where this one does."""
@@ -265,9 +265,11 @@ class LakeSession:
             if not self._learn():
                 raise
             return self._reader(sql, batch_rows)
-        except duckdb.IOException as error:
-            if not (self._past and self._old_versions and files_gone(str(error))):
+        except duckdb.Error:
+            gone = isinstance(self._engine.files.failure, LakeUnavailable)
+            if not (self._past and self._old_versions and gone):
                 raise
+            self._engine.take_failure()
         # Upkeep came first: all from history, then.
         self._engine.forget_views()
         self._rows_left, self._records_left = set(self._tables), set(self._tables)
@@ -302,8 +304,8 @@ class LakeSession:
         out_of_memory = isinstance(error, duckdb.OutOfMemoryException | MemoryError)
         if (bound := self._engine.watch.told(said, out_of_memory=out_of_memory)) is not None:
             return bound
-        if files_gone(said):
-            return LakeUnavailable(f"files of the lake are gone: {said}", hint="Ask again, in a new session.")
+        if (failure := self._engine.take_failure()) is not None:
+            return failure
         table = _unknown_table(said)
         if table is None:
             return InvalidQuery(said)
