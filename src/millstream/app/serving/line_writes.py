@@ -30,7 +30,7 @@ from millstream.app.serving.requests import (
     write_id_said,
 )
 from millstream.app.serving.writes import Writes
-from millstream.errors import MillstreamError, Retry, ServerBusy, UsageError
+from millstream.errors import MillstreamError, ReplicationError, Retry, ServerBusy, UsageError
 from millstream.ingest.lines import Lines, TableLines, tables_of_lines
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
@@ -180,12 +180,16 @@ class LineWrites:
 
 
 def _refused(lines: Lines, outcomes: Sequence[Appended | MillstreamError]) -> tuple[list[_RefusedLine], int]:
-    """The lines that weren't written, in order. Raises what may be tried again: then the client sends all of them once more."""
+    """Return the first lines that weren't written, in order, and how many there are.
+
+    Raises:
+        MillstreamError: a table's lines failed for another reason than the lines themselves, so the client sends all lines again.
+    """
     refused = [_RefusedLine(line.line, f"{line.reason}: {line.text!r}") for line in lines.rejected]
     count = lines.rejected_count
     for table, outcome in zip(lines.tables, outcomes, strict=True):
         if isinstance(outcome, MillstreamError):
-            if outcome.retry is not Retry.NEVER:
+            if not _is_refusal(outcome):
                 raise outcome
             refused += [_RefusedLine(int(line), outcome.message) for line in table.lines[:_TOLD_MAX]]
             count += len(table.lines)
@@ -193,6 +197,12 @@ def _refused(lines: Lines, outcomes: Sequence[Appended | MillstreamError]) -> tu
             refused += [_RefusedLine(_line_of(table, row.row), row.reason) for row in outcome.rejected]
             count += len(outcome.rejected)
     return sorted(refused, key=lambda one: one.line), count
+
+
+def _is_refusal(error: MillstreamError) -> bool:
+    """Whether the same lines would be refused again, also if a person has to change the configuration first."""
+    may_pass = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, ReplicationError)
+    return not may_pass and status_of(type(error)) < HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def _line_of(table: TableLines, row: int) -> int:

@@ -89,7 +89,7 @@ _REFUSED: Final[Mapping[int, str]] = {
     413: "The body is too large.",
     415: "The body is of a type or encoding that isn't taken.",
     421: "It was sent to a name that isn't the server's.",
-    422: "The rows have no place in the table, or are too many or too large; or a query takes more than it may.",
+    422: "The rows have no place in the table or no route, or are too many or too large; or a query takes more than it may.",
     424: "Some of the places that the rows go to took them, and some didn't: sent again, they would be twice in the former.",
     429: "There is no room now: send it again after `Retry-After` seconds.",
     500: "A failure of the server's; with `append_outcome_unknown` the rows may be durable.",
