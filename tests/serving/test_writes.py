@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
+from tests.ingest.test_arrow_rows import MANY, SHARED
 from tests.serving.serving_process import LINES, Served, served, web_home
 
 from millstream.app.serving.intake import Held, Intake, read_body
@@ -197,6 +198,12 @@ def test_arrow_from_anybody_is_bounded(server: Served) -> None:
         "bomb": (arrow(bomb, compression="zstd"), "rows_too_large"),
         "shared text": (arrow(shared), "rows_too_large"),
         "a list of nothing": (arrow(deep), "rows_too_large"),
+        "list views in objects": (arrow(pa.table({"a": SHARED["list views"].slice(0, 5000)})), "invalid_value"),
+        "a union in objects": (arrow(pa.table({"a": SHARED["a union"].slice(0, 5000)})), "invalid_value"),
+        "runs of a long text": (
+            arrow(pa.table({"a": MANY["runs that are the column"].slice(0, 5000)})),
+            "rows_too_large",
+        ),
         "cut off": (whole[: len(whole) // 2], "invalid_body"),
         "not Arrow": (b"PAR1" * 100, "invalid_body"),
         "no rows": (arrow(pa.table({"a": pa.array([], pa.int64())})), "invalid_value"),

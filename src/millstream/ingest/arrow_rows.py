@@ -11,16 +11,14 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import ipc
 
 from millstream.errors import InvalidBody, InvalidValue
 from millstream.ingest.columns import COLUMNS_MAX, NESTING_MAX, ROWS_BYTES_MAX, table_of, too_large
 from millstream.ingest.json_rows import ROWS_MAX
+from millstream.ingest.nested import Sizes, is_countable, is_shared, is_view, python_bytes, text_bytes, values_in
 
-Sizes = npt.NDArray[np.int64]
 _NOT_A_STREAM: Final = (pa.ArrowException, OSError, EOFError, ValueError, struct.error, IndexError, OverflowError)
 _RECORD_BATCH: Final = 3
 _DICTIONARY_BATCH: Final = 2
@@ -30,6 +28,8 @@ _NUMBER_BYTES: Final = 4
 """A row's place in the stream, of which most are told by the one before. Columns of nulls have no other bytes."""
 _NESTED_VALUES_MAX: Final = 8 << 20
 """They become text, by way of Python's values."""
+_NESTED_BYTES_MAX: Final = 32 << 20
+"""Size of one row's value while it is Python's; a column's rows are so a piece at a time."""
 _BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
 """Of all messages' buffers, inflated: those of rows within bounds are padded, and strings have offsets."""
 
@@ -56,8 +56,9 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
         raise InvalidBody(f"the body isn't an Arrow IPC stream: {error}") from error
     if not table.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't send a request where there is none.")
-    for field, column in zip(table.schema, table.columns, strict=True):
-        _check_unfolded(field, column)
+    meant = sum(_check_unfolded(field, column) for field, column in zip(table.schema, table.columns, strict=True))
+    if meant > ROWS_BYTES_MAX:
+        raise too_large("the bytes of its columns, written out,", meant, ROWS_BYTES_MAX)
     return table_of(table)
 
 
@@ -198,49 +199,28 @@ class _BatchHead:
 
 def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> int:
     """Refuse a column that would be larger than any append, written out; else the bytes of what it means many times."""
+    while isinstance(column.type, pa.BaseExtensionType):
+        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
     kind = column.type
-    if pa.types.is_nested(kind):
-        if not _is_within(kind, NESTING_MAX):
+    if pa.types.is_nested(kind) and not is_shared(kind):
+        if not is_countable(kind, NESTING_MAX):
             raise InvalidValue(
-                f"column {field.name}: its types lie in each other more than {NESTING_MAX} deep, or are shared values",
-                hint="Cast dictionaries and views that are nested to plain types before sending them.",
+                f"column {field.name}: its types lie in each other more than {NESTING_MAX} deep, or one of them may use a value many times "
+                "(a view, a union, a dictionary, runs)",
+                hint="Cast what is nested to structs, maps, lists and plain types before sending it.",
                 column=field.name,
             )
-        nested = sum(_values_in(chunk) for chunk in column.chunks)
+        nested = sum(values_in(chunk) for chunk in column.chunks)
         if nested > _NESTED_VALUES_MAX:
             raise too_large(f"the nested values of column {field.name}", nested, _NESTED_VALUES_MAX)
+        largest = max((int(np.max(python_bytes(chunk))) for chunk in column.chunks if len(chunk)), default=0)
+        if largest > _NESTED_BYTES_MAX:
+            raise too_large(f"the bytes of a value of column {field.name}, in memory,", largest, _NESTED_BYTES_MAX)
         return 0
     size = sum(_unfolded_bytes(chunk) for chunk in column.chunks)
     if size > ROWS_BYTES_MAX:
         raise too_large(f"the bytes of column {field.name}, written out,", size, ROWS_BYTES_MAX)
     return size
-
-
-def _is_within(kind: pa.DataType, depth: int) -> bool:
-    """Whether types lie in each other no deeper than that, and none means a value many times."""
-    if not pa.types.is_nested(kind):
-        return not (_is_shared(kind) or _is_view(kind))
-    return depth > 0 and all(_is_within(kind.field(place).type, depth - 1) for place in range(kind.num_fields))
-
-
-def _is_shared(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
-
-
-def _is_view(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
-
-
-def _values_in(array: pa.Array) -> int:
-    """How many values lie in an array, at all depths."""
-    kind = array.type
-    if pa.types.is_struct(kind):
-        return len(array) + sum(_values_in(array.field(place)) for place in range(kind.num_fields))
-    if pa.types.is_map(kind):
-        return len(array) + _values_in(array.keys) + _values_in(array.items)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return len(array) + _values_in(array.values)
-    return len(array)
 
 
 def _unfolded_bytes(array: pa.Array) -> int:
@@ -253,24 +233,20 @@ def _unfolded_bytes(array: pa.Array) -> int:
     if pa.types.is_run_end_encoded(kind):
         runs = np.diff(np.concatenate([[0], array.run_ends.to_numpy(zero_copy_only=False).astype(np.int64)]))
         return int((runs * _sizes(array.values)).sum())
-    return int(_sizes(array).sum()) if _is_view(kind) else 0
+    return int(_sizes(array).sum()) if is_view(kind) else 0
 
 
 def _sizes(values: pa.Array) -> Sizes:
     """Each value's bytes."""
     kind = values.type
-    if _is_view(kind):
+    if is_view(kind):
         # A view begins with its length, also where the text stands in it.
         views = np.frombuffer(values.buffers()[1], dtype="<i4")[::4][values.offset : values.offset + len(values)]
         sizes: Sizes = views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
         return sizes
-    if (
-        pa.types.is_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_large_binary(kind)
-    ):
-        return np.asarray(pc.fill_null(pc.binary_length(values), 0).to_numpy(zero_copy_only=False), dtype=np.int64)
+    texts = text_bytes(values)
+    if texts is not None:
+        return texts
     if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
         return np.full(len(values), max(1, kind.bit_width // 8), dtype=np.int64)
     raise InvalidValue(f"values of {kind} can't be shared between rows", hint="Cast the column to a plain type first.")

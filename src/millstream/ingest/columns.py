@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from millstream.errors import InvalidValue, RowsTooLarge
 from millstream.ingest.log_types import NOT_A_VALUE, json_of, no_value, stored, text_of
+from millstream.ingest.nested import TextRoom
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
 from millstream.model.records import RESERVED_COLUMNS
 
@@ -65,13 +66,14 @@ def table_of(rows: Rows) -> pa.Table:
 
     Raises:
         InvalidValue: a value has no place in the log, or a column has values of several kinds; details: column.
-        RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, or have more columns than `COLUMNS_MAX`, or a name is too long.
+        RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, also those that are written as text, or have more columns than `COLUMNS_MAX`, or a name is too long.
     """
     table = _arrow(rows)
     check_names(table.column_names)
     if table.nbytes > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", table.nbytes, ROWS_BYTES_MAX)
-    columns = [stored(name, column) for name, column in zip(table.column_names, table.columns, strict=True)]
+    room = TextRoom(ROWS_BYTES_MAX)
+    columns = [stored(name, column, room) for name, column in zip(table.column_names, table.columns, strict=True)]
     return pa.table(columns, names=table.column_names)
 
 

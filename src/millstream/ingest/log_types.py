@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 import pyarrow as pa
 
 from millstream.errors import InvalidValue
+from millstream.ingest.nested import TextRoom, pieces
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
 from millstream.model.records import INSTANT, TIME_MAX_US, TIME_MIN_US
 
@@ -45,8 +46,8 @@ _SAME: Final[Mapping[pa.DataType, pa.DataType]] = {
 }  # fmt: skip
 
 
-def stored(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column in the type that the log has for it."""
+def stored(name: str, column: pa.ChunkedArray, room: TextRoom | None = None) -> pa.ChunkedArray:
+    """A column in the type that the log has for it; what becomes text takes its bytes from `room`, and raises as that does."""
     wanted = log_type(column.type)
     try:
         if wanted is None:
@@ -59,19 +60,33 @@ def stored(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
                 [chunk.dictionary_decode() for chunk in _plain_dictionaries(column)], _plain(kind)
             )
         if _is_spelled(column.type):
-            texts = [None if value is None else text_of(value) for value in column.to_pylist()]
-            found = pa.chunked_array([pa.array(texts, pa.string())])
+            found = _spelled(name, column, pa.string(), text_of, room)
         elif pa.types.is_list(wanted) and _is_spelled(column.type.value_type):
-            lists = [
-                value and [None if item is None else text_of(item) for item in value] for value in column.to_pylist()
-            ]
-            found = pa.chunked_array([pa.array(lists, wanted)])
+            found = _spelled(name, column, wanted, _texts_of, room)
         else:
             found = column if column.type == wanted else column.cast(wanted)
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
     _check_years(name, found)
     return found
+
+
+def _spelled(
+    name: str, column: pa.ChunkedArray, wanted: pa.DataType, spell: Callable[[Any], Any], room: TextRoom | None
+) -> pa.ChunkedArray:
+    """A column by way of Python's values, a piece at a time."""
+    made = []
+    for piece in pieces(column):
+        values = [None if value is None else spell(value) for value in piece.to_pylist()]
+        made.append(pa.array(values, wanted))
+        if room is not None:
+            room.take(name, made[-1].nbytes)
+    found = pa.chunked_array(made, wanted)
+    return found if found.num_chunks == 1 else pa.chunked_array([found.combine_chunks()], wanted)
+
+
+def _texts_of(values: list[Any]) -> list[str | None]:
+    return [None if item is None else text_of(item) for item in values]
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
