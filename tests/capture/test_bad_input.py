@@ -11,7 +11,7 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage, make_config
 
-from millstream.capture import CaptureConfig, check_source, doctor_sql, drop_slot
+from millstream.capture import CaptureConfig, check_source, doctor_sql, drop_slot, sql_comment
 from millstream.capture import connection as connections
 from millstream.catalog import TableState
 from millstream.errors import (
@@ -33,6 +33,7 @@ from millstream.errors import (
     SourceVersionUnsupported,
     WalLevelNotLogical,
 )
+from millstream.model.names import quote_ident
 from millstream.testing.postgres import EmbeddedPostgres
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text)"
@@ -149,6 +150,37 @@ def test_publications_that_may_not_be_made_come_with_the_sql_that_makes_them(sta
     outcome = replace(stage, config=config).catch_up()
     assert outcome.caught_up
     assert stage.log.replay()["public.orders"] == {("1",): {"id": "1", "item": "x"}}
+
+
+def test_a_name_with_line_ends_adds_no_statement_to_the_script(stage: Stage, reader: str) -> None:
+    role = f"reader_{stage.config.slot}"
+    attack = f"ALTER ROLE {role} SUPERUSER; --"
+    names = [f"x{end}{attack}" for end in ("\n", "\r", "\r\n", "\u2028", "\x85")]
+    stage.sql(*(f"CREATE TABLE {quote_ident(name)} (id int PRIMARY KEY)" for name in names))
+    script = doctor_sql(replace(stage.config, dsn=reader))
+    assert script.count("GRANT SELECT") >= len(names)
+    comments = [line for line in script.splitlines() if line.startswith("-- ")]
+    assert sum(attack in line for line in comments) >= len(names)
+    with stage.connect() as connection:
+        connection.execute(script.encode())
+        found = connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = %s", [role]).fetchone()
+    assert found == (False,)
+
+
+@pytest.mark.parametrize(
+    ("text", "comment"),
+    [("one", "-- one\n"), ("a\nb\rc\r\nd", "-- a\n-- b\n-- c\n-- d\n"), ("a\n\n\\! rm", "-- a\n-- \n-- \\! rm\n")],
+)
+def test_each_line_of_a_comment_is_one(text: str, comment: str) -> None:
+    assert sql_comment(text) == comment
+
+
+def test_no_script_is_made_for_a_source_that_does_not_answer(stage: Stage) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        with pytest.raises(SourceUnreachable):
+            doctor_sql(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"))
 
 
 def test_a_table_that_may_not_be_read_is_set_aside_and_the_others_go_on(stage: Stage, reader: str) -> None:

@@ -317,6 +317,14 @@ def test_doctor_says_that_it_compiles_before_it_does(tmp_path: Path) -> None:
     assert said not in millstream("--home", str(tmp_path), "doctor", environ=environ).stderr
 
 
+def test_doctor_has_no_script_for_a_source_that_can_not_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
+    done = here("--home", str(tmp_path), "doctor", "--sql")
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert "nothing for the source of shop, which couldn't be asked" in done.stderr
+
+
 def test_a_table_in_history_only_is_wrong_and_not_said_to_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     from millstream.app.doctor import Diagnosis
     from millstream.cli.setup import _print_diagnosis

@@ -87,18 +87,26 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         yield failure or Diagnosis(found.check, "ok", found.message)
 
 
-def repair_script(home: Home) -> str:
-    """One SQL script for a DBA, for all streams; empty where there is nothing to mend by SQL."""
-    from millstream.capture import doctor_sql
+def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
+    """One SQL script for a DBA, for all streams, and the sources that couldn't be asked, for which it has nothing.
+
+    The script is empty where there is nothing to mend by SQL.
+    """
+    from millstream.capture import doctor_sql, sql_comment
 
     scripts = []
+    unasked = []
     for name, stream in home.config.streams.items():
         if stream.source is None:
             continue
-        script = doctor_sql(capture_config(home, name, stream))
-        if script:
-            scripts.append(f"-- stream {name}\n{script}")
-    return "\n".join(scripts)
+        try:
+            script = doctor_sql(capture_config(home, name, stream))
+        except (MillstreamError, ImportError) as error:
+            unasked.append(_failed(f"source of {name}", error, "source"))
+        else:
+            if script:
+                scripts.append(sql_comment(f"stream {name}") + script)
+    return "\n".join(scripts), unasked
 
 
 def _one(check: str, look: Callable[[], str]) -> Iterator[Diagnosis]:

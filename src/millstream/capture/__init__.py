@@ -7,7 +7,7 @@ heartbeat message. Everything it appends goes through a `ports.LogAppender`; wha
 from __future__ import annotations
 
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
-from millstream.capture.doctor import check_source, doctor_sql, drop_slot
+from millstream.capture.doctor import check_source, doctor_sql, drop_slot, sql_comment
 from millstream.capture.doctor_server import Finding
 from millstream.capture.run import run_capture
 
@@ -20,4 +20,5 @@ __all__ = [
     "doctor_sql",
     "drop_slot",
     "run_capture",
+    "sql_comment",
 ]

@@ -27,12 +27,7 @@ _SETTING: Final = "ALTER SYSTEM "
 def check_source(config: CaptureConfig) -> list[Finding]:
     """Everything about the source that would stop capture or a table, and what is worth a warning. Changes nothing."""
     try:
-        with connect(config.dsn, purpose="doctor") as connection:
-            return [
-                *check_server(connection, config),
-                *_check_replication(config),
-                *_check_tables(connection, config),
-            ]
+        return _ask(config)
     except MillstreamError as error:
         return [_of_error(error)]
 
@@ -41,16 +36,33 @@ def doctor_sql(config: CaptureConfig) -> str:
     """One script for a DBA that mends all that SQL can mend; empty where there is nothing.
 
     It may run in one transaction. Settings of the server can't: they come last, as comments.
+
+    Raises:
+        MillstreamError: the source can't be asked, so nobody knows what the script needs.
     """
-    lines: list[str] = []
+    parts: list[str] = []
     settings: list[str] = []
-    for finding in check_source(config):
+    for finding in _ask(config):
         if finding.sql.startswith(_SETTING):
             needed = "optional" if finding.blocks == "nothing" else "needed"
-            settings += [f"-- {needed}, outside a transaction: {finding.message}", f"-- {finding.sql}"]
-        elif finding.sql and finding.sql not in lines:
-            lines += [f"-- {finding.message}", finding.sql]
-    return "".join(f"{line}\n" for line in [*lines, *settings])
+            settings.append(sql_comment(f"{needed}, outside a transaction: {finding.message}\n{finding.sql}"))
+        elif finding.sql and f"{finding.sql}\n" not in parts:
+            parts += [sql_comment(finding.message), f"{finding.sql}\n"]
+    return "".join([*parts, *settings])
+
+
+def sql_comment(text: str) -> str:
+    """The text as a comment of SQL: names in it may hold line ends, and each line begins with `-- `."""
+    return "".join(f"-- {line}\n" for line in text.splitlines())
+
+
+def _ask(config: CaptureConfig) -> list[Finding]:
+    with connect(config.dsn, purpose="doctor") as connection:
+        return [
+            *check_server(connection, config),
+            *_check_replication(config),
+            *_check_tables(connection, config),
+        ]
 
 
 def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | None:

@@ -83,8 +83,12 @@ def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
 
     home = session.home()
     if as_sql:
-        click.echo(repair_script(home), nl=False)
-        return
+        script, unasked = repair_script(home)
+        click.echo(script, nl=False)
+        for diagnosis in unasked:
+            note(f"The script has nothing for the {diagnosis.check}, which couldn't be asked: {diagnosis.message}")
+            note(diagnosis.fix)
+        sys.exit(3 if unasked else 0)
     found = []
     for diagnosis in examine(home, note):
         found.append(diagnosis)
