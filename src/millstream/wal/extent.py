@@ -52,7 +52,8 @@ class LogExtent:
         folders = [shard_folder(self._folder, shard) for shard in self.shards()]
         return any(
             read_mark(self._files, folder) is None
-            and any(self._holds_frames(segment) for segment in list_segments(self._files, folder))
+            and self._has_frames(folder)
+            and read_mark(self._files, folder) is None  # it may have moved for the first time in between
             for folder in folders
         )
 
@@ -69,11 +70,11 @@ class LogExtent:
             shards = self.shards()
             marks = self._read_marks(shards)
             missing = missing_shards(self._folder, shards, marks.values())
-            # A writer that came meanwhile was given numbers below those that the others' marks may show by now.
+            # A writer that joined after the first look was given numbers below those that the others' marks may show by now.
             if self.shards() == shards and all(
-                self._read_mark(self._files, shard_folder(self._folder, shard)) == mark
-                for shard, mark in marks.items()
-                if mark.is_settled
+                self._read_mark(self._files, shard_folder(self._folder, shard)) == marks.get(shard)
+                for shard in shards
+                if shard not in marks or marks[shard].is_settled
             ):
                 if missing is not None:
                     self._tell(missing)
@@ -84,15 +85,24 @@ class LogExtent:
         for shard in shards:
             shard_dir = shard_folder(self._folder, shard)
             mark = self._read_mark(self._files, shard_dir)
+            if mark is None and self._has_frames(shard_dir):
+                # The mark moves before the first frame is written, so it can only have come since the first look.
+                mark = self._read_mark(self._files, shard_dir)
+                if mark is None:
+                    raise self._lacks_mark(shard)
             if mark is not None:
                 marks[shard] = mark
-            elif any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir)):
-                raise LogError(
-                    f"shard {shard} has segments but no mark that says how far they are durable",
-                    hint="Start the writer once, or read the folder without marks.",
-                    shard=int(shard),
-                )
         return marks
+
+    def _lacks_mark(self, shard: ShardId) -> LogError:
+        return LogError(
+            f"shard {shard} has segments but no mark that says how far they are durable",
+            hint="Start the writer once, or read the folder without marks.",
+            shard=int(shard),
+        )
+
+    def _has_frames(self, shard_dir: str) -> bool:
+        return any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir))
 
     def _holds_frames(self, segment: SegmentFile) -> bool:
         """Whether there is more than a header: a shard's very first segment is there before its mark has moved."""

@@ -64,9 +64,11 @@ def log_marks(files: Files, folder: str) -> LogMarks:
         shards = list_shards(files, folder)
         found = {shard: read_marks(files, shard_folder(folder, shard)) for shard in shards}
         marks = {shard: mark for shard, (mark, _) in found.items() if mark is not None}
-        # A writer that came meanwhile was given numbers below those that the others' marks may show by now.
+        # A writer that joined after the first look was given numbers below those that the others' marks may show by now.
         if list_shards(files, folder) == shards and all(
-            read_mark(files, shard_folder(folder, shard)) == mark for shard, mark in marks.items() if mark.is_settled
+            read_mark(files, shard_folder(folder, shard)) == marks.get(shard)
+            for shard in shards
+            if shard not in marks or marks[shard].is_settled
         ):
             missing = missing_shards(folder, shards, marks.values())
             if missing is not None:
