@@ -132,7 +132,10 @@ class SequenceStore(Protocol):
         """Fence a writer whose lease has run out, to recover its log. `WriterAlive` where it hasn't."""
 
     def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
-        """Its log is recovered: it may draw, from behind the (empty) range that is returned."""
+        """Its log is recovered: it may draw, from behind the (empty) range that is returned, once its marks stand at that position.
+
+        Until it has drawn or reported, the other writers count its position as they count those elsewhere.
+        """
 
     def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
         """Give the next `count` numbers, and take the writer's position along. `InvalidCount` where there are no such."""
@@ -140,8 +143,11 @@ class SequenceStore(Protocol):
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
         """The newest range given to this incarnation; an empty one where it was given none."""
 
-    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq) -> tuple[LedgerView, Seq]:
-        """Say where a writer stands and renew its lease; returns where all do, and the lowest position elsewhere (as `Drawn`)."""
+    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq, is_shown: bool = True) -> tuple[LedgerView, Seq]:
+        """Say where a writer stands and renew its lease; returns where all do, and the lowest position elsewhere (as `Drawn`).
+
+        `is_shown` says whether the writer's marks stand in its folder.
+        """
 
     def settle(self, writer: WriterId, epoch: Epoch) -> None:
         """Nothing of the writer is undecided any more."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
     from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 
-REVISION: Final = "0007"
+REVISION: Final = "0008"
 """The newest migration in this package; a test holds it equal to the scripts'."""
 BUSY_TIMEOUT_S: Final = 15.0  # longer than any of our transactions by far, shorter than a person's patience
 

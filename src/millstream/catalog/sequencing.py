@@ -2,7 +2,7 @@
 
 Each step is `protocol.sequencer.Ledger`'s own, taken on rows that are locked for it: a transaction loads the writers, lets the pure
 machine decide, and writes back the one row that it changed. A draw alone is SQL throughout (`draw_numbers`, made by migrations
-0003 and 0004), for it comes once a commit group. The newest number is the sequence's: it moves by `setval` alone, a range at a time, so
+0003, 0004 and 0008), for it comes once a commit group. The newest number is the sequence's: it moves by `setval` alone, a range at a time, so
 that whoever looks sees the end of a range.
 """
 
@@ -90,9 +90,9 @@ class PostgresSequenceStore:
         )
 
     def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
-        """As the port."""
+        """As the port. It waits for draws that are being executed: of two at once, one sees the other."""
         return self._step(
-            lambda _, ledger, now: ledger.recovered(writer, epoch, now_us=now, lease_us=self._lease_us), of=writer
+            lambda _, ledger, now: ledger.recovered(writer, epoch, now_us=now, lease_us=self._lease_us), begins=True
         )
 
     def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
@@ -126,11 +126,12 @@ class PostgresSequenceStore:
         """As the port; waits for a draw that is just being executed."""
         return self._step(lambda _, ledger, _now: (ledger, ledger.last(writer, epoch)), of=writer)
 
-    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq) -> tuple[LedgerView, Seq]:
+    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq, is_shown: bool = True) -> tuple[LedgerView, Seq]:
         """As the port."""
 
         def step(_: Connection, ledger: Ledger, now: int) -> tuple[Ledger, tuple[LedgerView, Seq]]:
-            after, view = ledger.report(writer, epoch, position=position, now_us=now, lease_us=self._lease_us)
+            timed = {"now_us": now, "lease_us": self._lease_us}
+            after, view = ledger.report(writer, epoch, position=position, is_shown=is_shown, **timed)
             return after, (view, after.elsewhere(after.entry(writer)))
 
         return self._step(step, of=writer)

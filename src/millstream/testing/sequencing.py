@@ -62,10 +62,10 @@ class MemorySequenceStore:
         """As the port."""
         return self._step(SeqRange, "last", writer, epoch)
 
-    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq) -> tuple[LedgerView, Seq]:
+    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq, is_shown: bool = True) -> tuple[LedgerView, Seq]:
         """As the port."""
         timed = {"now_us": self._now_us(), "lease_us": self._lease_us}
-        view = self._step(LedgerView, "report", writer, epoch, position=position, **timed)
+        view = self._step(LedgerView, "report", writer, epoch, position=position, is_shown=is_shown, **timed)
         return view, self.ledger.elsewhere(self.ledger.entry(writer))
 
     def settle(self, writer: WriterId, epoch: Epoch) -> None:
@@ -163,7 +163,11 @@ class SequenceStoreConformance:
                 "forget": (writer,),
                 "draw": (writer, epoch, chance.choice([1, 3, 100, 0])),
             }.get(step, (writer, epoch))
-            named = {"position": Seq(chance.randrange(newest + 1))} if step in {"draw", "report"} else {}
+            named: dict[str, Any] = (
+                {"position": Seq(chance.randrange(newest + 1))} if step in {"draw", "report"} else {}
+            )
+            if step == "report":
+                named["is_shown"] = chance.random() < 0.7
             expected, found = (_outcome(store, step, arguments, named) for store in (model, asked))
             if step == "report" and not isinstance(expected, str):
                 expected, found = (_plain(view, elsewhere) for view, elsewhere in (expected, found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Final
 
 from millstream.errors import InvalidCount, StaleEpoch, UnknownWriter, WriterAlive, WriterNameTaken
 from millstream.model.ids import Epoch, WriterId
@@ -21,10 +22,15 @@ class WriterPhase(StrEnum):
 
     RECOVERING = "recovering"
     """Registered, or taken over: the log of the incarnations before is being read."""
+    JOINING = "joining"
+    """Its log is recovered, and its marks may not stand yet: until it draws or reports that they do, the others count its position."""
     OPEN = "open"
     """Gives out numbers; holds linear readers at its position."""
     SETTLED = "settled"
     """Nothing of it is undecided, and nothing will be given to it until it registers anew."""
+
+
+_GIVES_NUMBERS: Final = (WriterPhase.JOINING, WriterPhase.OPEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,8 @@ class Drawn:
     given: SeqRange
     """The range; of a recovery an empty one at the floor: the numbers begin behind it."""
     elsewhere: Seq
-    """The lowest position of the writers whose logs lie at other locations; `SEQ_MAX` where there are none."""
+    """The lowest position of the writers that the folder's marks may not show: those whose logs lie at other locations, and
+    those that are joining. `SEQ_MAX` if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +176,10 @@ class Ledger:
         return after, told
 
     def recovered(self, writer: WriterId, epoch: Epoch, *, now_us: int, lease_us: int) -> tuple[Ledger, Drawn]:
-        """Its log is recovered: all that the incarnations before were given is settled, and it may draw."""
+        """Its log is recovered: all that the incarnations before were given is settled, and it may draw once its marks stand."""
         entry = self._own(writer, epoch, WriterPhase.RECOVERING)
         entry = replace(
-            entry, phase=WriterPhase.OPEN, position=self.newest, lease_until_us=now_us + lease_us, cut_at=None
+            entry, phase=WriterPhase.JOINING, position=self.newest, lease_until_us=now_us + lease_us, cut_at=None
         )
         return self._with(entry), Drawn(SeqRange(Seq(self.newest + 1), 0), self.elsewhere(entry))
 
@@ -185,24 +192,35 @@ class Ledger:
             InvalidCount: there are no such ranges.
         """
         check_count(count, self.newest)
-        entry = self._own(writer, epoch, WriterPhase.OPEN)
+        entry = self._own(writer, epoch, *_GIVES_NUMBERS)
         given = SeqRange(Seq(self.newest + 1), count)
         lifted = Seq(max(entry.position, position))
-        entry = replace(entry, position=lifted, last=given, given_to=given.last, lease_until_us=now_us + lease_us)
+        entry = replace(entry, phase=WriterPhase.OPEN, position=lifted, last=given, given_to=given.last)
+        entry = replace(entry, lease_until_us=now_us + lease_us)
         return self._with(entry, newest=given.last), Drawn(given, self.elsewhere(entry))
 
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
         """The newest range given to an incarnation."""
-        return self._own(writer, epoch, WriterPhase.OPEN).last
+        return self._own(writer, epoch, *_GIVES_NUMBERS).last
 
     def report(
-        self, writer: WriterId, epoch: Epoch, *, position: Seq, now_us: int, lease_us: int
+        self, writer: WriterId, epoch: Epoch, *, position: Seq, now_us: int, lease_us: int, is_shown: bool = True
     ) -> tuple[Ledger, LedgerView]:
-        """Say where a writer stands, and see where all do; renews its lease."""
-        entry = self._own(writer, epoch, WriterPhase.OPEN, WriterPhase.RECOVERING)
+        """Say where a writer stands, and see where all do; renews its lease.
+
+        Args:
+            writer: whose report it is.
+            epoch: of its incarnation.
+            position: all its numbers up to it are settled.
+            now_us: the store's clock.
+            lease_us: how long until it has to report again.
+            is_shown: whether its marks stand, so that readers of its folder see where it is.
+        """
+        entry = self._own(writer, epoch, *_GIVES_NUMBERS, WriterPhase.RECOVERING)
         lease_until_us = now_us + lease_us
-        if entry.phase is WriterPhase.OPEN:
-            entry = replace(entry, position=Seq(max(entry.position, position)))
+        if entry.phase is not WriterPhase.RECOVERING:
+            phase = WriterPhase.OPEN if is_shown else entry.phase
+            entry = replace(entry, phase=phase, position=Seq(max(entry.position, position)))
         else:
             # The incarnation before may have the longer lease: who comes next waits for that one, too.
             lease_until_us = max(entry.lease_until_us, lease_until_us)
@@ -211,7 +229,7 @@ class Ledger:
 
     def settle(self, writer: WriterId, epoch: Epoch) -> Ledger:
         """Nothing of the writer is undecided any more, and it goes; also said by whoever has recovered its log for it."""
-        entry = self._own(writer, epoch, WriterPhase.OPEN, WriterPhase.RECOVERING)
+        entry = self._own(writer, epoch, *_GIVES_NUMBERS, WriterPhase.RECOVERING)
         return self._with(replace(entry, phase=WriterPhase.SETTLED, cut_at=None))
 
     def forget(self, writer: WriterId, *, now_us: int) -> Ledger:
@@ -235,9 +253,19 @@ class Ledger:
         return LedgerView(self.newest, MappingProxyType(positions), frozenset(e.writer for e in expired))
 
     def elsewhere(self, entry: WriterEntry) -> Seq:
-        """The lowest position of the writers at other locations than one's; of a settled one nothing is undecided."""
-        others = (e for e in self.writers if e.location != entry.location and e.phase is not WriterPhase.SETTLED)
-        return min((e.position for e in others), default=SEQ_MAX)
+        """The lowest position of the others that have their logs at other locations, or are joining; a settled one has nothing undecided.
+
+        Readers of a folder see where its writers are by their marks. A joining writer's marks may not stand yet, and say where it is now
+        once they do: if the others' marks showed more until then, readers would see the stream's position go back.
+        """
+        hidden = (
+            e
+            for e in self.writers
+            if e.writer != entry.writer
+            and e.phase is not WriterPhase.SETTLED
+            and (e.location != entry.location or e.phase is WriterPhase.JOINING)
+        )
+        return min((e.position for e in hidden), default=SEQ_MAX)
 
     def entry(self, writer: WriterId) -> WriterEntry:
         """One writer; `UnknownWriter` where there is none."""

@@ -23,6 +23,7 @@ from millstream import failpoints
 from millstream.codec.log_segment import NO_HASH
 from millstream.errors import (
     AppendOutcomeUnknown,
+    CatalogError,
     DiskFull,
     MillstreamError,
     ShardLocked,
@@ -96,7 +97,9 @@ class GroupCommitter:
         """The last one that is durable."""
         self.shown: ShownMarks | None = None
         """Where readers are shown only what others hold, too."""
-        self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
+        # Among several writers the first marks of a joining one show its position at once: readers were shown as much by the others'.
+        self._shown = numbers.position if numbers.shared else recovered.shown
+        self._shown_elsewhere = numbers.elsewhere
         self.times = GroupTimes(clock, recovered.hybrid_ns)
         self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
@@ -161,20 +164,20 @@ class GroupCommitter:
                     header = next_header(
                         identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering
                     )
-                    opened[shard] = OwnShard(
-                        shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header)
-                    )
-                has_spares = keep_spare(files, [shard.folder for shard in opened.values()], options.spare_bytes)
+                    segment = OpenSegment.create_first(files, shard_dir, header)
+                    opened[shard] = OwnShard(shard_dir, marks[shard], segment)
                 committer = cls(
                     folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
                 )
-                committer._has_spares = has_spares
+                committer._has_spares = keep_spare(files, [own.folder for own in opened.values()], options.spare_bytes)
                 if hides:
                     empty = {shard: committer._mark(own, Seq(0)) for shard, own in opened.items()}
                     committer.shown = ShownMarks.begin(files, folder, marks, empty, recovered, acks=options.acks)
                 committer._move_marks(anchor=True)
                 if not hides:
                     show_all(files, folder, marks)
+                with suppress(CatalogError):
+                    committer.follow()  # the marks stand; if the catalog is away, the first draw tells the other writers
         except BaseException as error:
             for mark in marks.values():
                 mark.close()
@@ -591,9 +594,7 @@ class GroupCommitter:
             return
         with folder_lock(self._files, self._folder, self._clock):
             if not all(holds_mark(shard.folder, shard.mark) for shard in self._shards.values()):
-                self.failure = StaleEpoch(
-                    f"another incarnation of writer {self._identity.writer} has taken its shards",
-                    epoch=int(self._identity.epoch),
-                )
+                what = f"another incarnation of writer {self._identity.writer} has taken its shards"
+                self.failure = StaleEpoch(what, epoch=int(self._identity.epoch))
                 raise self.failure
             yield

@@ -44,7 +44,7 @@ class GroupNumbers(Protocol):
 
     @property
     def elsewhere(self) -> Seq:
-        """The lowest position of writers whose logs lie in other folders."""
+        """The lowest position of writers that this folder's marks may not show: their logs lie in others, or they are joining."""
 
     def given_before(self) -> Seq:
         """The greatest number that this writer's log must know of, where it knows of any; 0: it may be empty."""
@@ -241,7 +241,7 @@ class SharedNumbers:
     def keep_lease(self) -> None:
         """Live on while the shards of the incarnation before are waited for."""
         own = self._registration
-        self._store.report(own.writer, own.epoch, position=Seq(0))
+        self._store.report(own.writer, own.epoch, position=Seq(0), is_shown=False)
 
     def _lives_on(self, asked_ns: int) -> None:
         """The store has renewed the lease, at some time after it was asked."""
