@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.catalog import Catalog
-from millstream.errors import CatalogBusy, CatalogError, DiskFull
+from millstream.errors import CatalogBusy, CatalogError, CatalogReplaced, DiskFull
 from millstream.model.positions import Lsn, Seq
 
 
@@ -89,3 +90,56 @@ def test_several_processes_open_a_new_catalog_at_once_and_no_epoch_is_given_twic
         process.join(180)
         assert process.exitcode == 0
     assert sorted(epochs) == list(range(1, 31))
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_files_that_are_removed_or_replaced_under_an_open_catalog_are_noticed(
+    tmp_path: Path, suffix: str, is_replaced: bool
+) -> None:
+    path = tmp_path / "catalog.db"
+    with Catalog(path) as catalog:
+        stream = catalog.resolve_stream("shop")
+        file = path.with_name(f"catalog.db{suffix}")
+        kept = file.read_bytes()
+        file.rename(tmp_path / "elsewhere")
+        if is_replaced:
+            file.write_bytes(kept)
+        for call in (lambda: catalog.resolve_stream("web"), catalog.streams, catalog.database.check_files):
+            with pytest.raises(CatalogReplaced, match="replaced by another" if is_replaced else "removed") as caught:
+                call()
+            assert caught.value.details["file"] == str(file)
+        (tmp_path / "elsewhere").rename(file)
+        assert catalog.resolve_stream("shop") == stream
+
+
+def test_a_commit_to_a_file_that_was_removed_meanwhile_is_not_acknowledged(tmp_path: Path) -> None:
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        catalog.resolve_stream("shop")
+
+        def commit() -> None:
+            with catalog.database.write() as connection:
+                connection.exec_driver_sql("UPDATE streams SET epoch = 7")
+                (tmp_path / "catalog.db-wal").unlink()
+
+        with pytest.raises(CatalogReplaced, match="-wal was removed"):
+            commit()
+
+
+def test_files_that_the_last_connection_removed_are_not_missed(tmp_path: Path) -> None:
+    """SQLite removes `-wal` and `-shm` when nothing uses them any longer; the next call makes new ones."""
+    catalog = Catalog(tmp_path / "catalog.db")
+    stream = catalog.resolve_stream("shop")
+    for _ in range(3):
+        catalog.close()
+        assert not (tmp_path / "catalog.db-wal").exists()
+        catalog.database.check_files()
+        assert catalog.resolve_stream("shop") == stream
+    catalog.close()
+
+
+def test_many_threads_that_open_and_close_connections_miss_no_file(tmp_path: Path) -> None:
+    with Catalog(tmp_path / "catalog.db") as catalog, ThreadPoolExecutor(24) as threads:
+        catalog.resolve_stream("shop")
+        # More than the pool keeps: connections come and go.
+        assert all(threads.map(lambda _: [row.name for row in catalog.streams()] == ["shop"], range(500)))

@@ -34,6 +34,7 @@ class Lifeline:
         descriptor = os.environ.pop(REPORT_VARIABLE, None)
         self._tell = None if descriptor is None else int(descriptor)
         self._on_word: list[Callable[[], None]] = []
+        self._failure: MillstreamError | None = None
 
     @property
     def supervised(self) -> bool:
@@ -59,6 +60,8 @@ class Lifeline:
             threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
         try:
             yield
+            if self._failure is not None:
+                raise self._failure
         except MillstreamError as error:
             self.tell("error", error.as_dict())
             if self.supervised:
@@ -73,6 +76,12 @@ class Lifeline:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def fail(self, error: MillstreamError) -> None:
+        """End the process: set `stop`, and have `held` raise the error once its block has ended. From any thread; the first error counts."""
+        if self._failure is None:
+            self._failure = error
+        self._hear("stop")
 
     def tell(self, event: str, facts: dict[str, Any]) -> None:
         """Tell the supervisor; nothing happens where there is none, or where it has gone."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.app.catalog_watch import watched_catalog
 from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
@@ -189,6 +190,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
     with (
         RoleLock.take(home.run_folder, "pipeline", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         home.open_catalog() as catalog,
+        watched_catalog(home, lifeline),
         contextlib.ExitStack() as stack,
     ):
         pipelines = [StreamPipeline(home, catalog, name, config) for name, config in home.config.streams.items()]

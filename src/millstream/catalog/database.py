@@ -69,6 +69,9 @@ class Backend(Protocol):
     def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
         """What became of a transaction whose COMMIT raised `error`; None where nobody can tell."""
 
+    def check_files(self) -> None:
+        """`CatalogReplaced` if a file that the open connections use is no longer the one at its path; a server has none."""
+
     def translate(self, error: BaseException) -> MillstreamError:
         """Our error for one of the driver's, or of SQLAlchemy's around it."""
 
@@ -145,7 +148,7 @@ class Database:
     Raises:
         CatalogTooNew: a newer Millstream wrote it.
         CatalogUnreachable: the server doesn't answer, or not yet. So may any call, after `busy_timeout_s`.
-        CatalogBusy, DiskFull, CatalogError: as `Catalog`.
+        CatalogBusy, CatalogReplaced, DiskFull, CatalogError: as `Catalog`.
     """
 
     def __init__(self, where: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, look: bool = False) -> None:
@@ -215,12 +218,22 @@ class Database:
                     connection.commit()
                 except DBAPIError as error:
                     self._resolve(transaction, error)
+                # A commit to a file that was removed meanwhile must not be acknowledged.
+                self._backend.check_files()
 
     def look(self) -> str | None:
         """The schema's revision, or None; once it was seen that this user may do all that is needed. See `examine_catalog`."""
         with self.read() as connection:
             self._backend.check_privileges(connection)
             return self._revision(connection)
+
+    def check_files(self) -> None:
+        """Check that the files are those that were opened, without a transaction; does nothing over PostgreSQL.
+
+        Raises:
+            CatalogReplaced: one was removed, or another file lies in its place.
+        """
+        self._backend.check_files()
 
     def _resolve(self, transaction: tuple[str, str] | None, error: DBAPIError) -> None:
         committed = self._backend.was_committed(transaction, error)

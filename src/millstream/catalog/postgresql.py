@@ -128,6 +128,9 @@ class PostgresBackend:
                 pass
             return str(cursor.fetchone()[0]), str(raw.life)
 
+    def check_files(self) -> None:
+        """The server keeps its own files."""
+
     def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
         """Ask the server by the transaction's number; a server that went away is waited for as long as for a lock.
 

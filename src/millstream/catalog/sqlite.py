@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +19,13 @@ from sqlalchemy import URL, Connection, Engine, Table, create_engine, event
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.exc import DBAPIError
 
-from millstream.errors import CatalogBusy, CatalogError, DiskFull, MillstreamError
+from millstream.errors import CatalogBusy, CatalogError, CatalogReplaced, DiskFull, MillstreamError
 
 _BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
 _PAGE_BYTES: Final = 1 << 16
 """What SQLite needs at least to begin: its shared index is 32 KiB, and so is a folder's or a journal's first part on some disks."""
+_Identity = tuple[int, int] | None
+"""A file's device and inode; None if there is no file."""
 
 
 class SqliteBackend:
@@ -37,6 +40,12 @@ class SqliteBackend:
         self.place = str(path)
         self._path = path
         self._busy_timeout_s = busy_timeout_s
+        self._lock = threading.Lock()
+        self._using: set[int] = set()
+        """Connections that have opened the files, by `id`."""
+        self._paths: Final = tuple(Path(f"{path}{suffix}") for suffix in ("", "-wal", "-shm"))
+        self._files: tuple[_Identity, ...] = ()
+        """The files that they use; SQLite removes none of them before the last connection is closed."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -60,12 +69,46 @@ class SqliteBackend:
             cursor.execute("PRAGMA foreign_keys = ON")
             cursor.close()
 
+        @event.listens_for(engine, "close")
+        @event.listens_for(engine, "close_detached")
+        def _on_close(connection: Any, _record: object = None) -> None:
+            with self._lock:
+                self._using.discard(id(connection))
+
         return engine
 
     def begin(self, connection: Connection, *, reading: bool) -> tuple[str, str] | None:
         """Take the file's write lock unless it is for reading."""
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+        raw = id(connection.connection.dbapi_connection)
+        if raw in self._using:
+            self.check_files()
+            return None
+        # SQLite opens the files with the first read.
+        connection.exec_driver_sql("SELECT 1 FROM sqlite_master LIMIT 1")
+        with self._lock:
+            if not self._using:
+                self._files = self._look()
+            self._using.add(raw)
+        self.check_files()
         return None
+
+    def check_files(self) -> None:
+        """Compare the files at the paths with those that the open connections use."""
+        with self._lock:
+            if not self._using:
+                return
+            known, found = self._files, self._look()
+        for file, before, now in zip(self._paths, known, found, strict=True):
+            if before != now:
+                raise CatalogReplaced(
+                    f"{file} was {'removed' if now is None else 'replaced by another file'} while this process had it open: "
+                    "other processes don't see what this one commits to the catalog, and it would be lost",
+                    file=str(file),
+                )
+
+    def _look(self) -> tuple[_Identity, ...]:
+        return tuple(_identity(file) for file in self._paths)
 
     def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
         """No: the process that commits is this one, and a COMMIT that failed has left nothing."""
@@ -131,3 +174,11 @@ class SqliteBackend:
 
     def number_above(self, connection: Connection, table: Table) -> None:
         """It is so already: SQLite notes the greatest number with every row."""
+
+
+def _identity(file: Path) -> _Identity:
+    try:
+        facts = file.stat()
+    except FileNotFoundError:
+        return None
+    return facts.st_dev, facts.st_ino

@@ -510,6 +510,17 @@ class CatalogUnreachable(CatalogError):
     default_hint = "Check host, port and that the server runs; it is tried again."
 
 
+class CatalogReplaced(CatalogError):
+    """The catalog's file, or its `-wal` or `-shm`, was removed or replaced while a process had it open; details: `file`.
+
+    What the process commits after that no other process sees, and it is lost when the process ends. So every call on the open catalog
+    raises this, and a process of `millstream` ends with it.
+    """
+
+    code = "catalog_replaced"
+    default_hint = "Stop every process of this home, restore its catalog from the newest copy, and start them again."
+
+
 # --- engine ---------------------------------------------------------------------------------------------------------
 
 

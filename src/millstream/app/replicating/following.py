@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.app.catalog_watch import watched_catalog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
@@ -149,7 +150,10 @@ def follow_home(
     this_node(home)
     home.loaded_config.node_token()
     home.prepare()
-    with RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5):
+    with (
+        RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
+        watched_catalog(home, lifeline),
+    ):
         streams = {
             copy.log: _FollowedStream(home, copy, lifeline.stop)
             for copy in (*map(_own_copy, sorted(home.config.streams)), *region_copies(home))

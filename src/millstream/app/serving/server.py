@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.app.catalog_watch import watched_catalog
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
@@ -55,6 +56,7 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
     with (
         contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
+        watched_catalog(home, lifeline),
         _listen(host, port) as listener,
         contextlib.closing(Application(home, access)) as application,
         _shipping(home) as shipping,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.app.catalog_watch import watched_catalog
 from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
@@ -367,6 +368,7 @@ def run_owner(
         # An application that has written meanwhile steps aside, once it has answered those who wait.
         RoleLock.take(home.run_folder, writer_role(home.config.writer.name), patience_s=LOCK_PATIENCE_S),
         home.open_catalog() as catalog,
+        watched_catalog(home, lifeline),
         contextlib.ExitStack() as stack,
     ):
         streams = [OwnedStream(home, catalog, name, config, open_other) for name, config in home.config.streams.items()]
