@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pytest
 from tests.app.homes import done, make_home, run, wait_for
+from tests.app.served import serving
 from tests.commands import SCRIPT, Command, run_command
 
 import millstream
@@ -337,6 +339,17 @@ def test_a_crash_amid_a_change_leaves_one_ring_in_force_and_every_row_where_it_s
     for row in rows:
         by_key[row["id"]].append(row["__seq"])
     assert all(seqs == sorted(seqs) for seqs in by_key.values())
+
+
+def test_what_sinks_take_is_counted_where_an_application_writes(home: Path) -> None:
+    """Without `run` nobody was asked for it: a server alone dropped rows, and its metrics had none of them."""
+    with serving(home) as url, httpx.Client(base_url=url, timeout=60) as client:
+        for row in ({"x": 1}, {"x": 2}):
+            assert client.post("/v1/streams/web/tables/bots", json=row).status_code == 200
+        for status in (json.loads(done(home, "status", "--json")), client.get("/status").json()):
+            assert status["streams"][0]["sinks"] == {"devnull": {"rows": 2, "ignored_errors": 0}}
+        assert 'millstream_sink_rows{sink="devnull",stream="web"} 2.0' in client.get("/metrics").text
+    assert json.loads(done(home, "status", "--json"))["streams"][0]["sinks"] == {}
 
 
 def test_the_process_that_runs_the_home_changes_it_for_a_command(home: Path) -> None:

@@ -565,6 +565,7 @@ listen = "127.0.0.1:0"
             "get_flight_info": lambda caller: caller.get_flight_info(orders),
             "list_flights": lambda caller: list(caller.list_flights()),
             "do_action": lambda caller: list(caller.do_action(fl.Action(ACTION, b'{"op": "state", "stream": "shop"}'))),
+            "list_actions": lambda caller: list(caller.list_actions()),
             "do_exchange": lambda caller: caller.do_exchange(following)[1].read_chunk(),
         }
         offered = {name for name in vars(FlightServer) if name in dir(fl.FlightServerBase)} - {"__init__", "__doc__"}
@@ -627,6 +628,9 @@ class _Authorized:
 
     def list_flights(self) -> Any:
         return self._inner.list_flights(options=self._options)
+
+    def list_actions(self) -> Any:
+        return self._inner.list_actions(options=self._options)
 
     def do_action(self, action: Any) -> Any:
         return self._inner.do_action(action, options=self._options)

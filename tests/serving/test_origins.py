@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -11,7 +13,7 @@ from tests.app.served import serving
 
 import millstream
 from millstream.app.serving.origins import Origins
-from millstream.errors import AccessError, ForeignOrigin, UnknownHost
+from millstream.errors import AccessError, ForeignOrigin, UnknownHost, UsageError
 
 ROWS = "/v1/streams/web/tables/clicks"
 LINES = {"content-type": "application/x-ndjson"}
@@ -109,3 +111,25 @@ def test_where_callers_show_tokens_names_are_free_and_pages_are_not(
 def test_what_only_looks_like_this_machine_is_another(host: str) -> None:
     with pytest.raises(UnknownHost):
         Origins("127.0.0.1", [], any_host=False).check([(b"host", host.encode("latin-1"))])
+
+
+@pytest.mark.parametrize("second", ["127.0.0.1", "evil.example"])
+@pytest.mark.parametrize("path", ["/v1/streams", "/healthz", "/nothing"])
+def test_a_request_with_two_names_of_the_server_is_refused(url: str, path: str, second: str) -> None:
+    """A proxy in front may have looked at the other one (RFC 9112, 3.2)."""
+    for _ in range(2):
+        connection = http.client.HTTPConnection(url.partition("//")[2], timeout=60)
+        connection.putrequest("GET", path)
+        connection.putheader("Host", second)
+        connection.endheaders()
+        answer = connection.getresponse()
+        told = json.loads(answer.read())
+        connection.close()
+        assert (answer.status, told["code"]) == (400, "usage"), told
+        assert "2 Host headers" in told["detail"]
+    assert httpx.get(f"{url}/v1/streams", timeout=60).status_code == 200
+
+
+def test_two_names_are_refused_where_callers_show_tokens() -> None:
+    with pytest.raises(UsageError, match="Host"):
+        Origins("0.0.0.0", [], any_host=True).check([(b"host", b"a"), (b"host", b"a")])

@@ -101,7 +101,7 @@ class ControlServer:
         return None
 
 
-def ask(home: Home, role: Role, call: str) -> dict[str, Any] | None:
+def ask(home: Home, role: Role | WriterRole, call: str) -> dict[str, Any] | None:
     """A part's answer; None where it isn't there or doesn't answer in time."""
     return _asked(home, role, {"call": call}, _TIMEOUT_S)
 

@@ -21,7 +21,7 @@ from millstream.model.positions import Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from millstream.catalog import Catalog, TableRow
     from millstream.wal.backlog import Backlog
@@ -32,6 +32,9 @@ def collect_status(home: Home) -> dict[str, Any]:
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
+    applications = [
+        ask(home, role, "status") or {} for role in writer_roles(home.run_folder) if holder(home.run_folder, role)
+    ]
     streams: list[dict[str, Any]] = []
     names = set(home.streams_on_disk())
     try:
@@ -45,6 +48,9 @@ def collect_status(home: Home) -> dict[str, Any]:
                 for name in sorted(names | set(known)):
                     live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
                     streams.append(_stream(home, catalog, name, known.get(name), live, problems))
+                    if "sinks" in streams[-1]:
+                        writers = (part.get("streams", {}).get(name) for part in (owner, *applications))
+                        streams[-1]["sinks"] = _sinks(writers)
         else:
             streams = [{"name": name, "id": None, "state": "never run"} for name in sorted(names)]
     except MillstreamError as error:
@@ -154,7 +160,7 @@ def _stream(
         },
         "replay": landing.get("replay"),
         "ring": _ring(catalog, stream, problems),
-        "sinks": ((capture or {}).get("routing") or {}).get("sinks", {}),
+        "sinks": {},
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {
@@ -174,6 +180,17 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
     except MillstreamError as error:
         problems.append(f"hash ring: {error.message}")
         return []
+
+
+def _sinks(writers: Iterable[dict[str, Any] | None]) -> dict[str, dict[str, int]]:
+    """By sink its `rows` and `ignored_errors`, summed over the processes that write the stream now."""
+    found: dict[str, dict[str, int]] = {}
+    for facts in writers:
+        for sink, counts in (((facts or {}).get("routing") or {}).get("sinks") or {}).items():
+            sums = found.setdefault(sink, dict.fromkeys(counts, 0))
+            for what, count in counts.items():
+                sums[what] += count
+    return found
 
 
 def _has_source(home: Home, name: str) -> bool:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from millstream.errors import UsageError
 from millstream.ingest.arrow_rows import written_bytes
+from millstream.ingest.requests import check_write_id
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
@@ -136,10 +137,14 @@ class Cutter:
 
         Raises:
             UsageError: the metadata says something else.
-            RowsTooLarge, InvalidValue: a column can't be taken.
+            RowsTooLarge, InvalidValue: a column can't be taken, or a key is empty or too long.
         """
         batch, self._batches = self._batches, self._batches + 1
-        key = None if self._asked.idempotency_key is None else f"{self._asked.idempotency_key}/{batch}"
+        key = None
+        if self._asked.idempotency_key is not None:
+            # With its suffix an empty one would look like a key, and be the same for all callers.
+            check_write_id(WriteId(key=self._asked.idempotency_key))
+            key = f"{self._asked.idempotency_key}/{batch}"
         if metadata:
             key = self._own(metadata, key)
         count = rows.num_rows
@@ -165,6 +170,7 @@ class Cutter:
         if "idempotency_key" in own:
             found = own["idempotency_key"]
             _check(isinstance(found, str) and self._number is None, "idempotency_key is text, and without a session")
+            check_write_id(WriteId(key=found))
             return str(found)
         return key
 

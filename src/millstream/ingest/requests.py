@@ -137,6 +137,8 @@ def check_write_id(write_id: WriteId) -> None:
         and 1 <= number <= _NUMBER_MAX
         and 0 < len(session) <= WRITE_ID_BYTES_MAX
         and session.isascii()
+        and "\0" not in session
+        and not session.isspace()
     ):
         return  # what nearly all of them are, and each request of a batch is looked at
     if (session is None) == (key is None) or (session is None) != (number is None):
@@ -150,8 +152,8 @@ def check_write_id(write_id: WriteId) -> None:
     if number is not None and not 1 <= number <= _NUMBER_MAX:
         raise InvalidValue(f"{number} can't be a write's number: a session's writes are numbered from 1")
     text = session or key
-    if not text:
-        raise InvalidValue("a session's name and an idempotency key can't be empty")
+    if not text or text.isspace() or "\0" in text:
+        raise InvalidValue("a session's name and an idempotency key can't be empty, and have no zero byte")
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:

@@ -86,9 +86,9 @@ class FollowRequest:
         return _COMMAND + _HEAD.pack(len(head)) + head + b"".join(encode_message(self.hello))
 
     @classmethod
-    def parse(cls, command: bytes) -> Self:
-        """From its bytes. `UsageError` where an exchange asks for something else, `ShipmentUnreadable` where they are damaged."""
-        if not command.startswith(_COMMAND):
+    def parse(cls, command: bytes | None) -> Self:
+        """From its bytes; None for a descriptor without a command. `UsageError` where an exchange asks for something else, `ShipmentUnreadable` where they are damaged."""
+        if command is None or not command.startswith(_COMMAND):
             raise UsageError(
                 "an exchange over Flight is how another node follows a stream, and this one asks for something else",
                 hint="Append by DoPut, and read by DoGet.",

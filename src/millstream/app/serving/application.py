@@ -28,7 +28,7 @@ from millstream.app.serving.reading import Reading
 from millstream.app.serving.requests import Scope, Send, answer_problem
 from millstream.app.serving.writes import Writes, is_rows_path
 from millstream.app.wiring import place_compiled_code
-from millstream.errors import AccessError, MillstreamError
+from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.ingest.lines import warm
 from millstream.ingest.undisturbed import made_elsewhere
 from millstream.model.access import Right
@@ -93,7 +93,7 @@ class Application:
             if scope["type"] == "http":
                 try:
                     origins.check(scope["headers"])
-                except AccessError as error:
+                except (AccessError, UsageError) as error:
                     await answer_problem(send, error)
                     return
             if scope["type"] == "http" and scope["method"] == "POST":

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-from millstream.errors import ForeignOrigin, UnknownHost
+from millstream.errors import ForeignOrigin, UnknownHost, UsageError
 
 _KNOWN_MAX: Final = 1000
 """Of names that were looked at and are right: the next request costs a look into a set."""
@@ -41,15 +41,18 @@ class Origins:
             headers: ASGI's.
 
         Raises:
+            UsageError: it has several `Host` headers, of which a proxy may have looked at another one.
             UnknownHost: it was sent to a name that isn't the server's.
             ForeignOrigin: a page of another server has made it.
         """
-        host, origin = b"", None
+        host, origin, hosts = b"", None, 0
         for name, value in headers:
             if name == b"host":
-                host = value
+                host, hosts = value, hosts + 1
             elif name == b"origin":
                 origin = value
+        if hosts > 1:
+            raise UsageError(f"the request has {hosts} Host headers", hint="Send one: the name of this server.")
         if (host, origin) in self._right:
             return
         said = host.decode("latin-1")

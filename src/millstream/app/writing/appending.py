@@ -324,7 +324,7 @@ class _OwnWriter:
             server = AppendServer(append_socket(home, writer), self.appender_of)
             opened.callback(lambda: server.close(lingers=self._goes_on))
             acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
-            opened.enter_context(ControlServer(home, writer_role(writer), {}, acts))
+            opened.enter_context(ControlServer(home, writer_role(writer), {"status": self.facts}, acts))
             self._opened = opened.pop_all()
         threading.Thread(target=self._step_aside, name="append-steps-aside", daemon=True).start()
 
@@ -369,6 +369,12 @@ class _OwnWriter:
             if found is None:
                 found = undisturbed(lambda: self._open(stream))
             return found[1]
+
+    def facts(self) -> dict[str, Any]:
+        """What `millstream status` asks for: by stream, its `routing`; from memory."""
+        return {
+            "streams": {name: {"routing": writer.routing.facts()} for name, (_, writer) in list(self._streams.items())}
+        }
 
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
