@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import InvalidValue, RowsTooLarge
-from millstream.ingest.columns import COLUMNS_MAX, NAME_BYTES_MAX, ROWS_BYTES_MAX, table_of
+from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, table_of
 from millstream.ingest.log_types import log_type
+from millstream.model.names import NAME_BYTES_MAX
 from millstream.model.records import INSTANT
 
 VIENNA = dt.timezone(dt.timedelta(hours=1))

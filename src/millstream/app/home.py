@@ -30,6 +30,7 @@ from millstream.errors import (
     HomeTooNew,
     HomeUnwritable,
     UnknownStream,
+    UsageError,
 )
 from millstream.model.ids import RegionId, check_stream_name, parse_region_log_name
 
@@ -255,9 +256,14 @@ class Home:
         found = self.config.streams.get(named)
         if found is None:
             known = ", ".join(sorted(self.config.streams)) or "none"
+            how = f"Add [streams.{named}] to it: a stream that only applications write needs nothing else."
+            try:
+                check_stream_name(named)
+            except UsageError as error:
+                how = error.hint
             raise UnknownStream(
-                f"no stream {named} in {self.config_file}",
-                hint=f"Add [streams.{named}] to it: a stream that only applications write needs nothing else. Streams here: {known}.",
+                f"no stream {named if named.isprintable() else repr(named)} in {self.config_file}",
+                hint=f"{how} Streams here: {known}.",
                 stream=named,
             )
         return found

@@ -10,7 +10,7 @@ import datetime as dt
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 from uuid import UUID
 
 import numpy as np
@@ -19,12 +19,12 @@ import pyarrow as pa
 from millstream.errors import InvalidValue, RowsTooLarge
 from millstream.ingest.log_types import NOT_A_VALUE, json_of, no_value, stored, text_of
 from millstream.ingest.nested import TextRoom
+from millstream.model.names import NAME_BYTES_MAX, name_fault
 from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
 from millstream.model.records import RESERVED_COLUMNS
 
 COLUMNS_MAX: Final = 1600
 """As many as a PostgreSQL table may have."""
-NAME_BYTES_MAX: Final = 255
 NESTING_MAX: Final = 100
 """Of lists and objects in a value."""
 ROWS_BYTES_MAX: Final = 64 << 20
@@ -212,24 +212,30 @@ def check_names(names: Sequence[str]) -> None:
         raise too_large("its columns", len(names), COLUMNS_MAX)
     seen: dict[str, str] = {}
     for name in names:
-        if not name or "\0" in name:
-            raise InvalidValue(f"{name!r} can't be a column's name", column=name)
+        check_name(name, "column")
         if name.lower() in RESERVED_COLUMNS:
             raise InvalidValue(
                 f"{name} is the name of a column that each record has",
                 hint="Give yours another name; names that begin with __ are Millstream's.",
                 column=name,
             )
-        try:
-            size = len(name.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidValue(f"{name!r} isn't text", column=ascii(name)) from error
-        if size > NAME_BYTES_MAX:
-            raise too_large(f"the bytes of the name {name[:20]}…", size, NAME_BYTES_MAX)
         other = seen.get(name.lower())
         if other is not None:
             raise InvalidValue(f"columns {other} and {name} have one name in a lake table", column=name)
         seen[name.lower()] = name
+
+
+def check_name(name: str, what: Literal["table", "schema", "column"]) -> None:
+    """Refuse a name that can't be: `InvalidValue`, or `RowsTooLarge` if it is too long."""
+    fault = name_fault(name)
+    if fault is None:
+        return
+    size = len(name.encode(errors="replace"))
+    if size > NAME_BYTES_MAX:
+        raise too_large(f"the bytes of the {what}'s name {name[:20]}…", size, NAME_BYTES_MAX)
+    raise InvalidValue(
+        f"a {what} can't have the name {name!r}: it {fault}", **{what: name.encode(errors="backslashreplace").decode()}
+    )
 
 
 def check_depth(name: str, values: Sequence[Any]) -> None:

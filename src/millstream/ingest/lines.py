@@ -27,8 +27,8 @@ from millstream.codec.line_protocol.vectorised import (
     Walk,
 )
 from millstream.errors import UsageError
-from millstream.ingest.columns import COLUMNS_MAX, NAME_BYTES_MAX, ROWS_BYTES_MAX, too_large
-from millstream.model.names import qualified_name
+from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
+from millstream.model.names import name_fault, qualified_name
 from millstream.model.records import INSTANT, RESERVED_COLUMNS, TIME_MAX_US, TIME_MIN_US
 
 TABLES_MAX: Final = 1000
@@ -250,20 +250,16 @@ def excerpt(body: bytes, start: int, end: int) -> str:
 @lru_cache(maxsize=4096)
 def measurement_fault(name: str) -> str | None:
     """Why a measurement's name can't be a table's."""
-    if "\0" in name:
-        return f"the measurement's name {name[:40]!r} has a zero byte"
-    if len(name.encode()) > NAME_BYTES_MAX:
-        return f"the measurement's name {name[:40]!r}… has more than {NAME_BYTES_MAX} bytes"
-    return None
+    fault = name_fault(name)
+    return None if fault is None else f"the measurement's name {name[:40]!r} {fault}"
 
 
 @lru_cache(maxsize=4096)
 def column_fault(name: str) -> str | None:
     """Why a tag's or a field's key can't be a column's name."""
-    if "\0" in name:
-        return f"the key {name[:40]!r} has a zero byte"
-    if len(name.encode()) > NAME_BYTES_MAX:
-        return f"the key {name[:40]!r}… has more than {NAME_BYTES_MAX} bytes"
+    fault = name_fault(name)
+    if fault is not None:
+        return f"the key {name[:40]!r} {fault}"
     if name.lower() in {TIME, TIME_NS} or name.lower() in RESERVED_COLUMNS:
         return f"the key {name!r} is the name of a column that each row has"
     return None

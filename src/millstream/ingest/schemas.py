@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue, KeyChanged, UnknownColumn, UnknownTable
-from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
+from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, check_name, too_large
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
 from millstream.model.schema import Column, TableSchema
@@ -70,8 +70,8 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         UnknownTable: it isn't there, and may not be made.
         UnknownColumn: it lacks columns, and may not get them.
         KeyChanged: it was written with another key.
-        RowsTooLarge: it would have more than `COLUMNS_MAX` columns.
-        InvalidValue: it can't have these columns: a name that differs from another's by its case, a key that isn't among them.
+        RowsTooLarge: it would have more than `COLUMNS_MAX` columns, or a name is longer than `NAME_BYTES_MAX`.
+        InvalidValue: it can't have this name, or these columns: a name that differs from another's by its case, a key that isn't among them.
     """
     is_new = not known.columns
     if is_new and rules.mode is not SchemaOnWrite.CREATE:
@@ -93,7 +93,11 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
     if not lacking and not is_new:
         return known
     names = [field.name for field in lacking]
+    if is_new:
+        check_name(known.namespace, "schema")
+        check_name(known.name, "table")
     for field in lacking:
+        check_name(field.name, "column")
         if pa.types.is_list(field.type) and pa.types.is_null(field.type.value_type):
             raise InvalidValue(
                 f"column {field.name} of {known.full_name} is new, and its lists are all empty: they don't say what they are lists of",

@@ -13,6 +13,9 @@ from millstream.errors import UsageError
 CATALOG_SCHEMA: Final = "millstream"
 """The schema of a catalog that lies in PostgreSQL. It is never captured: capture writes into it, and would feed itself."""
 
+NAME_BYTES_MAX: Final = 255
+"""Size of the name of a table that applications write, of its schema, or of a column, in UTF-8."""
+
 _PLAIN: Final = re.compile(r"[a-z_][a-z0-9_]*\Z")
 
 # Every keyword of PostgreSQL 14 to 18 that isn't "unreserved" (pg_get_keywords().catcode <> 'U'): quote_identifier in
@@ -34,6 +37,19 @@ _KEYWORDS: Final = frozenset(
 )
 
 
+def name_fault(name: str) -> str | None:
+    """Return why a table, a schema or a column can't have this name, as `has a zero byte`; None if it can."""
+    if not name:
+        return "is empty"
+    if "\0" in name:
+        return "has a zero byte"
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return "isn't text"
+    return f"has {size} bytes, of at most {NAME_BYTES_MAX}" if size > NAME_BYTES_MAX else None
+
+
 def quote_ident(name: str) -> str:
     """The identifier as PostgreSQL's `quote_ident` gives it: bare where that is safe, else in double quotes."""
     if _PLAIN.match(name) is not None and name not in _KEYWORDS:
@@ -47,7 +63,7 @@ def qualified_name(namespace: str, name: str) -> str:
     return f"{quote_ident(namespace)}.{quote_ident(name)}"
 
 
-_PART: Final = re.compile(r'"((?:[^"]|"")+)"|([^\s".*?!]+)')
+_PART: Final = re.compile(r'"((?:[^"\0\ud800-\udfff]|"")+)"|([^\s".*?!\0\ud800-\udfff]+)')
 
 
 def parse_qualified_name(text: str) -> tuple[str, str]:
@@ -111,7 +127,7 @@ class TablePattern:
         return self.namespace.match(namespace) is not None and self.name.match(name) is not None
 
 
-_PATTERN_PART: Final = re.compile(r'"((?:[^"]|"")+)"|([^\s".!]+)')
+_PATTERN_PART: Final = re.compile(r'"((?:[^"\0\ud800-\udfff]|"")+)"|([^\s".!\0\ud800-\udfff]+)')
 
 
 def _split_pattern(body: str, text: str) -> list[str]:
