@@ -11,6 +11,8 @@ from typing import Any, Final, Literal, TextIO, cast
 
 import structlog
 
+from millstream.model.readable import readable
+
 LogFormat = Literal["text", "json"]
 FORMAT_VARIABLE: Final = "MILLSTREAM_LOG"
 """`text` or `json`; `--log-format` sets it for a process and its parts."""
@@ -100,4 +102,5 @@ class Words:
             words += f"; next try in {float(wait_s):.1f} s"
         if facts:
             words += f" ({', '.join(f'{name} {value}' for name, value in facts.items())})"
-        return self._clear + words + (f"\n{trace}" if trace else "")
+        lines = [readable(line) for line in (words, *(str(trace).split("\n") if trace else ()))]
+        return self._clear + "\n".join(lines)

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, stream_option
+from millstream.cli.context import Session, json_option, note, pass_session, print_raw, stream_option
 
 
 @click.command()
@@ -53,7 +53,7 @@ def append(
                 appended = opened.append(name, table, found, acks=acks)
                 done += appended.row_count
                 if as_json:
-                    click.echo(json.dumps(appended.as_dict()))
+                    print_raw(json.dumps(appended.as_dict()))
         except millstream.MillstreamError:
             if done:
                 note(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from millstream.model.readable import readable
+
 if TYPE_CHECKING:
     from millstream.app.home import Home
 
@@ -59,14 +61,27 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
+def say(text: str = "", *, err: bool = False, nl: bool = True, fg: str | None = None, bold: bool | None = None) -> None:
+    """Print a line for people, on stdout or stderr, with colour on a terminal only.
+
+    Control characters are escaped: names and values of others can't act on the terminal, nor look like lines of ours.
+    """
+    click.secho(readable(text), err=err, nl=nl, fg=fg, bold=bold)
+
+
 def note(text: str) -> None:
-    """A line for people, on stderr."""
-    click.echo(text, err=True)
+    """Print a line for people on stderr, as `say`."""
+    say(text, err=True)
+
+
+def print_raw(text: str, *, nl: bool = True) -> None:
+    """Print a text for programs on stdout, as it is."""
+    click.echo(text, nl=nl)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Iterable[str] = ()) -> None:
     """Rows for people, on stdout: aligned, with colour on a terminal only."""
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["" if cell is None else readable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(title), *(len(row[n]) for row in cells), 0) for n, title in enumerate(columns)]
     rightward = frozenset(right)
 
@@ -77,9 +92,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
         ]
         return "  ".join(padded).rstrip()
 
-    click.secho(line(columns), bold=True)
+    say(line(columns), bold=True)
     for row in cells:
-        click.echo(line(row))
+        say(line(row))
 
 
 def human_bytes(count: float | None) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from millstream.cli.context import Session, json_option, note, on_terminal, pass_session, print_json, stream_option
+from millstream.cli.context import Session, json_option, note, on_terminal, pass_session, print_json, say, stream_option
+from millstream.model.readable import readable
 
 if TYPE_CHECKING:
     from millstream.app.diff.compare import Difference, DiffReport, Progress, TableDiff
@@ -138,8 +139,9 @@ class _Teller:
         """From any thread."""
         with self._lock:
             if self._terminal:
-                click.echo(f"\r{words.ljust(self._wide)}", nl=False, err=True)
-                self._wide = len(words)
+                shown = readable(words)
+                click.echo(f"\r{shown.ljust(self._wide)}", nl=False, err=True)
+                self._wide = len(shown)
             elif time.monotonic() - self._said_s >= _SAY_EVERY_S and words != self._doing:
                 note(words)
                 self._said_s, self._doing = time.monotonic(), words
@@ -166,13 +168,14 @@ def print_outcome(table: TableDiff) -> None:
         f" {table.rows_lake:,} rows in the lake, {table.rows_source:,} in the source"
     )
     said = words.get(table.state.value) or f"{table.state.value.replace('_', ' ')}: {table.reason}"
-    click.echo(f"{table.name}: {click.style(said, fg=colour)}")
+    say(f"{table.name}: ", nl=False)
+    say(said, fg=colour)
     for line in table.notes:
-        click.echo(f"  note: {line}")
+        say(f"  note: {line}")
     for difference in table.differences[:_SHOWN]:
-        click.echo(f"  {_words(difference)}")
+        say(f"  {_words(difference)}")
     if table.different > _SHOWN:
-        click.echo(f"  … and {table.different - _SHOWN:,} more: --json lists them")
+        say(f"  … and {table.different - _SHOWN:,} more: --json lists them")
 
 
 def _words(difference: Difference) -> str:

@@ -18,6 +18,7 @@ from millstream.cli.context import (
     pass_session,
     print_json,
     print_table,
+    say,
     stream_option,
 )
 
@@ -46,9 +47,9 @@ def status(session: Session, stream: str | None, as_json: bool) -> None:
         print_json(found)
         return
     running = [f"{part} (process {pid})" for part, pid in found["processes"].items() if pid is not None]
-    click.echo(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
+    say(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
     for one in found["streams"]:
-        click.echo()
+        say()
         _print_stream(one)
     for problem in found["problems"]:
         note(f"problem: {problem}")
@@ -59,52 +60,52 @@ def _behind(numbers: int) -> str:
 
 
 def _print_stream(stream: dict[str, Any]) -> None:
-    click.secho(f"stream {stream['name']}", bold=True, nl=False)
+    say(f"stream {stream['name']}", bold=True, nl=False)
     if stream["id"] is None:
-        click.echo(f": {'has never run' if stream['state'] == 'never run' else stream['state']}")
+        say(f": {'has never run' if stream['state'] == 'never run' else stream['state']}")
         _print_nodes(stream)
         return
     writer = stream["writer"] or {}
     captures = stream["source"]["configured"]
     reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
-    click.echo(f": {stream['state']}, writer epoch {writer.get('epoch', 0)}, {reached}")
+    say(f": {stream['state']}, writer epoch {writer.get('epoch', 0)}, {reached}")
     _print_nodes(stream)
     landed = stream["tokens"]["landed"]
-    click.echo(f"  durable {stream['tokens']['durable']}{'' if landed is None else f', landed {landed}'}")
+    say(f"  durable {stream['tokens']['durable']}{'' if landed is None else f', landed {landed}'}")
     for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
-        click.secho(
+        say(
             f"  readers wait for {waits['name']}, a writer whose lease has run out: start it where its log lies ({waits['location']}), or any other of that "
             f"home. Where that log is gone for good: `millstream writers forget {waits['name']}`",
             fg="red",
         )
     if len(stream["writers"]) > 1:
         told = (f"{one['name']} {one['state']}" + _behind(one["behind"]) for one in stream["writers"])
-        click.echo("  writers: " + ", ".join(told))
+        say("  writers: " + ", ".join(told))
     lag = stream["lag"]
     if stream["source"]["slot_dropped"]:
-        click.echo("  the slot was dropped: the next run makes a new one and copies every table again")
+        say("  the slot was dropped: the next run makes a new one and copies every table again")
     stages = [("capture", "source → log")] if captures else []
     if (stream["replication"] or {"role": "leads"})["role"] == "leads":  # the leader lands
         stages.append(("lake", "log → lake"))
     for stage, words in stages:
         if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
-            click.echo(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
+            say(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
             continue
         records = "-" if lag[stage]["records"] is None else f"{lag[stage]['records']:,}"
         size, age = human_bytes(lag[stage]["bytes"]), human_seconds(lag[stage]["seconds"])
         more = _source_words(stream["source"]) if stage == "capture" else ""
-        click.echo(f"  {words}: {records} records, {size}, {age} behind{more}")
+        say(f"  {words}: {records} records, {size}, {age} behind{more}")
     if stream["replay"] is not None:
-        click.echo(f"  replay: {_replay_words(stream['replay'])}")
+        say(f"  replay: {_replay_words(stream['replay'])}")
     if lag["fold"]["seconds"] is not None:
-        click.echo(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
-    click.echo(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}{_held(stream)}")
+        say(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
+    say(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}{_held(stream)}")
     if waits := _retention_waits(stream):
-        click.echo(f"  {waits}")
+        say(f"  {waits}")
     for holder, facts in stream["log"]["cut_off"].items():
-        click.secho(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
+        say(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
     for part, error in stream["errors"].items():
-        click.secho(f"  {part}: {error['code']}: {error['message']}", fg="red")
+        say(f"  {part}: {error['code']}: {error['message']}", fg="red")
     if stream["tables"]:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
@@ -123,31 +124,27 @@ def _print_nodes(stream: dict[str, Any]) -> None:
 
 def _print_part(its: dict[str, Any], of: str = "") -> None:
     if its["error"] is not None:
-        click.secho(f"  {of}{its['error']['code']}: {its['error']['message']}", fg="red")
+        say(f"  {of}{its['error']['code']}: {its['error']['message']}", fg="red")
         return
     if its["role"] == "leads":
         if (leads := its["writes_go_to"]) is not None and leads["epoch"]:
-            click.echo(f"  leads with epoch {leads['epoch']}")
+            say(f"  leads with epoch {leads['epoch']}")
         for one in its["followers"]:
-            click.echo(f"  followed by {one['node']}: {_behind_words(one)}{human_seconds(one['lag_s'])} old")
+            say(f"  followed by {one['node']}: {_behind_words(one)}{human_seconds(one['lag_s'])} old")
         return
     if its["role"] == "fenced":
-        click.secho(
-            f"  writes go to {its['leader']}; `millstream follow {its['leader']}` has this node follow", fg="red"
-        )
+        say(f"  writes go to {its['leader']}; `millstream follow {its['leader']}` has this node follow", fg="red")
         return
     own = its["following"]
     if not own:
-        click.echo(
-            f"  {of}follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here"
-        )
+        say(f"  {of}follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here")
         return
     error = own.get("error")
     age = "of unknown age" if its["age_s"] is None else f"{human_seconds(its['age_s'])} old"
     upto = "" if its["persisted_upto"] is None else f"up to {its['persisted_upto']:,}, "
-    click.echo(f"  {of}follows {its['leader']}: {upto}{_behind_words(own)}{age} at most")
+    say(f"  {of}follows {its['leader']}: {upto}{_behind_words(own)}{age} at most")
     if error is not None:
-        click.secho(f"  {of}follow: {error['code']}: {error['message']}", fg="red")
+        say(f"  {of}follow: {error['code']}: {error['message']}", fg="red")
 
 
 def _behind_words(lag: dict[str, Any]) -> str:

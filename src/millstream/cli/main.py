@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from millstream.cli.context import Session, SuggestingGroup
+from millstream.cli.context import Session, SuggestingGroup, note, say
 from millstream.errors import MillstreamError, MissingExtra
 
 _COMMANDS: Final = {
@@ -111,11 +111,12 @@ def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if debug and not isinstance(error, click.exceptions.Exit):
-        traceback.print_exception(error)
+        for line in "".join(traceback.format_exception(error)).split("\n"):
+            note(line)
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        note("interrupted")
         return 130
     if isinstance(error, click.ClickException):
         error.show(sys.stderr)
@@ -148,7 +149,12 @@ def _missing_extra(error: ModuleNotFoundError) -> BaseException:
 
 def say_error(facts: dict[str, Any]) -> None:
     """An error's code, message and hint on stderr."""
-    label = click.style(f"error[{facts.get('code', 'unexpected')}]:", fg="red", bold=True)
-    click.echo(f"{label} {facts.get('message', '')}", err=True)
+    say(f"error[{facts.get('code', 'unexpected')}]:", err=True, nl=False, fg="red", bold=True)
+    # A driver's message may have several lines; a name with a line end in it must not look like a hint of ours.
+    first, *others = str(facts.get("message", "")).split("\n")
+    note(f" {first}")
+    for line in others:
+        note(f"  | {line}")
     if facts.get("hint"):
-        click.echo(f"  {click.style('hint:', bold=True)} {facts['hint']}", err=True)
+        say("  hint:", err=True, nl=False, bold=True)
+        note(f" {facts['hint']}")

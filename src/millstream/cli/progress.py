@@ -13,6 +13,7 @@ import click
 
 from millstream.cli.context import copy_words, human_bytes, human_seconds, note
 from millstream.cli.main import say_error
+from millstream.model.readable import readable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,7 @@ class StatusLine:
         """Show the present state."""
         if self._terminal:
             width = (click.get_current_context(silent=True) and 110) or 110
-            sys.stderr.write("\r\x1b[K" + text[:width])
+            sys.stderr.write("\r\x1b[K" + readable(text)[:width])
             sys.stderr.flush()
             self._shown = text
         elif text != self._shown and time.monotonic() - self._at_s >= _EVERY_S:

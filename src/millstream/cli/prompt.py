@@ -128,7 +128,8 @@ class Prompt:
             case "\\q":
                 return False
             case "\\?":
-                note(HELP)
+                for line in HELP.splitlines():
+                    note(line)
             case "\\d" if rest:
                 print_table(["column", "type"], self._newest().columns(rest))
             case "\\d" | "\\dt":

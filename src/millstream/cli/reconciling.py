@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, print_json, print_table, stream_option
+from millstream.cli.context import Session, json_option, note, pass_session, print_json, print_table, say, stream_option
 
 if TYPE_CHECKING:
     from millstream.app.reconciling import Reconciliation
@@ -64,18 +64,16 @@ def _print(found: Reconciliation) -> None:
             if taken.upto > taken.after:
                 rows = f"{taken.rows:,} {'row' if taken.rows == 1 else 'rows'}"
                 words = f"{rows} out of numbers {taken.after + 1} to {taken.upto}"
-            click.echo(f"{one.name}: region {taken.region}, {whose}: {words}")
+            say(f"{one.name}: region {taken.region}, {whose}: {words}")
             if taken.is_anew:
                 note("  the log lost what was merged of its end: it was taken anew")
             if taken.begins_at is not None:
                 note(f"  what it had in front of number {taken.begins_at} was dropped by retention, and never merged")
-        click.echo(
-            f"{one.name}: {one.rows:,} rows merged of {one.regions} {'region' if one.regions == 1 else 'regions'}"
-        )
+        say(f"{one.name}: {one.rows:,} rows merged of {one.regions} {'region' if one.regions == 1 else 'regions'}")
 
 
 def _print_lines(table: str, region: int, lines: list[dict[str, Any]]) -> None:
-    click.echo(f"{table}, with region {region}" + ("" if lines else ": nothing differs"))
+    say(f"{table}, with region {region}" + ("" if lines else ": nothing differs"))
     if lines:
         titles = ("key", "column", "local", "remote", "merged", "known_to")
         print_table(titles, [[_cell(line[title]) for title in titles] for line in lines])

@@ -17,6 +17,7 @@ from millstream.cli.context import (
     pass_session,
     print_json,
     print_table,
+    say,
 )
 from millstream.cli.running import log_format_option
 from millstream.cli.starting import importing, leave_pandas_out
@@ -116,7 +117,8 @@ def replicas(session: Session, as_json: bool) -> None:
     for one in found["streams"]:
         error = one["error"] or (one["following"] or {}).get("error")
         if error is not None:
-            note(f"stream {one['stream']}: {error['message']} ({error['code']})\n  hint: {error['hint']}")
+            note(f"stream {one['stream']}: {error['message']} ({error['code']})")
+            note(f"  hint: {error['hint']}")
         leads = one["writes_go_to"]
         if leads is not None and leads["epoch"] > one["promised"]["epoch"]:
             note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}, of which this node hasn't heard")
@@ -185,7 +187,7 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
         )
         return
     for one in found:
-        click.echo(
+        say(
             f"this node leads stream {one.stream} with epoch {one.epoch}, behind group {one.group} ({one.seconds:.1f} s)"
         )
         for loss in one.losses:
@@ -223,7 +225,7 @@ def restore(
     if as_json:
         print_json(found)
         return
-    click.echo(f"{folder} has stream {stream} up to number {found['persisted_upto']:,} ({human_bytes(found['bytes'])})")
+    say(f"{folder} has stream {stream} up to number {found['persisted_upto']:,} ({human_bytes(found['bytes'])})")
 
 
 @click.command()
@@ -246,10 +248,11 @@ def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bo
         print_json(found)
     else:
         for one in found:
-            click.echo(f"{one['stream']}: {one['objects']:,} objects were read ({human_bytes(one['bytes'])})")
+            say(f"{one['stream']}: {one['objects']:,} objects were read ({human_bytes(one['bytes'])})")
             for mended in one["mended"]:
                 could = "can be put back" if dry_run else "was put back"
-                click.echo(f"{one['stream']}: {mended['object']} {could} from this node's log: {mended['was']}")
+                say(f"{one['stream']}: {mended['object']} {could} from this node's log: {mended['was']}")
             for error in one["damaged"]:
-                note(f"{error['message']} ({error['code']})\n  hint: {error['hint']}")
+                note(f"{error['message']} ({error['code']})")
+                note(f"  hint: {error['hint']}")
     sys.exit(3 if any(one["damaged"] or (dry_run and one["mended"]) for one in found) else 0)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.model.pgcolumns import JSON_INTEGER_MAX
+from millstream.model.readable import readable
 
 Style = Literal["table", "csv", "json", "arrow"]
 STYLES: Final[tuple[Style, ...]] = ("table", "csv", "json", "arrow")
@@ -30,7 +31,6 @@ _QUOTED: Final = re.compile(r'[",\r\n]')
 _FLOATS: Final = {None: None, "nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _INFINITE: Final = {2**63 - 1: "infinity", 1 - 2**63: "-infinity"}
 """DuckDB's infinite timestamps, in Arrow. The lake's own columns have none: theirs are in `__exact`."""
-_CONTROL: Final = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
 
 def write_result(reader: pa.RecordBatchReader, style: Style, out: TextIO | None = None) -> int:
@@ -96,11 +96,9 @@ def _json_values(column: pa.Array) -> Iterable[str]:
 
 
 def _table(reader: pa.RecordBatchReader, out: TextIO) -> int:
-    names = reader.schema.names
+    names = [readable(name) for name in reader.schema.names]
     right = [str(field.type).startswith(_NUMBERS) for field in reader.schema]
-    rows = (
-        [("" if text is None else text.translate(_CONTROL)) for text in row] for batch in reader for row in _rows(batch)
-    )
+    rows = (["" if text is None else readable(text) for text in row] for batch in reader for row in _rows(batch))
     first = [row for row, _ in zip(rows, range(_WIDTH_ROWS), strict=False)]
     widths = [max(len(title), *(len(row[at]) for row in first), 0) for at, title in enumerate(names)]
 

@@ -16,6 +16,7 @@ from millstream.cli.context import (
     pass_session,
     print_json,
     print_table,
+    say,
     stream_option,
 )
 
@@ -68,11 +69,11 @@ def explain(
     titles = ["rule", "takes", "to"]
     print_table(titles, [[one["rule"] or "-", one["why"], one["to"]] for one in found["tried"]], right=titles[:1])
     if not found["tried"]:
-        click.echo("nothing takes rows of it: they are refused")
+        say("nothing takes rows of it: they are refused")
     if "shard" in found:
-        click.echo(_place(found))
+        say(_place(found))
     if found["leader"] is not None:
-        click.echo(_leader(found["leader"]))
+        say(_leader(found["leader"]))
 
 
 def _place(found: dict[str, Any]) -> str:

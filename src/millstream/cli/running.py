@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.cli.context import Session, SuggestingGroup, note, on_terminal, pass_session
+from millstream.cli.context import Session, SuggestingGroup, note, on_terminal, pass_session, say
 
 if TYPE_CHECKING:
     from millstream.app.logs import LogFormat
@@ -137,4 +137,4 @@ def demo(folder: str) -> None:
 
     report: Any = run_demo(Path(folder), say=note)
     for line in report.lines():
-        click.echo(line)
+        say(line)

@@ -9,7 +9,18 @@ from typing import Any
 
 import click
 
-from millstream.cli.context import Session, SuggestingGroup, json_option, note, pass_session, print_json, stream_option
+from millstream.cli.context import (
+    Session,
+    SuggestingGroup,
+    json_option,
+    note,
+    pass_session,
+    print_json,
+    print_raw,
+    say,
+    stream_option,
+)
+from millstream.model.readable import readable
 
 
 @click.command()
@@ -84,7 +95,7 @@ def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
     home = session.home()
     if as_sql:
         script, unasked = repair_script(home)
-        click.echo(script, nl=False)
+        print_raw(script, nl=False)
         for diagnosis in unasked:
             note(f"The script has nothing for the {diagnosis.check}, which couldn't be asked: {diagnosis.message}")
             note(diagnosis.fix)
@@ -102,17 +113,17 @@ def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
 
 def _print_diagnosis(diagnosis: Any) -> None:
     if diagnosis.is_ok:
-        mark = click.style("ok      ", fg="green")
+        say("ok      ", nl=False, fg="green")
     elif diagnosis.blocks == "nothing":
-        mark = click.style("note    ", fg="yellow")
+        say("note    ", nl=False, fg="yellow")
     else:
-        mark = click.style("wrong   ", fg="red", bold=True)
+        say("wrong   ", nl=False, fg="red", bold=True)
     where = f" (stops the {diagnosis.blocks})" if diagnosis.blocks in {"source", "table"} else ""
-    click.echo(f"{mark}{diagnosis.check}: {diagnosis.message}{where}")
+    say(f"{diagnosis.check}: {diagnosis.message}{where}")
     if diagnosis.fix:
-        click.echo(f"          {diagnosis.fix}")
+        say(f"          {diagnosis.fix}")
     for line in diagnosis.sql.splitlines():
-        click.echo(f"          {line}")
+        say(f"          {line}")
 
 
 @click.group(cls=SuggestingGroup)
@@ -141,11 +152,11 @@ def config_show(session: Session, as_json: bool) -> None:
         sections.setdefault(path[:-1], []).append(f"{line:<60}  # {origin}")
     for number, (section, lines) in enumerate(sections.items()):
         if number:
-            click.echo()
+            say()
         if section:
-            click.secho(f"[{key_text(section)}]", bold=True)
+            say(f"[{key_text(section)}]", bold=True)
         for line in lines:
-            click.echo(line)
+            say(line)
 
 
 @click.group(cls=SuggestingGroup)
@@ -170,7 +181,9 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
         if not sys.stdin.isatty():
             raise click.UsageError("there is no terminal to ask on: say --yes")
         click.confirm(
-            f"Drop the slot {capture.slot}? The next run will copy every table of {name} again", abort=True, err=True
+            readable(f"Drop the slot {capture.slot}? The next run will copy every table of {name} again"),
+            abort=True,
+            err=True,
         )
     home.prepare()
     with home.open_catalog() as catalog:

@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from millstream.cli.context import Session, SuggestingGroup, json_option, note, pass_session, print_json, print_table
+from millstream.cli.context import (
+    Session,
+    SuggestingGroup,
+    json_option,
+    note,
+    pass_session,
+    print_json,
+    print_raw,
+    print_table,
+)
 
 
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
@@ -54,7 +63,7 @@ def create(
         print_json({**facts, "token": text})
         return
     if not given:
-        click.echo(text)
+        print_raw(text)
     until = "until it is revoked" if facts["expires"] is None else f"until {facts['expires']}"
     note(
         f"Token {facts['name']} may {_words(facts['rights'])}, {until}.{'' if given else ' Keep it now: nobody can show it again.'}"

@@ -18,7 +18,9 @@ from millstream.cli.context import (
     note,
     pass_session,
     print_json,
+    print_raw,
     print_table,
+    say,
     stream_option,
 )
 from millstream.cli.wal_moving import Damage, export, import_, open_past_damage
@@ -182,11 +184,11 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
             damaged = damaged or isinstance(found, Loss)
             if as_json:
                 kind = "loss" if isinstance(found, Loss) else "frame"
-                click.echo(json.dumps({"found": kind, **asdict(found)}, default=str))
+                print_raw(json.dumps({"found": kind, **asdict(found)}, default=str))
             elif isinstance(found, Loss):
                 say_loss(found, words)
             else:
-                click.echo(
+                say(
                     f"{Path(found.path).name}@{found.position}: {found.kind}, {found.length} bytes, group {found.group}"
                     f"{' (goes on)' if found.more else ''}, offsets [{found.first_offset}, {found.first_offset + found.count}),"
                     f" seq {found.first_seq}-{found.last_seq}"
@@ -227,7 +229,7 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
         )
     else:
         outcome = "nothing is damaged"
-    click.echo(
+    say(
         f"{found.segments} segments, {found.frames} frames, {found.records:,} records, {human_bytes(found.bytes_checked)} checked:"
         f" {outcome}"
     )
@@ -243,7 +245,7 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
             whole = ", ".join(f"[{start}, {end})" for start, end in ranges)
             in_part = ", ".join(f"[{start}, {end})" for start, end in found.readable_in_part.get(shard, ()))
             beside = f"; some tables' records also at {in_part}" if in_part else ""
-            click.echo(f"shard {shard} can be read at offsets {whole or 'none'}{beside}")
+            say(f"shard {shard} can be read at offsets {whole or 'none'}{beside}")
     sys.exit(0 if found.is_whole else 3)
 
 
@@ -272,11 +274,11 @@ def stats(session: Session, stream: str | None, as_json: bool, partitions: bool)
         facts = {**asdict(found), "tables": [asdict(table) for table in tables], "partitions": told}
         print_json(facts)
     else:
-        click.echo(
+        say(
             f"{found.segments} segments, {human_bytes(found.size_bytes)}, {found.groups:,} groups in {found.frames:,} frames,"
             f" {found.records:,} records"
         )
-        click.echo(
+        say(
             f"seq {found.first_seq}-{found.last_seq}, durable up to {found.persisted_upto}, shown up to {found.high_water_mark},"
             f" dropped up to {found.dropped_upto}"
         )

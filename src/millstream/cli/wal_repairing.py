@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, print_json, stream_option
+from millstream.cli.context import Session, json_option, note, pass_session, print_json, say, stream_option
 from millstream.cli.wal_words import TableWords
 
 if TYPE_CHECKING:
@@ -88,16 +88,16 @@ def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool
         return
     for loss in plan.losses:
         numbers = f", numbers {loss.first_seq}-{loss.last_seq}" if loss.first_seq and loss.last_seq else ""
-        click.echo(
+        say(
             f"{'lost' if not dry_run else 'would be lost'}: records{words.of(loss.tables)} at offsets [{loss.offset_from}, {loss.offset_to}) of"
             f" shard {loss.shard}{numbers} ({loss.file}@{loss.byte}: {loss.why})"
         )
     for mend in plan.mends:
-        click.echo(f"{'made anew' if not dry_run else 'would be made anew'}: {mend.file}@{mend.byte}: {mend.why}")
+        say(f"{'made anew' if not dry_run else 'would be made anew'}: {mend.file}@{mend.byte}: {mend.why}")
     for kept in plan.kept_aside:
         note(f"what was cut is in {kept}")
     if not plan.is_needed:
-        click.echo("nothing is damaged")
+        say("nothing is damaged")
     elif dry_run:
         options = "".join(f" --accept-loss {found}" for found in wanted)
         note(f"to do it: millstream wal repair{options}")

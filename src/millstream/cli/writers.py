@@ -14,8 +14,10 @@ from millstream.cli.context import (
     pass_session,
     print_json,
     print_table,
+    say,
     stream_option,
 )
+from millstream.model.readable import readable
 
 
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
@@ -55,7 +57,7 @@ def ls(session: Session, stream: str | None = None, as_json: bool = False) -> No
         for one in found["writers"]
     ]
     print_table(titles, rows, right=[titles[0], *titles[3:6]])
-    click.echo(f"linear readers may read up to {found['persisted_upto']:,}, of {found['newest']:,} numbers given")
+    say(f"linear readers may read up to {found['persisted_upto']:,}, of {found['newest']:,} numbers given")
 
 
 @writers.command("forget")
@@ -75,7 +77,9 @@ def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
         if not sys.stdin.isatty():
             raise click.UsageError("there is no terminal to ask on: say --yes")
         click.confirm(
-            f"Give up what writer {name} left undecided? Its log must not be needed any more", abort=True, err=True
+            readable(f"Give up what writer {name} left undecided? Its log must not be needed any more"),
+            abort=True,
+            err=True,
         )
     upto, recovered = forget_writer(session.home(needs_source=False), stream, name)
     what = f"recovered what {name} had left, as its log lies here" if recovered else f"forgot {name}"
