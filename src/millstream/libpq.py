@@ -9,9 +9,12 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from millstream.model.addresses import split_url
+
 CONNECT_TIMEOUT_S: Final = 10
 ADDRESS_HINT: Final = (
-    "An address reads like postgresql://user@host:5432/database; special characters in it are %-encoded."
+    "Write it as postgresql://user@host:5432/database; %-encode special characters in user and password (@ is %40, / is %2F), or take "
+    "them from the environment: postgresql://user:${PASSWORD}@host/database."
 )
 
 # A session in which the text of a value never depends on what a role or a database sets, and in which nothing cuts a long
@@ -35,6 +38,15 @@ _PINNED: Final = {
 
 _URL: Final = re.compile(r"postgres(ql)?://")
 _KEYWORDS: Final = re.compile(r"\s*[a-z_]+\s*=")
+_FAULTS: Final = (
+    ('missing "="', 'a keyword has no "=" and value'),
+    ("unterminated quoted string", "a quote isn't closed"),
+    ("invalid connection option", "it has a keyword that libpq doesn't know"),
+    ("invalid URI query parameter", "it has a keyword that libpq doesn't know"),
+    ("key/value separator", "its query isn't made of key=value"),
+    ("percent-encoded", "a % stands in front of no two hexadecimal digits"),
+    ("IPv6", "its IPv6 address isn't closed"),
+)
 
 
 def is_address(text: str) -> bool:
@@ -54,12 +66,19 @@ def parse_address(address: str) -> dict[str, Any]:
     try:
         parameters = dict(conninfo.conninfo_to_dict(address))
     except psycopg.Error as error:
-        raise ValueError(f"can't be parsed: {_without_secret(str(error), address)}") from error
+        fault = next((words for said, words in _FAULTS if said in str(error)), "its syntax is wrong")
+        # libpq quotes what it stumbled over, which may be a part of a password: neither its words nor the error itself go on.
+        raise ValueError(f"can't be parsed: {fault}") from None
     if not all(port.isdecimal() for port in str(parameters.get("port") or 5432).split(",") if port):
-        raise ValueError(f"has the port {parameters['port']!r}")
-    if "@" in str(parameters.get("host", "")):
-        # What stands before the first `@` was taken for the password: the rest of it must not be shown as a host.
-        raise ValueError("has an @ in its password or host: %-encode it (%40)")
+        raise ValueError("has a port that isn't a number")
+    # libpq ends a password at the first `@` or `/`, and a value without quotes at the first space. What follows would be taken for host,
+    # port or database, and be shown as that.
+    if "://" in address and split_url(address.strip()) is None:
+        raise ValueError("can be read in two ways: %-encode @, /, ?, # and spaces in it")
+    if any(set("@=") & set(str(parameters.get(name, ""))) for name in ("host", "hostaddr")) or (
+        "://" not in address and any("=" in str(parameters.get(name, "")) for name in ("dbname", "user"))
+    ):
+        raise ValueError("has a host, database or user with = or @ in it: is a space missing in front of a keyword?")
     return parameters
 
 
@@ -95,8 +114,3 @@ def pinned_session(**more: str) -> str:
 def one_line(error: BaseException) -> str:
     """What libpq says, whose advice stands on lines of its own, in one."""
     return "; ".join(" ".join(line.split()) for line in str(error).splitlines() if line.strip())
-
-
-def _without_secret(text: str, address: str) -> str:
-    """A message that may quote the address, without what could be a password."""
-    return "its syntax is wrong" if address in text or "://" in text else text.strip()

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.app.config.file import LoadedConfig, load_config
-from millstream.app.config.interpolation import interpolate, interpolate_dsn, mask_dsn
+from millstream.app.config.interpolation import interpolate, interpolate_dsn
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.config.toml_lines import key_lines
 from millstream.app.wiring import log_options
 from millstream.errors import ConfigError, LakeFormatUnsupported
+from millstream.model.addresses import mask_address
 
 GOOD = """\
 # a shop
@@ -248,14 +249,23 @@ def test_a_variable_in_a_dsn_is_plain_text_whatever_its_place(secret: str) -> No
     ("dsn", "shown"),
     [
         ("postgresql://app:s3cret@h/db", "postgresql://app:***@h/db"),
-        ("postgresql://app@h/db?password=s3cret&x=1", "postgresql://app@h/db?password=***&x=1"),
+        ("postgresql://app@h/db?password=s3cret&port=1", "postgresql://app@h/db?password=***&port=1"),
         ("host=h password=s3cret user=a", "host=h password=*** user=a"),
         (r"host=h password = 's3 c\'ret' user=a", "host=h password = *** user=a"),
         ("service=shop", "service=shop"),
+        ("${SHOP_DSN}", "${SHOP_DSN}"),
+        ("postgresql://[::1]:5432,b:5433/db?sslmode=require", "postgresql://[::1]:5432,b:5433/db?sslmode=require"),
+        ("redis://s3cret@h:6379/0", "redis://***@h:6379/0"),
+        ("h1:9092,h2:9092", "h1:9092,h2:9092"),
+        ("abfss://box@account.dfs.core.windows.net/lake", "abfss://box@account.dfs.core.windows.net/lake"),
+        ("/srv/lake of=mine@home", "/srv/lake of=mine@home"),
+        ("postgres!//app:s3cret@h/db", "***"),
+        ("postgresql://app:s3/cret@h/db", "***"),
+        ("host=hpassword=s3cret user=a", "***"),
     ],
 )
 def test_a_dsn_is_shown_without_its_password(dsn: str, shown: str) -> None:
-    assert mask_dsn(dsn) == shown
+    assert mask_address(dsn) == shown
 
 
 def test_a_doubled_dollar_stands_for_itself() -> None:

@@ -25,6 +25,7 @@ from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
     BufferMissing,
+    BufferRefused,
     BufferUnavailable,
     MillstreamError,
     MissingExtra,
@@ -32,6 +33,7 @@ from millstream.errors import (
     RowsTooLarge,
     WriterClosed,
 )
+from millstream.model.addresses import is_brokers
 from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
@@ -337,6 +339,12 @@ def _admin_of(options: KafkaOptions) -> AdminClient:
             hint="pip install 'millstream[kafka]'",
             extra="kafka",
         ) from error
+    if not is_brokers(options.servers):
+        raise BufferRefused(
+            f"the brokers of write buffer {options.topic} can't be read as a list of addresses",
+            hint="Write them as host:9092,host:9092; give user and password in client (`sasl.username`, `sasl.password`).",
+            buffer=options.topic,
+        )
     settings: dict[str, Any] = {**options.client_options, "bootstrap.servers": options.servers, "logger": SILENT}
     return AdminClient(settings)
 

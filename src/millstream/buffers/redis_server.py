@@ -15,6 +15,7 @@ from millstream.errors import (
     MissingExtra,
     WriteBufferError,
 )
+from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import ShardId
 
 if TYPE_CHECKING:
@@ -64,6 +65,13 @@ def connect(url: str, name: str, *, timeout_s: float) -> Redis:
             extra="redis",
         ) from error
     answers_s = min(timeout_s, _ANSWERS_WITHIN_S)
+    refused = BufferRefused(
+        f"the address of write buffer {name} is none, or can be read in two ways",
+        hint="Write it as redis://host:6379/0, rediss://… for TLS, or unix://…; %-encode special characters in user and password.",
+        buffer=name,
+    )
+    if mask_address(url) == MASK:
+        raise refused
     try:
         # What is sent again, and when, is ours to say: the client's own retries don't know what is stored.
         return redis.Redis.from_url(
@@ -74,12 +82,8 @@ def connect(url: str, name: str, *, timeout_s: float) -> Redis:
             retry=Retry(NoBackoff(), 0),
             client_name="millstream",
         )
-    except ValueError as error:
-        raise BufferRefused(
-            f"the address of write buffer {name} is none: {error}",
-            hint="Write it as redis://host:6379/0, rediss://… for TLS, or unix://….",
-            buffer=name,
-        ) from error
+    except ValueError:
+        raise refused from None  # the client quotes what it stumbled over
 
 
 @contextmanager

@@ -63,6 +63,7 @@ def follow(
         from millstream.app.logs import configure_logs
         from millstream.app.part import Lifeline
         from millstream.app.replicating.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
+        from millstream.model.addresses import mask_address
         from millstream.model.replication import check_node_name
 
         home = session.home(needs_source=False)
@@ -77,7 +78,9 @@ def follow(
                     note(f"the copy of {name} so far is in {aside}")
             for name, fact in facts.items():
                 store = home.config.replication.object_store
-                anew = "" if not rebuild or store is None else f"; the new one begins with what {store} has"
+                anew = (
+                    "" if not rebuild or store is None else f"; the new one begins with what {mask_address(store)} has"
+                )
                 note(f"stream {name} follows {fact.leader}{anew}")
             if only_note:
                 return

@@ -153,7 +153,9 @@ def config_show(session: Session, as_json: bool) -> None:
     for number, (section, lines) in enumerate(sections.items()):
         if number:
             say()
-        if section:
+        if section and isinstance(section[-1], int):  # one of an array of tables
+            say(f"[[{key_text(section[:-1])}]]", bold=True)
+        elif section:
             say(f"[{key_text(section)}]", bold=True)
         for line in lines:
             say(line)

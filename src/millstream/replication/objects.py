@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from millstream.codec.checksums import Bytes
 from millstream.errors import MillstreamError, MissingExtra, StoreUnavailable, StoreUnusable, UsageError
+from millstream.model.addresses import mask_address
 
 _CHUNK_BYTES: Final = 8 << 20
 """Of one part of a large object: stores want 5 MiB at the least."""
@@ -72,6 +73,11 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
         MissingExtra: obstore isn't installed.
         StoreUnusable: obstore can't make a store of it.
     """
+    if mask_address(url) != url:
+        raise UsageError(
+            f"{mask_address(url)!r} can't be the address of an object store: it has a user, a password or a key in it, or can't be parsed",
+            hint="Write it as s3://bucket/prefix, and give keys in the environment, by the names that the store's tools know (AWS_ACCESS_KEY_ID …).",
+        )
     parts = urlsplit(url)
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:

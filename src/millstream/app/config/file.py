@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
+from millstream.app.config.address_checks import clashes_of_addresses
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
 from millstream.app.config.model import (
     EMBEDDED_CATALOG,
@@ -36,6 +37,7 @@ from millstream.app.config.serving_model import HttpConfig
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
 from millstream.libpq import is_address
+from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import check_stream_name
 
 FILE_NAME: Final = "millstream.toml"
@@ -80,6 +82,9 @@ class LoadedConfig:
         elif isinstance(value, dict) and (value or len(path) == 1):
             for name, item in value.items():
                 yield from self._walk((*path, name), item)
+        elif isinstance(value, list) and any(isinstance(item, BaseModel) for item in value):
+            for number, item in enumerate(value):
+                yield from self._walk((*path, number), item)
         else:
             yield path, mask(path, value), self.origin(path)
 
@@ -329,7 +334,7 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
     if kind == "value_error":
         return str(context.get("error", mistake["msg"]))
     if kind == "literal_error":
-        return f"must be one of {context['expected']}, not {mistake['input']!r}"
+        return f"must be one of {context['expected']}, not {mask(path, mistake['input'])!r}"
     names = {
         "string_type": "text in quotes",
         "int_type": "a whole number",
@@ -404,6 +409,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), f"{error.message}. {error.hint}"
             if column.count(".") < 2 and '"' not in column:
                 yield (*at, "types", column), "must name a column as schema.table.column"
+        yield from clashes_of_addresses(at, stream)
         yield from _clashes_of_buffer(at, name, stream, config.writer.name)
         yield from _clashes_of_lake(at, stream.lake)
         yield from clashes_of_level(at, stream.acks, config.replication)
@@ -481,7 +487,8 @@ def _clashes_of_source(
     if source is None:
         return
     slot = source.slot or f"millstream_{name}"
-    other = slots.setdefault((mask(("dsn",), source.dsn), slot), name)
+    shown = mask_address(source.dsn)  # another password makes no other server
+    other = slots.setdefault((source.dsn if shown == MASK else shown, slot), name)
     if other != name:
         yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
     try:

@@ -12,18 +12,15 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from millstream.libpq import is_address
+from millstream.model.addresses import MASK, is_secret_key, mask_address, mask_option
 
 _VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)\}|\$\{")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _URL_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<userinfo>[^/?#]*)@")
 _KEYWORD_VARIABLE: Final = re.compile(r"(?P<key>\w+\s*=\s*)(?P<quote>'?)\$\{(?P<name>[^}]*)\}(?P=quote)(?=\s|$)")
 
-MASK: Final = "***"
-_SECRET_KEY: Final = re.compile(
-    r"pass(word|wd|phrase)?$|secret|token|credential|(access|account|private)[_.]?key|key[_.]pem|sas", re.IGNORECASE
-)
-_KEYWORD_PASSWORD: Final = re.compile(r"(\b(?:ssl)?password\s*=\s*)('(?:\\.|[^'\\])*'|(?:\\.|\S)+)", re.IGNORECASE)
-_QUERY_PASSWORD: Final = re.compile(r"([?&](?:ssl)?password=)[^&#]*", re.IGNORECASE)
+_OPTIONS: Final = frozenset({"storage_options", "client", "topic", "conf"})
+"""Tables whose keys others define, and take as they are."""
 
 
 class MissingVariable(LookupError):
@@ -75,23 +72,30 @@ def variables(text: str) -> list[str]:
     return [found[1] for found in _VARIABLE.finditer(text) if found[1]]
 
 
-def mask_dsn(dsn: str) -> str:
-    """The DSN without its passwords, in URL and in keyword form."""
-    userinfo = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#]*)@", dsn)
-    if userinfo is not None:
-        user, colon, _ = userinfo[2].partition(":")
-        dsn = f"{userinfo[1]}{user}{colon and ':' + MASK}@{dsn[userinfo.end() :]}"
-    return (_QUERY_PASSWORD if "://" in dsn else _KEYWORD_PASSWORD).sub(rf"\g<1>{MASK}", dsn)
-
-
 def mask(path: tuple[str | int, ...], value: Any) -> Any:
-    """A configuration value as it may be shown: DSNs without passwords, and nothing of values whose key says secret."""
+    """A configuration value as it may be shown: addresses without passwords, and nothing of values whose key says secret.
+
+    The value of a key that holds an address is masked whole if it can't be parsed.
+    """
+    if isinstance(value, list):
+        return [mask((*path, number), item) for number, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    key = str(path[-1]) if path else ""
-    if _SECRET_KEY.search(key):
+    names = [part for part in path if isinstance(part, str)]
+    key, table = names[-1] if names else "", names[-2] if len(names) > 1 else ""
+    if table in _OPTIONS:
+        return mask_option(key, value)
+    if is_secret_key(key):
         return MASK
-    return mask_dsn(value) if is_database(path, value) or "://" in value else value
+    return mask_address(value) if _is_address_key(key, table) or "://" in value else value
+
+
+def _is_address_key(key: str, table: str) -> bool:
+    return (
+        key in {"dsn", "location", "object_store", "master"}
+        or (table, key) == ("catalog", "url")
+        or table in {"nodes", "regions"}
+    )
 
 
 def is_database(path: tuple[str | int, ...], value: str) -> bool:
@@ -104,7 +108,8 @@ def is_database(path: tuple[str | int, ...], value: str) -> bool:
 def _lookup(name: str | None, environ: Mapping[str, str]) -> str:
     if name is None or _NAME.match(name) is None:
         raise MissingVariable(
-            f"${{{name or ''} is not a variable; write ${{NAME}}, or $${{ for the characters themselves"
+            # A password may hold these characters: what stands between them isn't repeated.
+            "it holds ${ and no variable's name behind it; write ${NAME}, or $${ for the characters themselves"
         )
     if name not in environ:
         raise MissingVariable(f"the environment variable {name} is not set", name)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from millstream.app.config.section import Duration, Section
 from millstream.errors import UsageError
+from millstream.model.addresses import mask_address
 from millstream.model.ids import RegionId
 from millstream.model.replication import check_node_name
 
@@ -78,7 +79,7 @@ class ReplicationConfig(Section):
             _named(name)
             if _ADDRESS.match(address) is None and not address.startswith("${"):
                 raise ValueError(
-                    f"{name}: {address!r} must be an address of Flight such as grpc+tls://host:8788 or grpc://host:8788"
+                    f"{name}: {mask_address(address)!r} must be an address of Flight such as grpc+tls://host:8788 or grpc://host:8788"
                 )
         return nodes
 
@@ -89,7 +90,9 @@ class ReplicationConfig(Section):
             if _REGION.match(region) is None or int(region) >= 1 << 32:
                 raise ValueError(f"{region} is no region's number: they are 1, 2 …")
             if _ADDRESS.match(address) is None and not address.startswith("${"):
-                raise ValueError(f"{region}: {address!r} must be an address of Flight such as grpc+tls://host:8788")
+                raise ValueError(
+                    f"{region}: {mask_address(address)!r} must be an address of Flight such as grpc+tls://host:8788"
+                )
         return regions
 
     @property
@@ -101,7 +104,7 @@ class ReplicationConfig(Section):
     @classmethod
     def _check_store(cls, url: str | None) -> str | None:
         if url is not None and not url.startswith((*_STORES, "${")):
-            raise ValueError(f"{url!r} must begin with one of {', '.join(_STORES)}")
+            raise ValueError(f"{mask_address(url)!r} must begin with one of {', '.join(_STORES)}")
         return url
 
     @model_validator(mode="after")

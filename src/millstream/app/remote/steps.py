@@ -39,6 +39,7 @@ from millstream.errors import (
     error_of,
 )
 from millstream.ingest.columns import table_of
+from millstream.model.addresses import mask_address
 from millstream.model.ids import check_stream_name
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Appended
@@ -121,7 +122,9 @@ def check_url(url: str) -> str:
     if parts.username is not None:
         raise UsageError("an address has no user or password in it", hint="Give the access token beside it: token=….")
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-        raise UsageError(f"{url!r} is no address of a server", hint="It reads like http://127.0.0.1:8787.")
+        raise UsageError(
+            f"{mask_address(url)!r} is no address of a server", hint="It reads like http://127.0.0.1:8787."
+        )
     return url.rstrip("/")
 
 

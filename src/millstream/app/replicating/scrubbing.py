@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.app.replicating.stores import store_of
 from millstream.errors import UnknownStream
+from millstream.model.addresses import mask_address
 from millstream.wal.reader import StreamReader
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def scrub_home(
             raise UnknownStream(f"no stream {name} in {home.config_file}", stream=name)
         wal = home.wal_folder(name)
         stream = StreamReader(str(wal)).stream_id
-        tell(f"reading what {home.config.replication.object_store} has of {name}")
+        tell(f"reading what {mask_address(str(home.config.replication.object_store))} has of {name}")
         with contextlib.closing(store_of(home, name)) as store:
             done = store.scrub(stream, str(wal), mend=not dry_run, tell=tell)
         found.append(
