@@ -12,8 +12,12 @@ from urllib.parse import quote
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from psycopg.pq import Conninfo
 from tests.cli.in_process import command
 
+from millstream.app.config.interpolation import interpolate_dsn
+from millstream.app.initialize import make_home
+from millstream.errors import UsageError
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.addresses import MASK, mask_address, mask_option
 
@@ -249,7 +253,6 @@ def test_buffers_say_nothing_of_an_address_that_they_can_not_read() -> None:
 
 
 def test_an_object_store_is_never_given_keys_in_its_address() -> None:
-    from millstream.errors import UsageError
     from millstream.replication.objects import open_objects
 
     for url in ("s3://KEY:PASSWORD@bucket/x", "s3!//KEY:PASSWORD@bucket", "s3://bucket/x?secret=PASSWORD"):
@@ -257,3 +260,79 @@ def test_an_object_store_is_never_given_keys_in_its_address() -> None:
             open_objects(url)
         assert "PASSWORD" not in str(refused.value)
     assert mask_address("s3://bucket/some/prefix") != MASK
+
+
+@given(addresses())
+@example(("p@ss/word:QX", "postgresql://app:p@ss/word:QX@127.0.0.1:1/db"))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_init_writes_no_part_of_a_password(tmp_path: Path, drawn: tuple[str, str]) -> None:
+    password, address = drawn
+    home = tmp_path / "home"
+    try:
+        made = make_home(home, stream="s", source=address, tables=["public.*"])
+    except UsageError as error:
+        assert_unsaid(password, f"{error} {error.hint}")
+        return
+    written = made.file.read_text()
+    made.file.unlink()
+    assert_unsaid(password, written)
+    # With the variable set the configuration means the address that was given.
+    loaded = tomllib.loads(written)["streams"]["s"]["source"]["dsn"]
+    try:
+        expected = parse_address(address)
+    except ValueError:
+        return
+    meant = parse_address(interpolate_dsn(loaded, made.environ))
+    assert {key: value for key, value in meant.items() if value} == {
+        key: value for key, value in expected.items() if value
+    }
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://app:p@ss@127.0.0.1:1/db",
+        "postgresql://app:p/ss@127.0.0.1:1/db",
+        "postgresql://app:1/ss@127.0.0.1:1/db",
+        "postgres!//app:p:ss@127.0.0.1:1/db",
+        "host=127.0.0.1 password=p ss",
+        "host=127.0.0.1 passwort=p:ss",
+        "postgresql://app:p%ss@127.0.0.1:1/db",
+        "postgresql://app:p%40ss@127.0.0.1:1/db?password=other",
+        "host=127.0.0.1 sslpassword=p:ss",
+    ],
+)
+def test_init_refuses_an_address_whose_password_it_can_not_tell(tmp_path: Path, dsn: str) -> None:
+    done = command("init", str(tmp_path / "home"), "--stream", "s", "--source", dsn)
+    assert done.returncode == 2, done.stderr.decode()
+    assert "hint:" in done.stderr.decode()
+    assert "ss@" not in done.stderr.decode()
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("dsn", "written"),
+    [
+        ("postgresql://app@127.0.0.1:1/db", "postgresql://app:${MY_SECRET}@127.0.0.1:1/db"),
+        ("postgresql://127.0.0.1:1/db?user=app", "postgresql://:${MY_SECRET}@127.0.0.1:1/db?user=app"),
+        ("host=127.0.0.1 port=1 dbname=db user=app", "host=127.0.0.1 port=1 dbname=db user=app password=${MY_SECRET}"),
+    ],
+)
+def test_init_takes_the_password_from_a_variable(tmp_path: Path, dsn: str, written: str) -> None:
+    words = ("init", str(tmp_path), "--stream", "s", "--source", dsn, "--password-env", "MY_SECRET")
+    done = command(*words, environ={"MY_SECRET": "p@s/s:'x"})
+    assert done.returncode == 0, done.stderr.decode()
+    assert "export MY_SECRET=" in done.stderr.decode()
+    dsn = tomllib.loads((tmp_path / "millstream.toml").read_text())["streams"]["s"]["source"]["dsn"]
+    assert dsn == written
+    said = parse_address(interpolate_dsn(dsn, {"MY_SECRET": "p@s/s:'x"}))
+    assert (said["password"], said["user"], said["dbname"]) == ("p@s/s:'x", "app", "db")
+    for wrong in (("--password-env", "MY-SECRET"), ("--password-env", "X", "--source", "postgresql://a:b@h/d")):
+        done = command("init", str(tmp_path / "other"), "--stream", "s", "--source", dsn.split(":${")[0], *wrong)
+        assert done.returncode == 2
+
+
+def test_every_keyword_of_libpq_is_known() -> None:
+    keywords = [option.keyword.decode() for option in Conninfo.get_defaults()]
+    assert "password" in keywords
+    assert [word for word in keywords if mask_address(f"{word}=1") not in {f"{word}=1", f"{word}={MASK}"}] == []

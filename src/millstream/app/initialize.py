@@ -13,12 +13,27 @@ from urllib.parse import unquote
 
 from millstream.app.config.file import FILE_NAME
 from millstream.errors import HomeUnwritable, UsageError
+from millstream.libpq import ADDRESS_HINT, is_address
+from millstream.model.addresses import (
+    MASK,
+    UrlParts,
+    is_secret_key,
+    mask_address,
+    query_pairs,
+    split_keywords,
+    split_url,
+)
 from millstream.model.ids import check_stream_name
 from millstream.model.names import TablePatterns
 
-_URL_PASSWORD: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/?#@:]*:)([^/?#]*)(@)")
-_QUERY_PASSWORD: Final = re.compile(r"([?&]password=)([^&#]*)()")
-_KEYWORD_PASSWORD: Final = re.compile(r"(\bpassword\s*=\s*)('(?:\\.|[^'\\])*'|(?:\\.|\S)+)()")
+_VARIABLE: Final = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_MAY_STAND: Final = frozenset({"password", "options", "oauth_client_id", "oauth_issuer", "oauth_scope"})
+"""Keywords that are masked elsewhere, and no other secrets than the password that is taken out."""
+_HOW: Final = (
+    "%-encode special characters in user and password (@ is %40, / is %2F, : is %3A), or leave the password out and name the "
+    "variable that holds it: --password-env NAME."
+)
 
 _SOURCE: Final = """\
 [streams.{stream}.source]
@@ -76,12 +91,14 @@ class NewHome:
 
     file: Path
     variable: str | None
-    """The environment variable that the file takes the password from; None where the DSN had none."""
+    """The environment variable that the file takes the password from; None without a password."""
     environ: Mapping[str, str]
     """That variable with the password: what this process needs to use the file at once."""
 
 
-def make_home(folder: Path, *, stream: str, source: str | None, tables: Sequence[str]) -> NewHome:
+def make_home(
+    folder: Path, *, stream: str, source: str | None, tables: Sequence[str], password_env: str | None = None
+) -> NewHome:
     """Write `millstream.toml` into a folder, which is made where it isn't there.
 
     Args:
@@ -89,23 +106,28 @@ def make_home(folder: Path, *, stream: str, source: str | None, tables: Sequence
         stream: the stream's name.
         source: a DSN; its password goes into the environment, not into the file. None: the stream has what applications append.
         tables: patterns, of a source.
+        password_env: the environment variable that holds the password, of a DSN without one.
 
     Raises:
-        UsageError: the folder holds a configuration already, or a name or a pattern is none.
+        UsageError: the folder holds a configuration already, or a name or a pattern is none, or the DSN is none or can be read in two ways.
         HomeUnwritable: the folder can't be written.
     """
     check_stream_name(stream)
     TablePatterns.parse(tables)
-    variable, password = f"{stream.upper()}_PASSWORD", None
+    variable, password, has_variable = f"{stream.upper()}_PASSWORD", None, False
     if source is None:
         section = f"[streams.{stream}]    # no source: it has what applications append\n"
     else:
-        dsn, password = take_password(source, variable)
+        if password_env is None:
+            dsn, password = take_password(source, variable)
+        else:
+            dsn, variable = name_password(source, password_env), password_env
+        has_variable = password is not None or password_env is not None
         section = _SOURCE.format(
             stream=stream,
             dsn=_quoted(dsn),
             tables="[" + ", ".join(map(_quoted, tables)) + "]",
-            export="" if password is None else f"# before a command: export {variable}=…    (the password, as it is)\n",
+            export="" if not has_variable else f"# before a command: export {variable}=…    (the password, as it is)\n",
         )
     text = _TEMPLATE.format(stream=stream, source=section)
     file = folder / FILE_NAME
@@ -120,33 +142,93 @@ def make_home(folder: Path, *, stream: str, source: str | None, tables: Sequence
     except OSError as error:
         raise HomeUnwritable(f"{error.filename or folder}: {error.strerror}", path=str(folder)) from error
     environ = {**os.environ} if password is None else {**os.environ, variable: password}
-    return NewHome(file, None if password is None else variable, environ)
+    return NewHome(file, variable if has_variable else None, environ)
 
 
 def take_password(dsn: str, variable: str) -> tuple[str, str | None]:
     """The DSN with `${variable}` in place of its password, and the password as it is; None where it has none.
 
     A password that is a variable already stays.
+
+    Raises:
+        UsageError: the DSN is no address of PostgreSQL, or it can't be told where its password ends; or it has another secret, too.
     """
-    is_url = "://" in dsn
-    for pattern in (_URL_PASSWORD, _QUERY_PASSWORD) if is_url else (_KEYWORD_PASSWORD,):
-        found = pattern.search(dsn)
-        if found is None or not found[2] or "${" in found[2]:
-            continue
-        if pattern is _QUERY_PASSWORD:
-            # A variable in a query isn't escaped for it: better that the user is asked than that it's wrong.
-            head, tail = dsn[: found.start()], dsn[found.end() :]
-            rest = head + (found[1][0] + tail[1:] if tail.startswith("&") else tail)
-            user = re.sub(r"(://[^/?#@:]*)(@)", rf"\g<1>:${{{variable}}}\g<2>", rest, count=1)
-            return (user, unquote(found[2])) if user != rest else (dsn.replace(found[2], f"${{{variable}}}"), found[2])
-        password = unquote(found[2]) if is_url else _unquoted(found[2])
-        return dsn[: found.start(2)] + f"${{{variable}}}" + dsn[found.end(2) :], password
-    return dsn, None
+    found = _Dsn.read(dsn)
+    if not found.passwords or _VARIABLE.search(found.passwords[0]):
+        return dsn, None
+    return found.with_password(f"${{{variable}}}"), found.passwords[0]
 
 
-def _unquoted(value: str) -> str:
-    inner = value[1:-1] if value.startswith("'") else value
-    return re.sub(r"\\(.)", r"\1", inner)
+def name_password(dsn: str, variable: str) -> str:
+    """A DSN without a password, with `${variable}` for it. Raises `UsageError` as `take_password`, and where it has one."""
+    if _NAME.match(variable) is None:
+        raise UsageError(
+            f"{variable!r} is no name of an environment variable", hint="Give --password-env letters, digits and _."
+        )
+    found = _Dsn.read(dsn)
+    if found.passwords:
+        raise UsageError(
+            "--password-env names the password's variable, and --source has a password, too",
+            hint="Leave the password out of --source.",
+        )
+    return found.with_password(f"${{{variable}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Dsn:
+    """A DSN that can be read in one way only."""
+
+    url: UrlParts | None
+    """None: it is in keyword form."""
+    pairs: list[tuple[str, str]]
+    """Of a URL's query, as they are written; of keywords, their values without quotes."""
+    text: str
+    passwords: list[str]
+    """None or one, as it is."""
+
+    @classmethod
+    def read(cls, dsn: str) -> _Dsn:
+        text = dsn.strip()
+        # A variable may stand anywhere, also where its braces could not.
+        plain = _VARIABLE.sub("variable", text)
+        if not is_address(text):
+            raise UsageError("--source is no address of a PostgreSQL database", hint=ADDRESS_HINT)
+        if mask_address(plain) == MASK:
+            raise UsageError(
+                "the address in --source can't be parsed, or can be read in two ways: it can't be told where its password ends",
+                hint=_HOW,
+            )
+        url = split_url(text) or split_url(plain)
+        if url is not None:
+            pairs = query_pairs(url.query) or []
+            written = [url.password] if url.password else []
+            written += [value for key, value in pairs if key == "password" and value]
+            passwords = list(map(unquote, written))
+            if any(re.search(r"%(?![0-9A-Fa-f]{2})", password) for password in written):
+                raise UsageError("the password in --source has a % that stands for no character", hint=_HOW)
+        else:
+            pairs = [(pair.key, pair.value) for pair in split_keywords(text) or []]
+            passwords = [value for key, value in pairs if key == "password" and value]
+        for key, value in pairs:
+            if is_secret_key(key) and key not in _MAY_STAND and value and not _VARIABLE.search(value):
+                raise UsageError(
+                    f"{key} in --source would stand in the file", hint=f"Write a variable for it: {key}=${{NAME}}."
+                )
+        if len(passwords) > 1:
+            raise UsageError("--source has more than one password", hint="Leave one of them.")
+        return cls(url, pairs, text, passwords)
+
+    def with_password(self, variable: str) -> str:
+        """The DSN with that in place of its password, or added to it."""
+        if self.url is not None:
+            # A variable in a query isn't escaped for it; in front of the @ it is.
+            query = "&".join(f"{key}={value}" for key, value in self.pairs if key != "password")
+            query = f"?{query}" if query else ""
+            return self.url._replace(user=self.url.user or "", password=variable, query=query).text()
+        for pair in split_keywords(self.text) or ():
+            if pair.key == "password":
+                return self.text[: pair.start] + variable + self.text[pair.end :]
+        return f"{self.text} password={variable}"
 
 
 def _quoted(text: str) -> str:

@@ -34,19 +34,34 @@ from millstream.model.readable import readable
 @click.option(
     "--tables", multiple=True, metavar="P", help='Patterns of tables; repeat it. "!" leaves out.  [default: public.*]'
 )
+@click.option(
+    "--password-env",
+    metavar="NAME",
+    help="The environment variable that holds the password: the DSN has none then, and the file refers to the variable.",
+)
 @pass_session
-def init(session: Session, folder: str | None, stream: str, source: str | None, tables: tuple[str, ...]) -> None:
+def init(
+    session: Session,
+    folder: str | None,
+    stream: str,
+    source: str | None,
+    tables: tuple[str, ...],
+    password_env: str | None,
+) -> None:
     """Write a commented millstream.toml into HOME (here, where none is named); never overwrites one.
 
-    A password in the DSN doesn't go into the file: it becomes a variable, and what to export is said.
+    A password in the DSN doesn't go into the file: it becomes a variable, and what to export is said. Other users of the machine can
+    see a command's words while it runs; `--password-env` keeps the password out of them.
     """
     from millstream.app.initialize import make_home
     from millstream.errors import UsageError
 
     if tables and source is None:
         raise UsageError("--tables says what to capture, and there is no --source to capture it from")
+    if password_env is not None and source is None:
+        raise UsageError("--password-env names a source's password, and there is no --source")
     home = Path(folder or session.home_named or ".").absolute()
-    made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",))
+    made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",), password_env=password_env)
     note(f"{made.file} is written.")
     if made.variable is not None:
         note(f"The password isn't in it; before other commands:  export {made.variable}=…")

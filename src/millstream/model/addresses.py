@@ -29,11 +29,11 @@ _FOLDER: Final = re.compile(r"(?![/.~])[^@:=?]*\Z|[/.~](?!.*:[^@]*@)[^?]*\Z", re
 
 _PLAIN: Final = frozenset({
     "application_name", "channel_binding", "client_encoding", "connect_timeout", "db", "dbname", "decode_responses",
-    "fallback_application_name", "gssencmode", "gsslib", "host", "hostaddr", "keepalives", "keepalives_count", "keepalives_idle",
+    "fallback_application_name", "gssdelegation", "gssencmode", "gsslib", "host", "hostaddr", "keepalives", "keepalives_count", "keepalives_idle",
     "keepalives_interval", "krbsrvname", "load_balance_hosts", "max_protocol_version", "min_protocol_version", "passfile", "port",
     "protocol", "replication", "require_auth", "requirepeer", "service", "socket_timeout", "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile",
     "ssl_check_hostname", "ssl_keyfile", "ssl_max_protocol_version", "ssl_min_protocol_version", "sslcert", "sslcertmode", "sslcompression",
-    "sslcrl", "sslcrldir", "sslkey", "sslmode", "sslnegotiation", "sslrootcert", "sslsni", "target_session_attrs", "tcp_user_timeout",
+    "sslcrl", "sslcrldir", "sslkey", "sslkeylogfile", "sslmode", "sslnegotiation", "sslrootcert", "sslsni", "target_session_attrs", "tcp_user_timeout",
     "user", "username",
 })  # fmt: skip
 """Keywords of libpq and of Redis clients whose values are shown."""
