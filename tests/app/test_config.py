@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from millstream.app.config.file import LoadedConfig, load_config
 from millstream.app.config.interpolation import interpolate, interpolate_dsn
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.config.toml_lines import key_lines
+from millstream.app.initialize import make_home
 from millstream.app.wiring import log_options
 from millstream.errors import ConfigError, LakeFormatUnsupported
 from millstream.model.addresses import mask_address
@@ -266,6 +269,48 @@ def test_a_variable_in_a_dsn_is_plain_text_whatever_its_place(secret: str) -> No
 )
 def test_a_dsn_is_shown_without_its_password(dsn: str, shown: str) -> None:
     assert mask_address(dsn) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("[streams.shop]\n# [streams.shop.lake]\n\ncompact_files = 3\n", 4, "compact_files belongs to [streams.shop.lake], whose header is still commented out (line 2)"),
+        ("# [spark]\nmaster = 'x'\n", 2, "master belongs to [spark], whose header is still commented out (line 1)"),
+        ("[spark.conf]\n# [streams.shop.log]    # its log\nretention_age = '1d'\n", 3, "retention_age belongs to [streams.shop.log]"),
+        ("[http]\nlisten = '127.0.0.1:1'\n#[flight]\nlisten = '127.0.0.1:2'\n", 4, "listen belongs to [flight], whose header is still commented out (line 3)"),
+        ("[streams.shop]\n# [http]\n[streams.shop.log]\nlisten = 'x'\n", 4, "unknown key; allowed here: shards"),
+        ("[streams.shop]\n# [http]\nlake = 3\n", 3, "must be a table"),
+    ],
+)  # fmt: skip
+def test_a_key_below_a_commented_header_is_told_where_it_belongs(
+    tmp_path: Path, text: str, line: int, what: str
+) -> None:
+    error = mistake(tmp_path, text)
+    assert f"millstream.toml:{line}: " in error.message
+    assert what in error.message
+    assert error.message.count("\n") == 0
+
+
+def test_a_commented_header_takes_no_key_from_the_section_that_has_it(tmp_path: Path) -> None:
+    config = load(tmp_path, "[http]\n# [flight]\nlisten = '127.0.0.1:9'\n[spark.conf]\n# [http]\nother = 'x'\n").config
+    assert (config.http.listen, config.spark.conf) == ("127.0.0.1:9", {"other": "x"})
+
+
+def test_every_key_of_a_new_home_finds_its_section(tmp_path: Path) -> None:
+    made = make_home(tmp_path / "home", stream="shop", source="host=h", tables=["public.*"]).file
+    lines = made.read_text().split("\n")
+    commented = [n for n, one in enumerate(lines) if re.match(r'# ("[^"]+"|[a-z_]+) = ', one)]
+    assert len(commented) > 10
+    for number in commented:
+        text = "\n".join([*lines[:number], lines[number].removeprefix("# "), *lines[number + 1 :]])
+        (tmp_path / "millstream.toml").write_text(text)
+        header = next(one for one in reversed(lines[:number]) if re.match(r"(# )?\[", one))
+        with contextlib.ExitStack() as stack:
+            if header.startswith("# "):
+                stack.enter_context(
+                    pytest.raises(ConfigError, match=re.escape(f"belongs to {header[2:].split(']')[0]}]"))
+                )
+            load_config(tmp_path / "millstream.toml", {})
 
 
 def test_a_doubled_dollar_stands_for_itself() -> None:

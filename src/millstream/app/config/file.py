@@ -14,13 +14,14 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
 from millstream.app.config.address_checks import clashes_of_addresses
+from millstream.app.config.commented import section_meant
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
 from millstream.app.config.model import (
     EMBEDDED_CATALOG,
@@ -130,10 +131,12 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
     except tomllib.TOMLDecodeError as error:
         place = re.search(r"at line (\d+)", str(error))
         line = int(place[1]) if place else text.count("\n") + 1
-        raise _config_error(file, [_Mistake(f"{file.name}:{line}", "", f"not TOML: {error}", line)]) from error
+        twice = re.match(r"\s*([A-Za-z0-9_-]+)\s*=", text.split("\n")[line - 1])
+        meant = _misplaced(text, line, twice[1]) if twice and "overwrite" in str(error) else None
+        raise _config_error(file, [_Mistake(f"{file.name}:{line}", "", meant or f"not TOML: {error}", line)]) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deeply
         raise _config_error(file, [_Mistake(file.name, "", f"no TOML that can be read: {error}")]) from error
-    return _Loader(file, written, key_lines(text), environ, needs_source=needs_source).load()
+    return _Loader(file, text, written, environ, needs_source=needs_source).load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +183,16 @@ class _Loader:
     def __init__(
         self,
         file: Path,
+        text: str,
         written: dict[str, Any],
-        lines: Mapping[KeyPath, int],
         environ: Mapping[str, str],
         *,
         needs_source: bool,
     ) -> None:
         self._file = file
+        self._text = text
         self._written = written
-        self._lines = lines
+        self._lines: Mapping[KeyPath, int] = key_lines(text)
         self._environ = environ
         self._needs_source = needs_source
         self._mistakes: dict[KeyPath, _Mistake] = {}
@@ -196,6 +200,7 @@ class _Loader:
         self._unset: dict[KeyPath, _Mistake] = {}
 
     def load(self) -> LoadedConfig:
+        self._look_for_misplaced((), self._written)
         filled = self._fill((), self._written)
         self._check(filled, strict=True)
         overrides = self._overrides()
@@ -211,6 +216,18 @@ class _Loader:
         origins |= {path: f"env {name}" for path, name in self._variables.items()}
         unset = {path: mistake for path, mistake in self._unset.items() if path not in self._variables}
         return LoadedConfig(config, self._file, origins, unset)
+
+    def _look_for_misplaced(self, path: KeyPath, table: dict[str, Any]) -> None:
+        """Note keys below a commented header that their own section doesn't have; a table of free names would take them."""
+        own = _allowed(path)
+        for name, value in table.items():
+            line = self._lines.get((*path, name))
+            fits = line is None or name in own
+            meant = None if fits else _misplaced(self._text, line or 1, name, or_free=not _takes_any(path))
+            if meant is not None:
+                self._note((*path, name), meant)
+            elif isinstance(value, dict):
+                self._look_for_misplaced((*path, name), value)
 
     def _fill(self, path: KeyPath, value: Any) -> Any:
         if isinstance(value, dict):
@@ -313,6 +330,15 @@ def key_text(path: KeyPath) -> str:
     return text
 
 
+def _misplaced(text: str, line: int, key: str, *, or_free: bool = False) -> str | None:
+    """Say where a key belongs that stands below a commented header, of a table of free names only if `or_free`; None if it doesn't."""
+    meant = section_meant(text, line, key, lambda path, name: name in _allowed(path) or (or_free and _takes_any(path)))
+    return (
+        meant
+        and f"{key} belongs to {meant[0]}, whose header is still commented out (line {meant[1]}): uncomment it, too"
+    )
+
+
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
@@ -356,7 +382,17 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
 
 
 def _allowed(path: KeyPath) -> list[str]:
-    """The keys of the table at a path."""
+    """The keys of the table at a path; none if it is none, or takes any."""
+    model = _type_at(path)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _takes_any(path: KeyPath) -> bool:
+    """Whether the table at a path is one of free names, such as `spark.conf`."""
+    return bool(path) and get_origin(_type_at(path)) is dict
+
+
+def _type_at(path: KeyPath) -> Any:
     model: Any = Config
     for part in path:
         if isinstance(model, type) and issubclass(model, BaseModel):
@@ -366,7 +402,7 @@ def _allowed(path: KeyPath) -> list[str]:
                 model = get_args(model)[0]
         else:
             model = next(iter(get_args(model)[1:]), None)
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+    return model
 
 
 def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
