@@ -67,6 +67,7 @@ from millstream.errors._lake import LakeTableExists as LakeTableExists
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
 from millstream.errors._lake import QueryBound as QueryBound
+from millstream.errors._lake import QueryCrashed as QueryCrashed
 from millstream.errors._lake import QueryMemoryFull as QueryMemoryFull
 from millstream.errors._lake import QuerySpillFull as QuerySpillFull
 from millstream.errors._lake import QueryTimeout as QueryTimeout

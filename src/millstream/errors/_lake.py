@@ -141,3 +141,10 @@ class QueryTimeout(QueryBound):
 
     code = "query_timeout"
     default_hint = "Ask for less at once, take the answer faster, or raise `[http] query_timeout`."
+
+
+class QueryCrashed(QueryBound):
+    """The process that ran a query ended before its answer was whole: DuckDB failed in it. Others go on. Details: status."""
+
+    code = "query_crashed"
+    default_hint = "Ask in another form, and report the query that ends so."

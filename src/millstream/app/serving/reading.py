@@ -16,7 +16,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import anyio
-import pyarrow as pa
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
@@ -25,11 +24,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from millstream.app.calls import LATEST_ROWS_MAX
 from millstream.app.config.quantities import duration_s, size_bytes
-from millstream.app.opened import OpenHome, open_lake
-from millstream.app.remote.pieces import ARROW_TYPE, END, PART_BYTES, PIECES_TYPE, failed, latest_piece, piece
+from millstream.app.opened import OpenHome
+from millstream.app.remote.pieces import ARROW_TYPE, END, PIECES_TYPE, failed, latest_piece, piece
 from millstream.app.serving.access import Access, allow
 from millstream.app.serving.intake import ClientGoneError, Held, Intake, read_body
+from millstream.app.serving.query_workers import Asking, QueryWorkers
 from millstream.app.serving.requests import headers_said
+from millstream.app.serving.row_streams import as_stream, in_pieces
 from millstream.app.serving.writes import JSON_TYPE, media_type
 from millstream.errors import MediaTypeUnknown, MillstreamError, Overloaded
 from millstream.lake.query.bounds import QueryBounds
@@ -37,7 +38,6 @@ from millstream.model.access import Right
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
-    from millstream.lake.query.sql import LakeSession
 
 _AT_ONCE: Final = 8
 """Threads that make answers: each holds a batch, a stretch of `latest`, or what DuckDB needs for a query. Queries leave some of them free."""
@@ -110,6 +110,7 @@ class Reading:
             duration_s(http.query_timeout),
             home.queries_folder,
         )
+        self._workers = QueryWorkers(home, self._bounds)
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="reading")
         self.router: Final = APIRouter(prefix="/v1/streams", tags=["read"])
         self._add()
@@ -118,6 +119,7 @@ class Reading:
     def close(self) -> None:
         """Let go of threads and open homes; answers that are under way come to their ends."""
         self._threads.shutdown(wait=False)
+        self._workers.close()
 
     def _add(self) -> None:
         get = self.router.get
@@ -184,13 +186,13 @@ class Reading:
             table: Annotated[str, Query(max_length=4096)],
             at: Annotated[datetime | None, Query(description="As of which moment signals have decayed.")] = None,
         ) -> Response:
-            in_pieces = PIECES_TYPE in request.headers.get("accept", "")
+            wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
 
             def made(home: OpenHome) -> Iterator[bytes]:
                 reader = home.merged(stream, table, at=at).to_reader(max_chunksize=_MERGED_ROWS)
-                yield from _in_pieces(reader) if in_pieces else _as_stream(reader)
+                yield from in_pieces(reader) if wants_pieces else as_stream(reader)
 
-            media_type = PIECES_TYPE if in_pieces else ARROW_TYPE
+            media_type = PIECES_TYPE if wants_pieces else ARROW_TYPE
             return await self._answer(request, made, media_type, places=(self._queries,))
 
     def _add_query(self) -> None:
@@ -207,26 +209,16 @@ class Reading:
                 question = await self._question(request)
             except ClientGoneError:
                 return Response(status_code=_GONE)
-            in_pieces = PIECES_TYPE in request.headers.get("accept", "")
-            sessions: list[LakeSession] = []
-            gone = threading.Event()
-
-            def made(_home: OpenHome) -> Iterator[bytes]:
-                self._bounds.folder.mkdir(exist_ok=True)
-                with open_lake(self._home, stream, as_of=question.as_of, bounds=self._bounds) as lake:
-                    sessions.append(lake)
-                    if gone.is_set():
-                        return
-                    reader = lake.stream(question.sql)
-                    yield from _in_pieces(reader) if in_pieces else _as_stream(reader)
-
-            def give_up() -> None:
-                gone.set()
-                for session in sessions:
-                    session.give_up()
-
-            media_type = PIECES_TYPE if in_pieces else ARROW_TYPE
-            return await self._answer(request, made, media_type, places=(self._queries,), give_up=give_up)
+            wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
+            asked = self._workers.ask(Asking(stream, question.sql, question.as_of, wants_pieces))
+            return await self._answer(
+                request,
+                lambda _home: asked.parts(),
+                PIECES_TYPE if wants_pieces else ARROW_TYPE,
+                places=(self._queries,),
+                give_up=asked.give_up,
+                within_s=self._bounds.time_s,
+            )
 
     async def _question(self, request: Request) -> Question:
         """What a request asks. FastAPI would take the whole body, of any size, before it looks at who sends it."""
@@ -262,6 +254,7 @@ class Reading:
         *,
         places: tuple[_Places, ...] = (),
         give_up: Callable[[], None] = lambda: None,
+        within_s: float | None = None,
     ) -> Response:
         """An answer that goes out while it is made. What fails before its first byte is raised.
 
@@ -271,7 +264,9 @@ class Reading:
             media_type: theirs.
             places: what it has to have one of, beside one of all answers.
             give_up: ends what `made` does, from another thread.
+            within_s: how long it may take to make, send and be taken; as long as the caller goes on taking, if None.
         """
+        until_s = None if within_s is None else asyncio.get_running_loop().time() + within_s
 
         def whole() -> Iterator[bytes]:
             with self._opened() as home:
@@ -305,7 +300,7 @@ class Reading:
         if first is None:
             await let_go()
             return Response(status_code=_GONE)
-        return _Answer(_sent(first, making, media_type, let_go), media_type, let_go)
+        return _Answer(_sent(first, making, media_type, let_go), media_type, let_go, until_s)
 
     def _open(self) -> OpenHome:
         return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // _FOLDED))
@@ -387,15 +382,23 @@ class _Answer(StreamingResponse):
     """A response whose parts are let go however it ends, and whose caller has to take them."""
 
     def __init__(
-        self, parts: AsyncGenerator[bytes, None], media_type: str, let_go: Callable[[], Awaitable[None]]
+        self,
+        parts: AsyncGenerator[bytes, None],
+        media_type: str,
+        let_go: Callable[[], Awaitable[None]],
+        until_s: float | None,
     ) -> None:
         super().__init__(parts, media_type=media_type)
         self._parts = parts
         self._let_go = let_go
+        self._until_s = until_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+
         async def within_patience(message: Message) -> None:
-            async with asyncio.timeout(_TAKES_WITHIN_S):
+            patience_ends_s = loop.time() + _TAKES_WITHIN_S
+            async with asyncio.timeout_at(min(patience_ends_s, self._until_s or patience_ends_s)):
                 await send(message)
 
         try:
@@ -447,53 +450,3 @@ async def _unless_gone(request: Request, making: _Making) -> bytes | None:
     if failure:
         raise failure[0]
     return first
-
-
-def _in_pieces(reader: pa.RecordBatchReader) -> Iterator[bytes]:
-    any_came = False
-    for batch in reader:
-        any_came = True
-        yield from piece([batch], reader.schema)
-    if not any_came:
-        yield from piece([], reader.schema)
-
-
-def _as_stream(reader: pa.RecordBatchReader) -> Iterator[bytes]:
-    sink = _Sink()
-    with pa.ipc.new_stream(sink, reader.schema) as out:
-        for batch in reader:
-            out.write_batch(batch)
-            yield from sink.taken()
-    yield from sink.taken()
-
-
-class _Sink:
-    """A file for Arrow to write to, of which what was written is taken away again."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
-        self.closed = False
-
-    def write(self, data: Any) -> int:
-        part = bytes(data)
-        self._parts.append(part)
-        self._size += len(part)
-        return len(part)
-
-    def tell(self) -> int:
-        return self._size
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        """All is in memory."""
-
-    def close(self) -> None:
-        self.closed = True
-
-    def taken(self) -> Iterator[bytes]:
-        parts, self._parts = b"".join(self._parts), []
-        for begin in range(0, len(parts), PART_BYTES):
-            yield parts[begin : begin + PART_BYTES]
