@@ -110,26 +110,30 @@ def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postg
     assert table(home, "public.slow")["state"] == "streaming"
 
 
-def test_wide_rows_are_copied_in_bounded_memory(tmp_path: Path, postgres: Database) -> None:
-    """Fifty thousand of them would be a chunk, if chunks were counted in rows."""
+@pytest.mark.parametrize("workers", [2, 12])
+def test_wide_rows_are_copied_in_bounded_memory(workers: int, tmp_path: Path, postgres: Database) -> None:
+    """Fifty thousand of them would be a chunk, if chunks were counted in rows; workers share what may be held."""
     # What waits for a log whose disk is slow isn't what this is about.
-    waits = '[streams.shop.log]\nqueue_bytes = "16MiB"\n'
-    home = make_home(tmp_path / "shop", config(postgres.dsn, None, tables='["public.wide"]') + waits)
+    tables = [f"wide{number}" for number in range(workers // 2)]  # one worker reads a range of a table
+    extra = f'copy_workers = {workers}\n[streams.shop.log]\nqueue_bytes = "16MiB"\n'
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None, tables='["public.wide*"]') + extra)
     other = make_home(tmp_path / "other", config(postgres.dsn, None, stream="other", tables='["public.small"]'))
     with postgres.connect() as connection:
         connection.execute("CREATE TABLE small (id int PRIMARY KEY, body text); INSERT INTO small VALUES (1, 'a')")
-        connection.execute(
-            "CREATE TABLE wide (id int PRIMARY KEY, body text); ALTER TABLE wide ALTER body SET STORAGE EXTERNAL"
-        )
-        connection.execute(
-            "INSERT INTO wide SELECT i, repeat(chr(65 + i %% 26), %s) FROM generate_series(1, 300) i", [MIB]
-        )
-        connection.execute("ANALYZE wide")
+        for table in tables:
+            connection.execute(f"CREATE TABLE {table} (id int PRIMARY KEY, body text)")
+            connection.execute(f"ALTER TABLE {table} ALTER body SET STORAGE EXTERNAL")
+            connection.execute(
+                f"INSERT INTO {table} SELECT i, repeat(chr(65 + i %% 26), %s) FROM generate_series(1, %s) i",
+                [MIB, 300 // len(tables)],
+            )
+            connection.execute(f"ANALYZE {table}")
     capture(other)  # compiling takes 200 MiB
     (home / "compiled").symlink_to(other / "compiled")
     assert capture(home) < COPY_BYTES
     with millstream.open(home) as opened:
-        found = [row for batch in opened.read("shop", table="wide") for row in batch.to_pylist()]
+        batches = [batch for table in tables for batch in opened.read("shop", table=table)]
+        found = [row for batch in batches for row in batch.to_pylist()]
     assert {row["__op"] for row in found} == {"r"}
     assert [len(row["body"]) for row in found] == [MIB] * 300
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.capture.copying.pace import AIM_BYTES, AIM_S, ChunkSizes, CopyRate
+from millstream.capture.copying.pace import AIM_BYTES, AIM_S, CUT_AT, OPEN_BYTES_MAX, ChunkSizes, CopyRate, OpenBytes
 
 
 def test_chunks_grow_up_to_what_is_configured_while_they_take_less_than_their_time() -> None:
@@ -69,6 +69,26 @@ def test_another_rate_counts_at_once() -> None:
 
 
 def test_under_a_low_rate_chunks_are_small_so_that_they_come_evenly() -> None:
-    assert CopyRate(None).aim_bytes(4) == AIM_BYTES
+    assert CopyRate(None).aim_bytes(2) == AIM_BYTES
+    for workers in (4, 16, 64):
+        assert CopyRate(None).aim_bytes(workers) * CUT_AT * workers == OPEN_BYTES_MAX
     assert CopyRate(1 << 20).aim_bytes(4) * 4 == AIM_S * (1 << 20)
     assert CopyRate(1).aim_bytes(4) == 64 << 10
+
+
+def test_workers_that_read_side_by_side_share_one_bound() -> None:
+    """Each of them used to see only what had been read: all of them went on at once below the bound."""
+    open_bytes = OpenBytes()
+    asked = OPEN_BYTES_MAX // 4
+    assert [open_bytes.reserve(asked, held=asked) for _ in range(5)] == [True, True, True, False, False]
+    open_bytes.release(asked)
+    assert not open_bytes.reserve(asked, held=2 * asked), "what was read is held now"
+    assert open_bytes.reserve(asked, held=asked)
+
+
+def test_a_chunk_of_any_size_is_read_where_nothing_else_is_open() -> None:
+    open_bytes = OpenBytes()
+    assert open_bytes.reserve(3 * OPEN_BYTES_MAX, held=0)
+    assert not open_bytes.reserve(1, held=0)
+    open_bytes.release(3 * OPEN_BYTES_MAX)
+    assert open_bytes.reserve(1, held=0)

@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
+from millstream.cli.allocation import return_large_buffers
 from millstream.cli.context import Session, SuggestingGroup, note, say
 from millstream.errors import MillstreamError, MissingExtra
 
@@ -92,6 +93,7 @@ def cli(context: click.Context, home: str | None, debug: bool) -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    return_large_buffers()
     try:
         # Not by click's own main, which takes a broken pipe for a failure.
         with cli.make_context("millstream", list(arguments)) as context:

@@ -20,6 +20,10 @@ _LEAST_ROWS: Final = 100
 _GROWS_BY: Final = 2
 _SHRINKS_BY: Final = 4
 _LEAST_AIM_BYTES: Final = 64 << 10
+CUT_AT: Final = 2
+"""A chunk's text is cut off at so many times its aim: rows that are wider than those before."""
+OPEN_BYTES_MAX: Final = 32 << 20
+"""Text of all chunks from the start of their reading until they are durable; it takes three times as much memory."""
 
 
 @dataclass(slots=True)
@@ -39,6 +43,10 @@ class ChunkSizes:
     def rows(self, aim_bytes: int = AIM_BYTES) -> int:
         """Rows of the next chunk, one at least."""
         return max(1, min(self._rows, int(aim_bytes / max(1.0, self.width))))
+
+    def size_bytes(self, rows: int | None) -> int:
+        """Bytes of so many rows' text; 0 if that isn't known yet."""
+        return int((rows or 0) * self.width)
 
     def note(self, rows: int, size_bytes: int, seconds: float) -> None:
         """A chunk of so many rows was read in so much time."""
@@ -78,12 +86,35 @@ class CopyRate:
         return self._owed / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def aim_bytes(self, workers: int) -> int:
-        """A chunk's aim: under a low rate small chunks come evenly, where large ones would come in bursts."""
-        if not self.bytes_per_s:
-            return AIM_BYTES
-        return min(AIM_BYTES, max(_LEAST_AIM_BYTES, int(self.bytes_per_s * AIM_S / workers)))
+        """A chunk's aim: small if many workers share the memory, or if the rate is low, so that reads come evenly."""
+        most = min(AIM_BYTES, OPEN_BYTES_MAX // (CUT_AT * workers))
+        if self.bytes_per_s:
+            most = min(most, int(self.bytes_per_s * AIM_S / workers))
+        return max(_LEAST_AIM_BYTES, most)
 
     def _pay(self, now_s: float) -> None:
         passed_s = max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
         self._owed = max(0.0, self._owed - passed_s * self.bytes_per_s) if self.bytes_per_s else 0.0
+
+
+@dataclass(slots=True)
+class OpenBytes:
+    """Text that copies hold in memory, counted from before a chunk is read: workers that read side by side know of each other."""
+
+    _reading: int = 0
+
+    def reserve(self, size_bytes: int, *, held: int) -> bool:
+        """Count a chunk that is about to be read, next to `held` bytes of chunks that were; False if there is no room for it.
+
+        A chunk may always be read if nothing else is open, whatever its size.
+        """
+        open_bytes = self._reading + held
+        if open_bytes and open_bytes + size_bytes > OPEN_BYTES_MAX:
+            return False
+        self._reading += size_bytes
+        return True
+
+    def release(self, size_bytes: int) -> None:
+        """The chunk was read, or wasn't."""
+        self._reading -= size_bytes

@@ -23,9 +23,8 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.pace import ChunkSizes, CopyRate
+from millstream.capture.copying.pace import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
 from millstream.capture.copying.reader import (
-    CHUNK_BYTES_MAX,
     Bounds,
     ChunkReader,
     Fetched,
@@ -64,10 +63,6 @@ _WAIT_S: Final = 0.1
 _LATER_S: Final = 1.0
 _PUT_OFF_S: Final = 10.0
 _RATE_LOOK_S: Final = 1.0
-_CUT_AT: Final = 2
-"""A chunk's text is cut off at so many times its aim: rows that are wider than those before."""
-_OPEN_BYTES_MAX: Final = 32 << 20
-"""Text of all chunks between their reading and their being durable, beyond which none is read; it takes three times as much."""
 
 Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
 
@@ -106,6 +101,7 @@ class TableCopies:
         self._lock = threading.RLock()
         self._copies: dict[TableId, Copy] = {}
         self._rate = CopyRate()
+        self._open_bytes = OpenBytes()
         self._schemas = CopySchemas(catalog, directory, stream)
         self._passed = Lsn(0)
         self._seen = False
@@ -453,13 +449,15 @@ class TableCopies:
 
     def _read_next(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
         """Read a range's next chunk; it enters when the stream has passed it."""
-        if self._put_off(copy, part):
+        with self._lock:
+            rows_max, bytes_max = self._most(copy, bounds := part.bounds())
+            expected = min(bytes_max, copy.sizes.size_bytes(len(bounds.keys) or rows_max) or bytes_max)
+            ticket = None if self._put_off(copy, part, expected) else copy.tracker.begin()
+        if ticket is None:
             self._rest(copy)
             return
         with self._lock:
-            ticket, bounds = copy.tracker.begin(), part.bounds()
             copy.look_at(self._tables.facts)
-            rows_max, bytes_max = self._most(copy, bounds)
         began_s = time.monotonic()
         try:
             reader.not_before = copy.tracked_from
@@ -469,10 +467,12 @@ class TableCopies:
             hit("capture.copy_chunk_read")
         except BaseException:
             with self._lock:
+                self._open_bytes.release(expected)
                 copy.tracker.end(ticket)
             raise
         ended_s = time.monotonic()
         with self._lock:
+            self._open_bytes.release(expected)
             self._rate.note(len(read.text), ended_s)
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
@@ -499,7 +499,7 @@ class TableCopies:
 
     def _read_whole(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
         """Read a table without a key; it enters when the stream has come to where it was read."""
-        if self._put_off(copy, part):
+        if self._put_off(copy, part, 0):  # its pieces go to a file, two at a time
             self._rest(copy)
             return
         copy.look_at(self._tables.facts)
@@ -545,31 +545,31 @@ class TableCopies:
         finally:
             self._nudge()
 
-    def _put_off(self, copy: Copy, part: Range) -> bool:
-        """Whether nothing may be read now: of a copy that is paused, or of any for a while."""
+    def _put_off(self, copy: Copy, part: Range, expected: int) -> bool:
+        """Whether nothing may be read now: of a copy that is paused, or of any for a while. If it may, `expected` bytes are reserved."""
         with self._lock:
             if copy.paused:
                 part.reading = False
                 return True
-            wait_s = _LATER_S if self._reads_backlog and not copy.keyed else self._wait_s()
+            wait_s = _LATER_S if self._reads_backlog and not copy.keyed else self._wait_s(expected)
             if wait_s:
                 self._queue(copy, self._reading_of(copy, part), after_s=wait_s)
             return wait_s > 0
 
-    def _wait_s(self) -> float:
-        """How long no chunk may be read: too much is open, or the rate is used up. Short, for the rate may be changed."""
+    def _wait_s(self, expected: int) -> float:
+        """How long no chunk may be read: too much is open, or the rate is used up. Short, because the rate may be changed."""
         owed_s = self._rate.wait_s(time.monotonic())
         if owed_s:
             return min(owed_s, _RATE_LOOK_S)
         held = sum(chunk.memory_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
-        return _WAIT_S if held >= _OPEN_BYTES_MAX else 0.0
+        return 0.0 if self._open_bytes.reserve(expected, held=held) else _WAIT_S
 
     def _most(self, copy: Copy, bounds: Bounds) -> tuple[int | None, int]:
         """Rows and bytes at which a chunk ends."""
         if bounds.keys:
-            return None, CHUNK_BYTES_MAX
+            return None, CUT_AT * AIM_BYTES
         aim_bytes = self._rate.aim_bytes(max(1, self._config.copy_workers))
-        return copy.sizes.rows(aim_bytes), _CUT_AT * aim_bytes
+        return copy.sizes.rows(aim_bytes), CUT_AT * aim_bytes
 
     def _save(self, copy: Copy, part: Range) -> None:
         """Note down how far a range is durable; the next chunk may come."""
