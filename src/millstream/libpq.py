@@ -7,7 +7,10 @@ own of what is said here. Nothing in this module connects.
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import psycopg
 
 from millstream.model.addresses import split_url
 
@@ -17,8 +20,13 @@ ADDRESS_HINT: Final = (
     "them from the environment: postgresql://user:${PASSWORD}@host/database."
 )
 
+# What every transaction that may write begins with. Under a stricter default of a role or a database, a transaction would fail where
+# two meet, and see what was there when it began in place of what is there now. A default of read only is respected.
+BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"
+
 # A session in which the text of a value never depends on what a role or a database sets, and in which nothing cuts a long
-# COPY short or filters its rows unsaid (with row_security off, a policy that would hide rows raises an error).
+# COPY short or filters its rows unsaid (with row_security off, a policy that would hide rows raises an error). Transactions that
+# say nothing else are as `BEGIN` has them.
 _PINNED: Final = {
     "client_encoding": "'UTF8'",
     "datestyle": "'ISO, MDY'",
@@ -28,6 +36,8 @@ _PINNED: Final = {
     "bytea_output": "'hex'",
     "lc_monetary": "'C'",
     "search_path": "pg_catalog",
+    "default_transaction_isolation": "'read committed'",
+    "default_transaction_deferrable": "off",
     "standard_conforming_strings": "on",
     "quote_all_identifiers": "off",
     "row_security": "off",
@@ -109,6 +119,29 @@ def pinned_session(**more: str) -> str:
         more: settings that the caller adds or changes, as they stand in SQL.
     """
     return "; ".join(f"SET {name} = {value}" for name, value in (_PINNED | more).items())
+
+
+def fetch_row(
+    connection: psycopg.Connection[tuple[Any, ...]], statement: str, *arguments: object
+) -> tuple[Any, ...] | None:
+    """Execute a statement as a transaction of its own, in one round trip, and return its first row.
+
+    The isolation travels with it, so it holds behind a pooler, too, where a session that was set up may be another one.
+
+    Args:
+        connection: in autocommit.
+        statement: one, with `{}` for each argument.
+        arguments: put in as literals.
+
+    Raises:
+        psycopg.Error: after it the connection is of no more use.
+    """
+    from psycopg import sql
+
+    with connection.cursor() as cursor:
+        cursor.execute(sql.SQL(f"{BEGIN}; {statement}; COMMIT").format(*map(sql.Literal, arguments)))
+        cursor.nextset()
+        return cursor.fetchone()
 
 
 def one_line(error: BaseException) -> str:

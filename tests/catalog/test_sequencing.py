@@ -21,7 +21,7 @@ from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
 from millstream.model.ids import Epoch, StreamId, WriterId
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
-from millstream.protocol.sequencer import Announcement
+from millstream.protocol.sequencer import Announcement, Drawn
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import MakeStore, MemorySequenceStore, SequenceStoreConformance
@@ -268,3 +268,55 @@ def test_a_connection_that_was_cut_is_silence_until_there_is_another(
         first.tell(A)
         heard += second.hear(0.1)
     assert set(heard) == {A}
+
+
+DEFAULTS = [
+    ("default_transaction_isolation = 'repeatable read'",),
+    ("default_transaction_isolation = 'serializable'", "default_transaction_deferrable = on"),
+]
+
+
+@pytest.mark.parametrize("defaults", DEFAULTS)
+def test_draws_and_calls_are_read_committed_whatever_the_database_says(
+    postgres: Database, defaults: tuple[str, ...]
+) -> None:
+    with postgres.connect() as connection:
+        for setting in defaults:
+            connection.execute(
+                sql.SQL("ALTER DATABASE {} SET ").format(sql.Identifier(postgres.name)) + sql.SQL(setting)
+            )
+    with Catalog(postgres.dsn) as catalog:
+        stream = catalog.resolve_stream("shop")
+        store = PostgresSequenceStore(catalog.database, stream, lease_s=1e6)
+        mine, joins = store.register("mine", "here"), store.register("joins", "here")
+        store.recovered(mine.writer, mine.epoch)
+        store.draw(mine.writer, mine.epoch, 5, position=Seq(0))
+        # The draw begins while the row that it wants is locked, by a step that commits before it goes on.
+        drawn: list[Drawn | CatalogError] = []
+
+        def draw() -> None:
+            try:
+                drawn.append(store.draw(mine.writer, mine.epoch, 5, position=Seq(5)))
+            except CatalogError as error:
+                drawn.append(error)
+
+        thread = threading.Thread(target=draw)
+        with catalog.database.write() as raw:
+            raw.exec_driver_sql("UPDATE writers SET lease_until_us = lease_until_us + 1")
+            thread.start()
+            with postgres.connect() as connection:
+                wait_for(
+                    lambda: connection.execute(
+                        "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+                    ).fetchone()
+                )
+            raw.exec_driver_sql("UPDATE writers SET phase = 'joining', position = 5 WHERE name = 'joins'")
+        thread.join()
+        assert joins.writer == 2
+        assert drawn == [Drawn(SeqRange(Seq(6), 5), Seq(5))]
+        hears, tells = (PostgresAnnouncements(catalog.database, stream) for _ in range(2))
+        assert hears.hear(0.01) == []
+        tells.tell(Announcement(mine.writer, mine.epoch, Seq(10)))
+        assert [told.position for told in hears.hear(10.0)] == [10]
+        for closing in (store, hears, tells):
+            closing.close()

@@ -15,6 +15,7 @@ import psycopg
 from psycopg import sql
 
 from millstream.catalog.database import Database
+from millstream.libpq import fetch_row
 from millstream.model.ids import StreamId
 from millstream.protocol.sequencer import Announcement
 
@@ -44,7 +45,7 @@ class PostgresAnnouncements:
         line = self._line()
         if line is not None:
             with self._silent():
-                line.execute("SELECT pg_notify(%s, %s)", (self._channel, str(told)))
+                fetch_row(line, "SELECT pg_notify({}, {})", self._channel, str(told))
 
     def hear(self, timeout_s: float) -> list[Announcement]:
         """As the port."""

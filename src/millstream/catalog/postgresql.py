@@ -22,7 +22,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.errors import CatalogBusy, CatalogError, CatalogUnreachable, DiskFull, MillstreamError
-from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, with_patience
+from millstream.libpq import ADDRESS_HINT, BEGIN, describe_parameters, fetch_row, one_line, parse_address, with_patience
 from millstream.model.names import CATALOG_SCHEMA as SCHEMA
 
 VERSION_MIN: Final = 140000
@@ -78,7 +78,7 @@ class PostgresBackend:
         self._begin_read = f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {timeouts}"
         # Durable when it returns, also where a role or a database has synchronous_commit off; stricter ones stay.
         self._begin_write = (
-            f"BEGIN ISOLATION LEVEL READ COMMITTED; {timeouts}; SELECT pg_current_xact_id()::text,"
+            f"{BEGIN}; {timeouts}; SELECT pg_current_xact_id()::text,"
             " CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
         )
 
@@ -110,7 +110,7 @@ class PostgresBackend:
                     f"{self.place} has the encoding {encoding}",
                     hint="Names of any table have to fit: CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0, and name that one.",
                 )
-            connection.life = str(connection.execute(_LIFE).fetchone())
+            connection.life = str(fetch_row(connection, _LIFE))
         except BaseException:
             connection.close()
             raise
@@ -146,7 +146,7 @@ class PostgresBackend:
         while True:
             with contextlib.suppress(psycopg.OperationalError), self._connect() as asking:
                 try:
-                    row = asking.execute("SELECT pg_xact_status(%s::text::xid8)", transaction[:1]).fetchone()
+                    row = fetch_row(asking, "SELECT pg_xact_status({}::text::xid8)", transaction[0])
                 except psycopg.errors.InvalidParameterValue:
                     return False  # "in the future": the server lost it
                 status = None if row is None else row[0]

@@ -22,6 +22,7 @@ from millstream.catalog import tables as t
 from millstream.catalog.database import Database
 from millstream.catalog.part import lock_stream, now_us
 from millstream.errors import CatalogError, InvalidCount, SequenceUnusable
+from millstream.libpq import fetch_row
 from millstream.model.ids import Epoch, StreamId, WriterId
 from millstream.model.names import CATALOG_SCHEMA
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
@@ -102,7 +103,7 @@ class PostgresSequenceStore:
         arguments = (str(self._stream), writer, epoch, count, position, self._lease_us)
         with self._drawing:
             try:
-                row = self._line().execute(_DRAW, arguments, prepare=False).fetchone()
+                row = fetch_row(self._line(), _DRAW, *arguments)
             except (psycopg.Error, CatalogError) as error:
                 self._hang_up()
                 raise error if isinstance(error, CatalogError) else self._database.translate(error) from error
@@ -297,7 +298,7 @@ class PostgresSequenceStore:
         """The connection that draws: its own, and given up after any error."""
         if self._connection is None or self._connection.closed:
             assert self._database.address is not None
-            self._connection = psycopg.connect(self._database.address, autocommit=True)
+            self._connection = psycopg.connect(self._database.address, autocommit=True, prepare_threshold=None)
         return self._connection
 
     def _hang_up(self) -> None:
@@ -307,7 +308,7 @@ class PostgresSequenceStore:
             self._connection = None
 
 
-_DRAW: Final = f"SELECT * FROM {CATALOG_SCHEMA}.draw_numbers(%s::text, %s::integer, %s::bigint, %s::bigint, %s::bigint, %s::bigint)"
+_DRAW: Final = f"SELECT * FROM {CATALOG_SCHEMA}.draw_numbers({{}}::text, {{}}::integer, {{}}::bigint, {{}}::bigint, {{}}::bigint, {{}}::bigint)"
 
 
 def _entry(row: Any) -> WriterEntry:
