@@ -26,6 +26,7 @@ from bench import (  # noqa: F401 - they register their figures
     routing,
     sequencer,
     sessions,
+    small_tables,
     spark_source,
     wal,
 )

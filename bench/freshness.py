@@ -73,13 +73,14 @@ class Observed:
         return lags
 
 
-def observe(rows: int, *, seconds: int, view: View) -> Observed:
+def observe(rows: int, *, seconds: int, view: View, lake: str = "") -> Observed:
     """Load a table, then update it at random for some time, and look on.
 
     Args:
         rows: of the table.
         seconds: how long, after a warm-up of five.
         view: what the poller asks: `query`, or `current` alone.
+        lake: lines of the stream's section `lake`.
     """
     with postgres(load_unsynced=False) as server, folder("fresh") as path:
         with server.connect(DATABASE) as connection:
@@ -87,7 +88,7 @@ def observe(rows: int, *, seconds: int, view: View) -> Observed:
             connection.execute(f"CREATE TABLE accounts ({COLUMNS}, client int, n bigint)")
             connection.execute(f"INSERT INTO accounts SELECT {VALUES}, -1, 0 FROM generate_series(1, {rows}) AS n")
             connection.execute("VACUUM ANALYZE accounts")
-        home = make_home(server, path / "home", [_TABLE])
+        home = make_home(server, path / "home", [_TABLE], lake=lake)
         say("  first load")
         home.run("run", "--until-caught-up")
         with home.running("run") as run:
@@ -239,11 +240,16 @@ def commit_to_query_large() -> Iterator[Figure]:
 
 @measures("commit_to_current_ms")
 def commit_to_current() -> Iterator[Figure]:
-    """Uniform updates of a small table, whose `current` is folded with every batch."""
+    """Uniform updates of a small table whose `current` is folded with every batch, by `fold_interval`."""
     rows, seconds = asked.rows or ROWS_SMALL, asked.seconds or WINDOWS_S
     say(f"commit_to_current_ms: {rows:,} rows, {RATE} updates a second for {seconds} s")
-    observed = observe(rows, seconds=seconds, view="current")
-    yield _latency("commit_to_current_ms", observed, rows, "a query of `current` alone, as any reader of Delta has it,")
+    observed = observe(rows, seconds=seconds, view="current", lake='fold_interval = "0s"')
+    yield _latency(
+        "commit_to_current_ms",
+        observed,
+        rows,
+        "a query of `current` alone, as any reader of Delta has it (`fold_interval` 0),",
+    )
 
 
 @measures("disk_factor")

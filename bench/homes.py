@@ -66,8 +66,8 @@ class Home:
                 process.wait()
 
 
-def make_home(server: EmbeddedPostgres, path: Path, tables: Sequence[str]) -> Home:
-    """`millstream init`."""
+def make_home(server: EmbeddedPostgres, path: Path, tables: Sequence[str], *, lake: str = "") -> Home:
+    """`millstream init`; `lake` has lines of the stream's section `lake`."""
     named = [word for table in tables for word in ("--tables", table)]
     source = server.dsn(DATABASE)
     subprocess.run(
@@ -76,6 +76,11 @@ def make_home(server: EmbeddedPostgres, path: Path, tables: Sequence[str]) -> Ho
         capture_output=True,
         env=as_installed(),
     )
+    if lake:
+        file, section = path / "millstream.toml", f"[streams.{STREAM}.lake]\n"
+        text = file.read_text()
+        assert section in text, "init writes the section"
+        file.write_text(text.replace(section, f"{section}{lake}\n"))
     return Home(path)
 
 

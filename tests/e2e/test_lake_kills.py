@@ -31,6 +31,7 @@ POINTS = {
     "lake.after_fold_commit": "a fold committed, no cut names it",
     "lake.before_compaction_commit": "history compacted, not committed",
     "lake.before_delete": "upkeep knows what to delete, and hasn't",
+    "lake.before_log_delete": "upkeep knows which commits to delete from the log, and hasn't",
 }
 REPAIRS = {
     "capture.repair.before_append": "rows read again, not in the log",
@@ -61,6 +62,8 @@ WHOLE = """
 LAKE = """[streams.shop.lake]
 upkeep_interval = "2s"
 keep_replaced = "10s"
+log_retention = "10s"
+fold_interval = "0s"
 compact_files = 10
 disk_factor = 2
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -169,3 +170,98 @@ def test_compaction_keeps_records_in_order_of_their_numbers_and_days_apart(
     assert sorted((f["min.__seq"], f["max.__seq"]) for f in found) == [(1, 11), (2, 10)]
     assert table.to_pyarrow_table().num_rows == 11
     assert not [action for action in pa.table(table.get_add_actions()).to_pylist() if action["num_records"] is None]
+
+
+def commits(layout: LakeLayout, view: View, schema: TableSchema) -> list[int]:
+    return sorted(int(file.stem) for file in Path(layout.table_path(view, schema), "_delta_log").glob("*[0-9].json"))
+
+
+def age(layout: LakeLayout, view: View, schema: TableSchema, *, upto: int, by_s: float) -> None:
+    """Set the log's files of a table up to a version back in time."""
+    for file in Path(layout.table_path(view, schema), "_delta_log").glob("*.*"):
+        if file.name[:20].isdecimal() and int(file.name[:20]) <= upto:
+            at = file.stat().st_mtime - by_s
+            os.utime(file, (at, at))
+
+
+def test_commits_never_clean_up_the_log(layout: LakeLayout, orders: TableSchema, records: Records):
+    write(layout, orders, records, 1, 22)
+    for view in ("history", "current"):
+        age(layout, view, orders, upto=10**9, by_s=7 * 3600)
+    write(layout, orders, records, 22, 64)
+    for view in ("history", "current"):
+        found = commits(layout, view, orders)
+        assert found == list(range(found[-1] + 1)), view
+        assert (
+            DeltaTable(layout.table_path(view, orders)).metadata().configuration["delta.enableExpiredLogCleanup"]
+            == "false"
+        )
+
+
+def test_upkeep_cuts_the_log_behind_the_retention_and_versions_within_it_can_be_opened(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    write(layout, orders, records, 1, 64)
+    for view in ("history", "current"):
+        path = layout.table_path(view, orders)
+        newest = commits(layout, view, orders)[-1]
+        rows = DeltaTable(path).to_pyarrow_table().num_rows
+        age(layout, view, orders, upto=newest - 10, by_s=1_000)
+        tend_table(layout, view, orders, now_ms=now_ms())
+
+        kept = commits(layout, view, orders)
+        assert kept == list(range(kept[0], kept[-1] + 1)), "no gap"
+        assert newest - 10 - 20 <= kept[0] <= newest - 10
+        # Retention lasts from the commit that replaced a version: the newest old one can still be opened.
+        for version in range(newest - 10, newest + 1):
+            assert DeltaTable(path, version=version).version() == version
+        assert DeltaTable(path).to_pyarrow_table().num_rows == rows
+
+
+def test_a_table_that_is_written_rarely_is_checkpointed_by_upkeep_and_its_log_is_cut_too(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    write(layout, orders, records, 1, 6)
+    newest = commits(layout, "current", orders)[-1]
+    tend_table(layout, "current", orders, now_ms=now_ms() + 61_000)
+    assert commits(layout, "current", orders)[0] == 0
+    write(layout, orders, records, 6, 8)
+    tend_table(layout, "current", orders, now_ms=now_ms() + 901_000)
+    assert commits(layout, "current", orders) == [newest, newest + 1, newest + 2]
+    assert DeltaTable(layout.table_path("current", orders)).to_pyarrow_table().num_rows == 7
+
+
+def test_the_log_of_a_version_that_a_kept_cut_names_stays(layout: LakeLayout, orders: TableSchema, records: Records):
+    write(layout, orders, records, 1, 30)
+    path = layout.table_path("current", orders)
+    for _ in range(2):
+        tend_table(layout, "current", orders, now_ms=now_ms() + 2_000_000, spared=3)
+        assert DeltaTable(path, version=3).version() == 3
+    tend_table(layout, "current", orders, now_ms=now_ms() + 2_000_000, spared=25)
+    assert DeltaTable(path, version=25).version() == 25
+    assert commits(layout, "current", orders)[0] > 3
+
+
+def test_the_log_of_a_lake_of_before_is_taken_over_by_upkeep(layout: LakeLayout, orders: TableSchema, records: Records):
+    write(layout, orders, records, 1, 3)
+    table = DeltaTable(layout.table_path("current", orders))
+    table.alter.set_table_properties({"delta.enableExpiredLogCleanup": "true"}, raise_if_not_exists=False)
+    tend_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
+    after = DeltaTable(layout.table_path("current", orders)).metadata().configuration
+    assert after["delta.enableExpiredLogCleanup"] == "false"
+    assert after["delta.deletedFileRetentionDuration"] == "interval 7200 seconds"
+    version = DeltaTable(layout.table_path("current", orders)).version()
+    tend_table(layout, "current", orders, now_ms=now_ms(), keep_s=3600.0)
+    assert DeltaTable(layout.table_path("current", orders)).version() == version
+
+
+def test_the_log_of_cuts_is_cut_too(layout: LakeLayout, orders: TableSchema, records: Records):
+    commit = append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    for n in range(1, 46):
+        commit_cut(layout, Seq(n), [replace(commit, n=Seq(n))], committed_at=datetime.now(UTC))
+    tend_cuts(layout, now_ms=now_ms() + 901_000)
+    left = sorted(Path(layout.commits_path, "_delta_log").glob("*[0-9].json"))
+    assert len(left) < 20
+    cut = last_cut(layout)
+    assert cut is not None
+    assert cut.n == 45

@@ -38,6 +38,7 @@ def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any)
         "checkpoint_dir": home / "data" / "spark" / "lake",
         "spark": spark,
         "trigger_interval_ms": 100,
+        "fold_interval_s": 0.0,
     }
     return PipelineConfig(**facts | changes)
 

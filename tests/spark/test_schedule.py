@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from millstream.lake.upkeep import KEEP_S
 from millstream.spark.schedule import (
     DISK_FACTOR,
+    FOLD_INTERVAL_S,
     SMALL_BYTES,
     FoldHistory,
     fold_interval_s,
@@ -29,8 +30,21 @@ def test_a_large_table_that_is_rewritten_whole_folds_every_75_seconds() -> None:
     assert fold_is_due(last, 175.25)
 
 
-def test_a_small_table_waits_no_longer_than_its_last_fold_took() -> None:
-    assert fold_interval_s(FoldHistory(0.0, 0.05, SMALL_BYTES - 1, SMALL_BYTES - 1)) == 0.05
+def test_a_small_table_folds_every_30_seconds_or_as_often_as_is_asked_for() -> None:
+    last = FoldHistory(0.0, 0.05, SMALL_BYTES - 1, SMALL_BYTES - 1)
+
+    assert fold_interval_s(last) == FOLD_INTERVAL_S == 30.0
+    assert fold_interval_s(last, least_s=0.0) == 0.05
+    assert not fold_is_due(last, 29.9)
+    assert fold_is_due(last, 30.0)
+
+
+def test_a_table_of_a_few_mebibytes_keeps_its_disk_factor() -> None:
+    assert fold_interval_s(FoldHistory(0.0, 0.05, 3 << 20, 3 << 20), least_s=0.0) == 75.25
+
+
+def test_a_fold_of_little_of_a_large_table_waits_for_the_interval_too() -> None:
+    assert fold_interval_s(FoldHistory(0.0, 0.2, 1 << 30, 1 << 20)) == 30.0
 
 
 @given(

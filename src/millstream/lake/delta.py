@@ -198,10 +198,7 @@ def create_table(
                     **bounded_property(bounded),
                     # Tables are opened anew for every write, which reads the commits since the last checkpoint.
                     "delta.checkpointInterval": "20",
-                    # Commits come every second: the log of a month would be millions of files.
-                    "delta.logRetentionDuration": "interval 6 hours",
-                    # How long the log remembers removed files, which `upkeep` deletes long before.
-                    "delta.deletedFileRetentionDuration": "interval 1 hours",
+                    **log_properties(),
                     **(properties or {}),
                 },
                 storage_options=dict(layout.storage_options) or None,
@@ -214,6 +211,19 @@ def create_table(
     opened = open_table(layout, path, app)
     assert opened is not None
     return opened
+
+
+def log_properties(keep_s: float = 0.0) -> dict[str, str]:
+    """The table properties that leave upkeep of the log to `delta_log`.
+
+    Args:
+        keep_s: how long replaced data files stay. The log remembers them for twice that, 10 minutes at least: every checkpoint
+            names each file that it remembers, and upkeep deletes those files long before.
+    """
+    return {
+        "delta.enableExpiredLogCleanup": "false",
+        "delta.deletedFileRetentionDuration": f"interval {round(max(600.0, 2 * keep_s))} seconds",
+    }
 
 
 def bounded_property(columns: Sequence[str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from millstream.errors import LakeConflict
 from millstream.lake.commits import compact_cuts
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap, table_in, version_in
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
+from millstream.lake.delta_log import CHECKPOINT_S, LOG_RETENTION_S, log_files, trim_log
 from millstream.lake.folded.scd2 import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.folder import BOUNDED, PARTITION, day_folder, in_day
 from millstream.lake.layout import BESIDE, LakeLayout, View
@@ -39,7 +40,8 @@ _TARGET_BYTES: Final = 64 << 20
 _SMALL_BYTES: Final = 16 << 20
 _WRITE_S_MAX: Final = 3_600.0
 """No write of ours holds a file uncommitted for as long."""
-_LOOK_BACK_VERSIONS: Final = 2_000
+_CLOCK_MS: Final = 2_000
+"""The storage's clock and the one that stamps commits may differ by this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,13 @@ class UpkeepRules:
     """From one upkeep to the next."""
     compact_files: int = COMPACT_FILES
     """Small files of a day of history from which on they are made one."""
+    log_retention_s: float = LOG_RETENTION_S
+    """How long a version of a table can be opened after a later commit."""
+
+    @property
+    def watch_s(self) -> float:
+        """How long a table is tended after its last write: what that replaced goes a while after it."""
+        return max(self.keep_s, self.log_retention_s + CHECKPOINT_S) + 3 * self.interval_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ def tend_table(
     now_ms: int,
     keep_s: float = KEEP_S,
     compact_files: int = COMPACT_FILES,
+    log_retention_s: float = LOG_RETENTION_S,
     spared: int | None = None,
 ) -> Upkeep:
     """Compact what is only appended to where it has many small files, and delete files that no reader needs any more.
@@ -88,6 +98,7 @@ def tend_table(
         now_ms: milliseconds since 1970, of the clock that stamps Delta's commits.
         keep_s: how long replaced files stay.
         compact_files: small files (of history: of a day) from which on they are compacted.
+        log_retention_s: how long a version can be opened after a later commit.
         spared: the oldest version of the table that a kept cut names; its files, and those of all later ones, stay.
 
     Raises:
@@ -107,6 +118,7 @@ def tend_table(
         compacted = _compact_ended(layout, opened, compact_files)
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
     newest = open_table(layout, path, app) or opened
+    trim_log(layout, newest, now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s, spared=spared)
     live = sum(size or 0 for size in live_files(newest).column("size_bytes").to_pylist())
     disk = sum(info.size or 0 for info in TableFiles(layout, path).all().values())
     return Upkeep(compacted, deleted, int(live), int(disk))
@@ -178,7 +190,7 @@ def delete_unneeded(
 ) -> int:
     """Delete the files of a table that no reader needs; returns how many. Arguments as of `tend_table`."""
     opened = open_table(layout, path, app)
-    kept = None if opened is None else _version_before(opened, int(now_ms - keep_s * 1000))
+    kept = None if opened is None else _version_before(layout, opened, int(now_ms - keep_s * 1000))
     if opened is None or kept is None:
         return 0
     oldest = kept if spared is None else min(kept, max(0, spared))
@@ -204,21 +216,31 @@ def delete_unneeded(
         return files.delete(unneeded)
 
 
-def tend_cuts(layout: LakeLayout, *, now_ms: int, keep_s: float = KEEP_S) -> int:
-    """Keep `_commits` in few files; returns how many were deleted. It may run beside the commits of cuts."""
+def tend_cuts(
+    layout: LakeLayout, *, now_ms: int, keep_s: float = KEEP_S, log_retention_s: float = LOG_RETENTION_S
+) -> int:
+    """Keep `_commits` in few files; returns how many data files were deleted. It may run beside the commits of cuts."""
+    path, app = layout.commits_path, layout.commits_app_id
     with contextlib.suppress(LakeConflict):
         compact_cuts(layout)
-    return delete_unneeded(layout, layout.commits_path, layout.commits_app_id, now_ms=now_ms, keep_s=keep_s)
+    deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s)
+    opened = open_table(layout, path, app)
+    if opened is not None:
+        trim_log(layout, opened, now_ms=now_ms, keep_s=keep_s, retention_s=log_retention_s)
+    return deleted
 
 
 def _live(opened: OpenTable) -> set[str]:
     return set(live_files(opened).column("path").to_pylist())
 
 
-def _version_before(opened: OpenTable, before_ms: int) -> int | None:
+def _version_before(layout: LakeLayout, opened: OpenTable, before_ms: int) -> int | None:
     """The newest version committed at or before a time; None where the log doesn't reach back so far."""
+    # Commits tell the exact time, but each is a file to read. The storage's times tell how many to read.
+    commits = [file for file in log_files(layout, opened.path) if file.is_commit]
+    later = sum(file.written_ms > before_ms - _CLOCK_MS for file in commits)
     with lake_errors(opened.path):
-        for info in opened.table.history(_LOOK_BACK_VERSIONS):
+        for info in opened.table.history(min(later + 1, len(commits)) or 1):
             if int(info["timestamp"]) <= before_ms:
                 return int(info["version"])
     return None

@@ -114,6 +114,10 @@ class Folder:
 
         Only while the thread isn't running.
         """
+        self._fold_all()
+        self._tend(at_once=True)
+
+    def _fold_all(self) -> None:
         failures = 0
         self._make_way()
         while tasks := self._tasks(lambda _entry: True):
@@ -165,7 +169,11 @@ class Folder:
     def _is_due(self, entry: TableEntry) -> bool:
         now = time.monotonic()
         return now >= entry.fold_again_s and fold_is_due(
-            entry.fold, now, disk_factor=self._config.disk_factor, keep_s=self._config.upkeep.keep_s
+            entry.fold,
+            now,
+            least_s=self._config.fold_interval_s,
+            disk_factor=self._config.disk_factor,
+            keep_s=self._config.upkeep.keep_s,
         )
 
     def _tasks(self, wanted: Callable[[TableEntry], bool]) -> list[FoldTask]:
@@ -257,10 +265,14 @@ class Folder:
             self._schemas |= {(table_id, SchemaVersion(0)): schema for table_id, schema in newest.items()}
         return self._schemas.get(key)
 
-    def _tend(self) -> None:
-        """At intervals: few files instead of many, and none that no reader needs, in tables that were written to."""
+    def _tend(self, *, at_once: bool = False) -> None:
+        """At intervals: few files instead of many, and none that no reader needs, in tables that were written to.
+
+        Args:
+            at_once: tend whatever this run has appended to, before it ends: it may have been too short for an interval.
+        """
         rules = self._config.upkeep
-        if time.monotonic() - self._tended_s < rules.interval_s:
+        if not at_once and time.monotonic() - self._tended_s < rules.interval_s:
             return
         self._tended_s = time.monotonic()
         tasks = []
@@ -269,8 +281,7 @@ class Folder:
         for entry in list(self._ledger.tables.values()):
             if entry.table_id not in placed:
                 continue  # another table has taken over its name, and tends what lies there
-            # What the last write replaced goes a while after it.
-            lately = time.monotonic() - entry.written_s < rules.keep_s + 3 * rules.interval_s
+            lately = entry.rows > 0 if at_once else time.monotonic() - entry.written_s < rules.watch_s
             schema = self._schema(entry) if lately else None
             if schema is not None:
                 views: tuple[View, ...] = ("history", *self._folded_views(schema))
@@ -288,7 +299,12 @@ class Folder:
             for answer in self._map(tend_one, tasks):
                 self._ledger.tended(answer)
             with contextlib.suppress(MillstreamError, OSError):
-                tend_cuts(self._config.layout, now_ms=time.time_ns() // 1_000_000, keep_s=rules.keep_s)
+                tend_cuts(
+                    self._config.layout,
+                    now_ms=time.time_ns() // 1_000_000,
+                    keep_s=rules.keep_s,
+                    log_retention_s=rules.log_retention_s,
+                )
 
     def _droppable(self, entry: TableEntry, schema: TableSchema) -> HistoryBound | None:
         """What may go from a table's history: what the configuration doesn't keep and its folds, in the last cut, cover."""

@@ -375,6 +375,7 @@ def tend_one(task: TendTask) -> TendAnswer:
                 now_ms=now_ms,
                 keep_s=task.rules.keep_s,
                 compact_files=task.rules.compact_files,
+                log_retention_s=task.rules.log_retention_s,
                 spared=task.spared.get(view),
             )
     return TendAnswer(schema.table_id, taken)

@@ -12,7 +12,7 @@ from millstream.lake.layout import LakeLayout, View
 from millstream.lake.upkeep import UpkeepRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
-from millstream.spark.schedule import DISK_FACTOR
+from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S
 from millstream.spark.session import SparkOptions
 from millstream.spark.sinks import LakeOfFiles, Sink
 
@@ -39,6 +39,8 @@ class PipelineConfig:
     """Days of history older than this are dropped; None: none is."""
     fold_sizes: FoldSizes = DEFAULT_SIZES
     upkeep: UpkeepRules = field(default_factory=UpkeepRules)
+    fold_interval_s: float = FOLD_INTERVAL_S
+    """The least time from one fold of a table to the next, while the pipeline runs."""
     disk_factor: float = DISK_FACTOR
     """Bound of `current`'s disk bytes over its live bytes."""
 

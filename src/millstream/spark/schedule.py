@@ -8,7 +8,7 @@ bytes over live bytes. With r = removed / live bytes of a fold and n folds' file
     1 + r + n r  <=  disk_factor,   and n folds ago was longer than keep_s before this one began
 
 With the defaults, a table that is rewritten whole folds 75 s after its last fold; one whose changes lie together, in proportion
-oftener.
+oftener. No table folds oftener than every `FOLD_INTERVAL_S`: each fold writes a data file, a commit and a cut at least.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Final
 from millstream.lake.upkeep import KEEP_S
 
 DISK_FACTOR: Final = 5.0
-SMALL_BYTES: Final = 8 << 20
-"""A table below this is folded after every batch, whatever it leaves: 5 minutes of it are a few hundred MiB at worst."""
+FOLD_INTERVAL_S: Final = 30.0
+"""The least time from one fold of a table to the next. Queries don't wait for folds: they read the records behind the last one too."""
+SMALL_BYTES: Final = 1 << 20
+"""The disk factor of a table below this isn't bounded: 5 minutes of its folds are 10 MiB at worst."""
 BUSY_SHARE: Final = 0.5
 """Of the time, folding may take for one table; the rest is the batches'."""
 
@@ -42,9 +44,15 @@ class FoldHistory:
     """Of the files that it replaced."""
 
 
-def fold_interval_s(last: FoldHistory, *, disk_factor: float = DISK_FACTOR, keep_s: float = KEEP_S) -> float:
-    """The least time from the end of one fold to the start of the next."""
-    rest = last.took_s * (1 / BUSY_SHARE - 1)
+def fold_interval_s(
+    last: FoldHistory,
+    *,
+    least_s: float = FOLD_INTERVAL_S,
+    disk_factor: float = DISK_FACTOR,
+    keep_s: float = KEEP_S,
+) -> float:
+    """The least time from the end of one fold to the start of the next, at least `least_s`."""
+    rest = max(least_s, last.took_s * (1 / BUSY_SHARE - 1))
     if last.live_bytes < SMALL_BYTES or not last.removed_bytes:
         return rest
     copies = max(1, int((disk_factor - 1) * last.live_bytes / last.removed_bytes))
@@ -52,6 +60,13 @@ def fold_interval_s(last: FoldHistory, *, disk_factor: float = DISK_FACTOR, keep
     return max(rest, (keep_s + _CLOCK_S) / copies)
 
 
-def fold_is_due(last: FoldHistory, now_s: float, *, disk_factor: float = DISK_FACTOR, keep_s: float = KEEP_S) -> bool:
+def fold_is_due(
+    last: FoldHistory,
+    now_s: float,
+    *,
+    least_s: float = FOLD_INTERVAL_S,
+    disk_factor: float = DISK_FACTOR,
+    keep_s: float = KEEP_S,
+) -> bool:
     """Whether a table with something to fold may be folded now."""
-    return now_s - last.ended_s >= fold_interval_s(last, disk_factor=disk_factor, keep_s=keep_s)
+    return now_s - last.ended_s >= fold_interval_s(last, least_s=least_s, disk_factor=disk_factor, keep_s=keep_s)

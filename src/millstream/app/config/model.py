@@ -126,6 +126,11 @@ class LakeConfig(Section):
         description="How long history is kept, by whole days: older ones are dropped once `current` has what they made. Unset: for ever. "
         "`--as-of` answers for what is kept.",
     )
+    fold_interval: Duration = Field(
+        default="30s",
+        description="The least time from one fold of a table to the next. `query` is fresh without folds: it reads the records behind the last one "
+        "too. Readers that open `current` themselves see it as of the last fold.",
+    )
     disk_factor: float = Field(
         default=5.0,
         ge=1.5,
@@ -134,6 +139,11 @@ class LakeConfig(Section):
     keep_replaced: Duration = Field(
         default="5m",
         description="How long files that a fold or compaction replaced stay on disk: longer than the queries of readers that open tables themselves.",
+    )
+    log_retention: Duration = Field(
+        default="15min",
+        description="How long a table's older versions can be opened: commits go from its `_delta_log` after that, at the next upkeep. A streaming reader "
+        "that stops for longer has to start again from the table.",
     )
     upkeep_interval: Duration = Field(
         default="60s", description="How often small files are compacted and files that nobody needs are deleted."
