@@ -110,7 +110,8 @@ class Segment:
         check(len(head) == 4096 and head.startswith(b"MILLWAL\n"), f"{path} is no segment")
         self.header = header = Header(*HEADER.unpack_from(head))
         check(header.crc == crc32c(head[:8], head[12:]), f"{path}: the header fails its checksum")
-        check((header.version, header.base) == (2, int(path.stem)), f"{path} says that it is another")
+        own = (2, int(path.stem), int(path.parent.name))
+        check((header.version, header.base, header.shard) == own, f"{path} says that it is another")
         middle, end = HEADER.size + header.ops, HEADER.size + header.ops + header.batches
         self.directory = [ipc.read_schema(pa.py_buffer(m)) for m in (head[HEADER.size : middle], head[middle:end])]
         self.trailer = self.footer_hash = None

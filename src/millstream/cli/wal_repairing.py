@@ -81,6 +81,7 @@ def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool
                 "done": not dry_run,
                 "losses": [asdict(loss) for loss in plan.losses],
                 "mends": [asdict(mend) for mend in plan.mends],
+                "moves": [asdict(move) for move in plan.moves],
                 "accept": wanted,
                 "kept_aside": plan.kept_aside,
             }
@@ -92,6 +93,9 @@ def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool
             f"{'lost' if not dry_run else 'would be lost'}: records{words.of(loss.tables)} at offsets [{loss.offset_from}, {loss.offset_to}) of"
             f" shard {loss.shard}{numbers} ({loss.file}@{loss.byte}: {loss.why})"
         )
+    for move in plan.moves:
+        would, to = "would be " if dry_run else "", "set aside" if move.target is None else f"moved to {move.target}"
+        click.echo(f"{would}{to}: {move.path}: {move.why}")
     for mend in plan.mends:
         say(f"{'made anew' if not dry_run else 'would be made anew'}: {mend.file}@{mend.byte}: {mend.why}")
     for kept in plan.kept_aside:

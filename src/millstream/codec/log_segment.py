@@ -239,6 +239,8 @@ class SegmentFooter:
     record_count: int
     frames_hash: bytes
     """SHA-256 over the heads of all frames in order; a head holds the checksums of its frame's payload."""
+    footer_hash: bytes = field(default=NO_HASH, compare=False)
+    """Hash of index and trailer, which the next segment's header must name; zeros unless it was decoded."""
 
     def encode(self) -> bytes:
         """Index and trailer, to stand right behind the last frame."""
@@ -276,7 +278,7 @@ class SegmentFooter:
             return None
         frames = _decode_index(encoded.index_bytes)
         _check_chain(frames, encoded.start, encoded.end_offset, encoded.record_count)
-        return cls(frames, encoded.end_offset, encoded.record_count, encoded.frames_hash)
+        return cls(frames, encoded.end_offset, encoded.record_count, encoded.frames_hash, encoded.footer_hash)
 
     @staticmethod
     def encoded_hash(encoded: bytes) -> bytes:
@@ -309,6 +311,8 @@ class SegmentTotals:
     """None where no frame tells one."""
     end_offset: Offset
     """Exclusive end of the offsets in the segment."""
+    footer_hash: bytes = field(default=NO_HASH, compare=False)
+    """As `SegmentFooter.footer_hash`."""
 
     @classmethod
     def decode_tail(cls, read: Callable[[int, int], bytes], file_size: int) -> Self | None:
@@ -329,6 +333,7 @@ class SegmentTotals:
             (Seq(lasts["min"] or 0), Seq(lasts["max"] or 0)),
             pc.min(records.column("commit_ts_min_us")).as_py(),
             encoded.end_offset,
+            encoded.footer_hash,
         )
 
 
@@ -345,6 +350,7 @@ class _EncodedFooter(NamedTuple):
     end_offset: Offset
     record_count: int
     frames_hash: bytes
+    footer_hash: bytes
 
 
 def _read_footer(read: Callable[[int, int], bytes], file_size: int) -> _EncodedFooter | None:
@@ -361,7 +367,9 @@ def _read_footer(read: Callable[[int, int], bytes], file_size: int) -> _EncodedF
     index = read(start, index_length)
     if len(index) < index_length or crc != crc32c(index, trailer[4:]):
         raise CorruptFrame("the segment footer fails its checksum")
-    return _EncodedFooter(index, start, Offset(end_offset), record_count, frames_hash)
+    footer_hash = hashlib.sha256(index)
+    footer_hash.update(trailer)
+    return _EncodedFooter(index, start, Offset(end_offset), record_count, frames_hash, footer_hash.digest())
 
 
 def _check_chain(frames: tuple[FrameEntry, ...], byte_end: int, end_offset: int, record_count: int) -> None:

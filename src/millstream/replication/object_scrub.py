@@ -16,6 +16,7 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SI
 from millstream.errors import (
     CorruptFrame,
     Diverged,
+    OtherStream,
     ShipmentUnreadable,
     StoreDamaged,
     TruncatedFrame,
@@ -229,7 +230,7 @@ class Scrub:
         read = reader_of(self._files, path)
         try:
             size = self._files.size(path)
-            own, why = self._whole(shard, base, size, read)
+            own, why = self._own(shard, base, size, read)
             if own is not None and not self._is_same(own, after, name, stored_bytes):
                 own, why = None, "nothing that is stored shows that this node's segment is the same"
                 if after.base is None:
@@ -253,6 +254,13 @@ class Scrub:
         with suppress(CorruptFrame, TruncatedFrame, UnsupportedFormat):
             header = SegmentHeader.decode(self._reader_of_object(name, stored_bytes)(0, SEGMENT_HEADER_SIZE))
         return _Next(base, None if header is None else header.previous_hash)
+
+    def _own(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_Segment | None, str]:
+        """As `_whole`, of this node's file: it may be one of another log."""
+        try:
+            return self._whole(shard, base, size, read)
+        except OtherStream as error:
+            return None, error.message
 
     def _is_same(self, own: _Segment, after: _Next, name: str, stored_bytes: int) -> bool:
         """Whether a segment of this node's is shown to be the one that is, or was, stored."""

@@ -15,10 +15,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Final
+from uuid import UUID
 
 import pyarrow as pa
 
-from millstream.model.ids import SchemaVersion, TableId
+from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.index import SchemaPlace
@@ -70,7 +71,7 @@ def refer(folder: str, span: LogSpan, parts: Sequence[TablePart], after: Seq, up
     """
     newest = max(parts, key=lambda part: part.schema.version).schema
     places = [place for place in span.schema_frames if place.table_id == newest.table_id]
-    facts = {"folder": folder} | asdict(replace(span, schema_frames=tuple(places)))
+    facts = {"folder": folder} | asdict(replace(span, schema_frames=tuple(places))) | {"stream": str(span.stream)}
     first, last = min(part.first_seq for part in parts), max(part.last_seq for part in parts)
     rows = sum(part.rows for part in parts)
     return _row(newest.table_id, newest.version, first, last, rows, after, upto, span=json.dumps(facts))
@@ -111,7 +112,8 @@ def records_in(table_id: TableId, ipc: pa.Buffer, span: str) -> Iterator[tuple[T
     facts = json.loads(span)
     folder = facts.pop("folder")
     places = tuple(SchemaPlace(*place) for place in facts.pop("schema_frames"))
-    stretch = LogSpan(**facts, schema_frames=places)
+    stream = StreamId(UUID(facts.pop("stream")))
+    stretch = LogSpan(**facts, schema_frames=places, stream=stream)
     held: list[TableRecords] = []
     rows = 0
     for piece in StreamReader(folder).read_span(stretch, tables=[table_id], moments=True):

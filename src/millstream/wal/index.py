@@ -7,27 +7,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader, SegmentTotals
 from millstream.errors import CorruptFrame, CorruptWal
-from millstream.model.ids import Epoch, ShardId, TableId
+from millstream.model.ids import Epoch, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.mark import read_dropped
+from millstream.wal.place import REPLACED, misplacement
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
-from millstream.wal.walk import UNREADABLE_HEADER, Loss, walk_segment
+from millstream.wal.walk import UNREADABLE_HEADER, Loss, header_of, walk_segment
 from millstream.wal.writing.segment import entry_of
 
 OnDamage: TypeAlias = Callable[[CorruptWal], None]
 _Read: TypeAlias = Callable[[int, int], bytes]
-_Tail = TypeVar("_Tail")
+_Tail = TypeVar("_Tail", SegmentFooter, SegmentTotals)
 HEADS_AHEAD_BYTES: Final = 1 << 16
 """Read-ahead where only heads are wanted: payloads longer than this are skipped over."""
 _CACHED_FRAMES_MAX: Final = 200_000
@@ -58,18 +61,23 @@ def damage_of(loss: Loss) -> CorruptWal:
     return damage(loss.why, file=loss.file, byte=loss.byte, offset_from=loss.offset_from, offset_to=loss.offset_to)
 
 
-def read_header(files: Files, segment: SegmentFile) -> SegmentHeader:
-    """A segment's header. Raises `CorruptWal`, `UnsupportedFormat`; `FileNotFoundError` where the file is gone."""
+def read_header(
+    files: Files, segment: SegmentFile, *, shard: ShardId | None = None, stream: StreamId | None = None
+) -> SegmentHeader:
+    """A segment's header, which names its base offset and, if they are given, its shard and stream.
+
+    Raises `CorruptWal`, `UnsupportedFormat`; `FileNotFoundError` where the file is gone.
+    """
+    base = segment.base_offset
     try:
         header = SegmentHeader.decode(files.read(segment.path, 0, SEGMENT_HEADER_SIZE))
-        if header.base_offset != segment.base_offset:
-            raise CorruptFrame(f"its header says that it begins at offset {header.base_offset}")
-        return header
     except CorruptFrame as error:
-        base = segment.base_offset
-        raise damage(
-            f"{UNREADABLE_HEADER}: {error}", file=segment.path, byte=0, offset_from=base, offset_to=base
-        ) from error
+        why = f"{UNREADABLE_HEADER}: {error}"
+        raise damage(why, file=segment.path, byte=0, offset_from=base, offset_to=base) from error
+    elsewhere = misplacement(header, segment, header.shard if shard is None else shard, stream)
+    if elsewhere is not None:
+        raise damage(elsewhere, file=segment.path, byte=0, offset_from=base, offset_to=base)
+    return header
 
 
 class SchemaPlace(NamedTuple):
@@ -118,6 +126,11 @@ class ShardIndex:
         self._lost_upto: dict[Offset, Offset] = {}
         """By the base offset of a segment that had to be walked over: the end of the last loss told of it."""
         self._first_group_end: dict[Offset, Seq] = {}
+        self._headers: dict[tuple[Offset, Epoch | None], SegmentHeader] = {}
+        """By base offset; of the segment being written, by its mark's epoch too."""
+        self._footer_hashes: dict[Offset, bytes] = {}
+        self._reported: set[Offset] = set()
+        """Base offsets of misplaced segments, and of those that don't follow on, that were told of."""
         self._open: _OpenFrames | None = None
 
     def segments(self, mark: DurableMark) -> list[SegmentFile]:
@@ -128,7 +141,9 @@ class ShardIndex:
         return [segment for segment in segments if first <= segment.base_offset <= mark.base_offset]
 
     def frames(self, segment: SegmentFile, mark: DurableMark) -> tuple[FrameEntry, ...] | list[FrameEntry]:
-        """A segment's frames that the mark shows."""
+        """A segment's frames that the mark shows; none of one that is misplaced, where damage is told and not raised."""
+        if self._is_misplaced(segment, mark):
+            return ()
         if segment.base_offset == mark.base_offset:
             return self._open_frames(segment, mark)
         known = self._sealed.get(segment.base_offset)
@@ -181,7 +196,7 @@ class ShardIndex:
         low, high = 0, len(segments)
         while low < high:
             middle = (low + high) // 2
-            end = self._group_end_at_start(segments[middle], mark)
+            end = self._group_end_from(segments, middle, mark)
             if end is not None and end <= after:
                 low = middle + 1
             else:
@@ -213,16 +228,72 @@ class ShardIndex:
     ) -> Iterator[SegmentFile]:
         """Segments: each must begin where the one before it ended, the last end where the mark says."""
         expected: Offset | None = None
-        for segment in segments:
+        known = list(segments)
+        for segment, following in zip_longest(known, known[1:]):
+            if self._is_misplaced(segment, mark):
+                # Its name is no evidence of anything: what should lie there is missing.
+                expected = segment.base_offset if expected is None else expected
+                continue
             if expected is not None and segment.base_offset != expected:
                 self._tell_missing(expected, segment.base_offset)
+            end = end_of(segment)
+            if following is not None and following.base_offset == end:
+                self._check_follows(segment, following, mark)
             yield segment
-            expected = end_of(segment)
-            expected = max(expected, self._lost_upto.get(segment.base_offset, expected))
+            expected = max(end, self._lost_upto.get(segment.base_offset, end))
         if expected is None and mark.durable_offset > 0:
             self._tell_missing(Offset(0), mark.durable_offset)
         elif expected is not None and expected < mark.durable_offset:
             self._tell_missing(expected, mark.durable_offset)
+
+    def _header_of(self, segment: SegmentFile, mark: DurableMark) -> SegmentHeader | None:
+        """A segment's header, read once; None if it can't be read: its frames' reader tells of that."""
+        base = segment.base_offset
+        is_open = base >= mark.base_offset
+        key = (base, mark.epoch if is_open else None)
+        header = self._headers.get(key)
+        if header is None:
+            header = header_of(self._files, segment)
+            # One without frames may be made anew by the writer that starts next.
+            if header is not None and not (is_open and mark.byte_end <= SEGMENT_HEADER_SIZE):
+                self._headers[key] = header
+        return header
+
+    def _other_place(self, segment: SegmentFile, mark: DurableMark) -> str | None:
+        """Why a segment's header is that of another place; None if it isn't, or if the mark shows nothing of the segment."""
+        if segment.base_offset == mark.base_offset and mark.byte_end <= SEGMENT_HEADER_SIZE:
+            return None
+        header = self._header_of(segment, mark)
+        return None if header is None else misplacement(header, segment, self._shard, mark.stream)
+
+    def _is_misplaced(self, segment: SegmentFile, mark: DurableMark) -> bool:
+        """Whether a segment's header is that of another place, which is told."""
+        why = self._other_place(segment, mark)
+        if why is not None:
+            self._tell_once(segment, why)
+        return why is not None
+
+    def _check_follows(self, segment: SegmentFile, following: SegmentFile, mark: DurableMark) -> None:
+        """Tell if the header behind a sealed segment names another footer than it has, before anything of it is read."""
+        footer_hash = self._footer_hashes.get(segment.base_offset)
+        if footer_hash is None or segment.base_offset in self._lost_upto:
+            return  # its footer is damaged, and that was told
+        with suppress(FileNotFoundError):  # a writer that starts makes an empty one anew
+            header = self._header_of(following, mark)
+            if header is None or header.previous_hash == footer_hash:
+                return
+            # `wal repair` may have written both again since one of them was read.
+            header, footer = header_of(self._files, following), self._footer(segment)
+            if header is None or misplacement(header, following, self._shard, mark.stream) is not None:
+                return
+            if header.previous_hash != footer.footer_hash:
+                self._tell_once(following, REPLACED)
+
+    def _tell_once(self, segment: SegmentFile, why: str) -> None:
+        base = segment.base_offset
+        if base not in self._reported:
+            self._tell(damage(why, file=segment.path, byte=0, offset_from=base, offset_to=base))
+            self._reported.add(base)
 
     def _tell_missing(self, offset_from: Offset, offset_to: Offset) -> None:
         error = CorruptWal(
@@ -246,6 +317,12 @@ class ShardIndex:
             for entry in self.frames(segment, mark)
             if entry.kind is FrameKind.SCHEMA and entry.tables and entry.position < before
         )
+
+    def _group_end_from(self, segments: Sequence[SegmentFile], place: int, mark: DurableMark) -> Seq | None:
+        """As `_group_end_at_start`, of the first segment from a place on that isn't misplaced."""
+        while place + 1 < len(segments) and self._other_place(segments[place], mark) is not None:
+            place += 1
+        return self._group_end_at_start(segments[place], mark)
 
     def _group_end_at_start(self, segment: SegmentFile, mark: DurableMark) -> Seq | None:
         """Last number of the group that a segment begins with; None where the mark shows nothing of it yet."""
@@ -282,6 +359,7 @@ class ShardIndex:
         except CorruptFrame as error:
             base = segment.base_offset
             raise damage(error, file=segment.path, byte=size, offset_from=base, offset_to=base) from error
+        self._footer_hashes[segment.base_offset] = footer.footer_hash
         return footer
 
     def _open_frames(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
@@ -294,7 +372,7 @@ class ShardIndex:
             return known.entries
         try:
             if known.header is None:
-                known.header = read_header(self._files, segment)
+                known.header = self._header_of(segment, mark) or read_header(self._files, segment)
             self._scan(segment, known, known.header, mark)
         except CorruptWal as error:
             if known.header is None:

@@ -238,7 +238,7 @@ class StreamReader:
     ) -> LogSpan:
         end = piece[-1].position + piece[-1].length
         schemas = self._index(shard).schema_frames(segment, mark, end)
-        return LogSpan(shard, segment.path, piece[0].position, end, after, upto, schemas)
+        return LogSpan(shard, segment.path, piece[0].position, end, after, upto, schemas, mark.stream)
 
     # --- records ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class StreamReader:
         """
         wanted = None if tables is None else frozenset(tables)
         with Meanwhile(self._extent, span.end, span.upto):
-            source = SegmentSource(self._files, span.path)
+            source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
             source.bring_schemas(_of_tables(span.schema_frames, wanted))
             for run in runs_of(frames_in(source, span), wanted):
                 yield from source.run_records(
@@ -271,7 +271,7 @@ class StreamReader:
         """
         found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
         with Meanwhile(self._extent, span.end, span.upto):
-            source = SegmentSource(self._files, span.path)
+            source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
             source.bring_schemas(span.schema_frames)
             for scanned in frames_in(source, span):
                 for part in source.parts(scanned):
@@ -389,6 +389,8 @@ class StreamReader:
                     place = (shard, segment, entry)
                     for found in self._records(sources, place, mark, wanted, numbers, offsets=True, moments=moments):
                         yield from within_offsets(found, from_offset, last)
+                if entry.offset + entry.count >= last:
+                    return
 
     def read_groups(self, after: Seq, upto: Seq) -> Iterator[list[RecordsFrame]]:
         """The frames of each commit group with numbers in `(after, upto]`, shard by shard; rows are read when asked for.
@@ -513,6 +515,8 @@ class StreamReader:
                 return
             if overlaps(entry, after, upto):
                 yield shard, segment, entry
+            if entry.group_last_seq >= upto and not entry.more:
+                return
 
     def _source(
         self,

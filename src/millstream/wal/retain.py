@@ -15,7 +15,7 @@ from typing import Final
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame
-from millstream.model.ids import ShardId, TableId
+from millstream.model.ids import ShardId, StreamId, TableId
 from millstream.model.marks import DroppedMark
 from millstream.model.positions import Seq
 from millstream.ports import Clock, Files
@@ -33,6 +33,7 @@ from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_readable
+from millstream.wal.place import REPLACED
 from millstream.wal.scan import reader_of
 from millstream.wal.shards import folder_lock
 from millstream.wal.writing.session_file import covered_upto
@@ -49,6 +50,8 @@ class _Front:
     sealed: list[SegmentFile]
     size_bytes: int
     """Of all its segments."""
+    stream: StreamId | None = None
+    """Whose log it is; None without a mark."""
     current: SegmentFile | None = None
     """The segment behind the last of `sealed`."""
 
@@ -165,12 +168,14 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
     if mark.byte_end == SEGMENT_HEADER_SIZE and sealed:
         # The last frame tells a new writer how far the log has got; while the current segment has none, it's there.
         current = sealed.pop()
-    return _Front(shard, shard_dir, sealed, size, current)
+    return _Front(shard, shard_dir, sealed, size, mark.stream, current)
 
 
 def _oldest(files: Files, front: _Front) -> SealedSegment:
     segment = front.sealed[0]
     size = files.size(segment.path)
+    # What it frees, and what is said of it, is by its footer: so it has to be the segment that its name says.
+    read_header(files, segment, shard=front.shard, stream=front.stream)
     try:
         footer = SegmentFooter.decode_tail(reader_of(files, segment.path), size)
         if footer is None or not footer.frames:
@@ -179,13 +184,17 @@ def _oldest(files: Files, front: _Front) -> SealedSegment:
         raise damage(error, file=segment.path, byte=size, offset_from=segment.base_offset, offset_to=None) from error
     following = front.sealed[1] if len(front.sealed) > 1 else front.current
     assert following is not None
+    behind = read_header(files, following, shard=front.shard, stream=front.stream)
+    if behind.base_offset != footer.end_offset or behind.previous_hash != footer.footer_hash:
+        base = following.base_offset
+        raise damage(REPLACED, file=following.path, byte=0, offset_from=base, offset_to=base)
     return SealedSegment(
         shard=front.shard,
         base_offset=segment.base_offset,
         end_offset=footer.end_offset,
         last_seq=footer.frames[-1].group_last_seq,
         size_bytes=size,
-        sealed_ns=read_header(files, following).created_ns,
+        sealed_ns=behind.created_ns,
         batches=_batches(footer),
     )
 

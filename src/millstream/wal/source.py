@@ -19,7 +19,7 @@ from millstream.codec.log_run import FrameHead, FramePart, FrameRun
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SegmentHeader, TableEntry
 from millstream.errors import CorruptFrame, CorruptWal, TruncatedFrame
-from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, TableId
+from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.model.schema import TableSchema
@@ -82,6 +82,8 @@ class LogSpan:
     """Rows with numbers in `(after, upto]`."""
     schema_frames: tuple[SchemaPlace, ...]
     """The schema frames in front."""
+    stream: StreamId
+    """Whose log the segment is of."""
 
     @property
     def size_bytes(self) -> int:
@@ -113,6 +115,7 @@ class SegmentSource:
         on_damage: told of a damaged header or schema, and of tables' rows in a frame, which are then done without; without it
             they are errors.
         elsewhere: where schemas are found that this segment has lost.
+        shard, stream: which its header must name, if they are given.
 
     Raises:
         CorruptWal, UnsupportedFormat, FileNotFoundError: from every method, the making included.
@@ -125,6 +128,8 @@ class SegmentSource:
         *,
         on_damage: OnDamage | None = None,
         elsewhere: Callable[[], KnownSchemas] | None = None,
+        shard: ShardId | None = None,
+        stream: StreamId | None = None,
     ) -> None:
         base = Offset(int(path.rsplit("/", 1)[-1].removesuffix(".wal")))
         self.path = path
@@ -132,7 +137,7 @@ class SegmentSource:
         self._on_damage = on_damage
         self._elsewhere = elsewhere
         try:
-            self._header = read_header(files, SegmentFile(base, path))
+            self._header = read_header(files, SegmentFile(base, path), shard=shard, stream=stream)
         except CorruptWal as error:
             if on_damage is None:
                 raise

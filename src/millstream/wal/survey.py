@@ -27,6 +27,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
+from millstream.wal.place import stream_of
 from millstream.wal.scan import ScannedFrame
 from millstream.wal.walk import Loss, footer_of, header_of, walk_segment
 
@@ -95,9 +96,13 @@ class KnownSchemas:
         if not self._looked:
             self._looked = True
             with suppress(MillstreamError):
+                stream = stream_of(self._files, self._folder)
                 for shard in shards_and_strays(self._files, self._folder)[0]:
                     for segment in segments_and_strays(self._files, shard_folder(self._folder, shard))[0]:
-                        self._look(shard, segment)
+                        header = header_of(self._files, segment)
+                        # Another log's tables have the same ids, and other columns.
+                        if header is None or stream in (None, header.stream):
+                            self._look(shard, segment)
         return self._found
 
     def _look(self, shard: ShardId, segment: SegmentFile) -> None:

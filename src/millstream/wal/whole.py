@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, UnsupportedFormat
-from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, WriterId
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage, damage
 from millstream.wal.layout import SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import stream_cut
+from millstream.wal.place import split_misplaced, stream_of
 from millstream.wal.scan import ScannedFrame, Window, lost_groups, read_frame, reader_of
 from millstream.wal.walk import NO_STREAM, Loss, header_of, walk_segment
 
@@ -82,7 +83,9 @@ def marks_of_whole_groups(
     Raises:
         CorruptWal: it is that, and there is no `on_damage` to tell.
     """
-    ends = {shard: end for shard in shards if (end := _end(files, shard, shard_folder(folder, shard))) is not None}
+    stream = stream_of(files, folder)
+    found = {shard: _end(files, shard, shard_folder(folder, shard), stream, on_damage) for shard in shards}
+    ends = {shard: end for shard, end in found.items() if end is not None}
     marks: dict[ShardId, DurableMark] = {}
     writers = {shard: end.writer or _writer_beside(shard, ends) for shard, end in ends.items()}
     for writer in sorted(set(writers.values())):
@@ -149,8 +152,18 @@ def _missing(header: FrameHeader, ends: Mapping[ShardId, _End]) -> ShardId | Non
     return next((s for s in shards if s in ends and not ends[s].has_whole(header.group)), None)
 
 
-def _end(files: Files, shard: ShardId, shard_dir: str) -> _End | None:
-    segments = list_segments(files, shard_dir)
+def _end(
+    files: Files, shard: ShardId, shard_dir: str, stream: StreamId | None, on_damage: OnDamage | None
+) -> _End | None:
+    segments, misplaced = split_misplaced(files, shard, list_segments(files, shard_dir), stream)
+    for segment, _, why in misplaced:
+        if not segments or segment > segments[-1]:  # any other one is the reader's to tell of
+            error = damage(
+                why, file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=segment.base_offset
+            )
+            if on_damage is None:
+                raise error
+            on_damage(error)
     if not segments:
         return None
     header = header_of(files, segments[-1])

@@ -20,7 +20,7 @@ from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
-from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, TableId
+from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
@@ -37,6 +37,7 @@ from millstream.wal.layout import (
 from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
 from millstream.wal.mending.findings import FrameInfo, LogStats, PartitionStats, SegmentInfo, TableStats, Verification
 from millstream.wal.mending.plan import footer_hash_of
+from millstream.wal.place import REPLACED, misplacement, split_misplaced, stream_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
 from millstream.wal.walk import Loss, ends_of, footer_of, header_of, losses_around, scan_like, walk_segment
@@ -53,8 +54,9 @@ _STRAY: Final = "it isn't the log's: readers and writers stop here until it is m
 def ls(folder: str, *, files: Files | None = None) -> list[SegmentInfo]:
     """All segments, shard by shard, in order. Opens headers and footers only, and walks over open segments."""
     files = RealFiles() if files is None else files
+    stream = stream_of(files, folder)
     return [
-        _segment_info(files, shard, segment, marks)
+        _segment_info(files, shard, segment, marks, stream)
         for shard in list_shards(files, folder)
         for marks in [_marks(files, shard_folder(folder, shard))]
         for segment in list_segments(files, shard_folder(folder, shard))
@@ -77,6 +79,8 @@ def inspect(
     has_range = after > _START or upto is not None
     for shard, segment, mark, end, around in _segments(files, folder):
         yield from around
+        if segment is None:
+            continue
         marks = mark, read_readable(files, shard_folder(folder, shard))
         header = header_of(files, segment)
         schemas: dict[tuple[TableId, SchemaVersion], ScannedFrame] = {}
@@ -112,8 +116,9 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     shards, strays = shards_and_strays(files, folder)
     report.losses += [Loss(stray, 0, _STRAY, None, None) for stray in strays]
     torn: list[tuple[Loss, GroupNumber]] = []
+    stream = stream_of(files, folder)
     for shard in shards:
-        _verify_shard(files, folder, shard, report, elsewhere, torn)
+        _verify_shard(files, folder, shard, stream, report, elsewhere, torn)
     marks_there = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
     if (missing := missing_shards(folder, shards, filter(None, marks_there))) is not None:
         report.losses.append(Loss(folder, 0, missing.message, None, None))
@@ -148,9 +153,11 @@ def stats(folder: str, *, files: Files | None = None, partitions: bool = False) 
     if marks:
         counted.persisted_upto, counted.high_water_mark = stream_cut(marks), stream_cut(shown)
     for shard, segment, mark, end, around in _segments(files, folder):
+        counted.losses += around
+        if segment is None:
+            continue
         counted.segments += 1
         counted.size_bytes += files.size(segment.path)
-        counted.losses += around
         header = header_of(files, segment)
         for found in walk_segment(files, shard, segment, end=end, payload=False):
             if isinstance(found, Loss):
@@ -171,12 +178,15 @@ def stats(folder: str, *, files: Files | None = None, partitions: bool = False) 
 
 def _segments(
     files: Files, folder: str
-) -> Iterator[tuple[ShardId, SegmentFile, DurableMark | None, Offset | None, list[Loss]]]:
-    """Every segment with its shard's mark, where its records must end, and the damage to its header and footer."""
+) -> Iterator[tuple[ShardId, SegmentFile | None, DurableMark | None, Offset | None, list[Loss]]]:
+    """Every segment with its shard's mark, where its records must end, and the damage to its header and footer; None if it is misplaced."""
+    stream = stream_of(files, folder)
     for shard in list_shards(files, folder):
         shard_dir = shard_folder(folder, shard)
-        segments = list_segments(files, shard_dir)
+        segments, misplaced = split_misplaced(files, shard, list_segments(files, shard_dir), stream)
         mark = read_mark(files, shard_dir)
+        for segment, _, why in misplaced:
+            yield shard, None, mark, None, [Loss(segment.path, 0, why, None, None, shard)]
         for segment, end in zip(segments, ends_of(segments, mark), strict=True):
             yield shard, segment, mark, end, losses_around(files, shard, segment, is_last=segment is segments[-1])
 
@@ -206,8 +216,11 @@ def _within(mark: DurableMark | None, base: Offset, end: Offset | None) -> Offse
     return max(base, min(end, mark.durable_offset))
 
 
-def _segment_info(files: Files, shard: ShardId, segment: SegmentFile, marks: _Marks) -> SegmentInfo:
+def _segment_info(
+    files: Files, shard: ShardId, segment: SegmentFile, marks: _Marks, stream: StreamId | None
+) -> SegmentInfo:
     header = header_of(files, segment)
+    is_misplaced = header is not None and misplacement(header, segment, shard, stream) is not None
     footer = footer_of(files, segment)
     size = files.size(segment.path)
     entries: list[tuple[Seq, Seq, int]] = []
@@ -224,6 +237,8 @@ def _segment_info(files: Files, shard: ShardId, segment: SegmentFile, marks: _Ma
         end = Offset(segment.base_offset + sum(count for _, _, count in entries))
     if header is None:
         state = "damaged"
+    if is_misplaced:
+        state, end, entries = "damaged", None, []
     numbered = [(first, last) for first, last, count in entries if count and first]
     return SegmentInfo(
         shard=shard,
@@ -274,6 +289,8 @@ def _frame_info(
 
 
 def _add_missing(report: Verification, error: CorruptWal) -> None:
+    if error.details["offset_from"] == error.details["offset_to"]:
+        return  # a misplaced segment, which was reported with its shard
     file, byte = str(error.details["file"]), int(error.details["byte"])
     shard = ShardId(int(file.split("/")[-2]))
     loss = Loss(file, byte, error.message, Offset(error.details["offset_from"]), None, shard)
@@ -285,6 +302,7 @@ def _verify_shard(
     files: Files,
     folder: str,
     shard: ShardId,
+    stream: StreamId | None,
     report: Verification,
     elsewhere: KnownSchemas,
     torn: list[tuple[Loss, GroupNumber]],
@@ -293,6 +311,8 @@ def _verify_shard(
     shard_dir = shard_folder(folder, shard)
     segments, strays = segments_and_strays(files, shard_dir)
     report.losses += [Loss(stray, 0, _STRAY, None, None, shard) for stray in strays]
+    segments, misplaced = split_misplaced(files, shard, segments, stream)
+    report.losses += [Loss(segment.path, 0, why, None, None, shard) for segment, _, why in misplaced]
     mark = read_mark(files, shard_dir)
     shown = read_readable(files, shard_dir)
     if mark is not None and shown is not None and shown.durable_offset < mark.durable_offset:
@@ -319,8 +339,7 @@ def _verify_shard(
         expected = max(expected, reached)
         header = header_of(files, segment)
         if header is not None and previous_hash is not None and header.previous_hash != previous_hash:
-            why = "it doesn't follow on the segment before it: one of them was replaced"
-            report.losses.append(Loss(segment.path, 0, why, None, None, shard))
+            report.losses.append(Loss(segment.path, 0, REPLACED, None, None, shard))
         previous_hash = footer_hash_of(files, segment)
     if mark is None and report.frames > frames:
         report.unmarked.append(shard)

@@ -17,8 +17,10 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
+from millstream.wal.layout import SegmentFile, list_shards, segment_path, shard_folder
 from millstream.wal.mark import missing_shards, read_dropped, read_mark
+from millstream.wal.mending.placing import Move, place_segments
+from millstream.wal.place import stream_of
 from millstream.wal.scan import Window, read_frame, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, Surveyed, survey_segment
 from millstream.wal.walk import NO_STREAM, Loss, ends_of, footer_of, header_of
@@ -92,6 +94,8 @@ class RepairPlan:
     """Records that can't be had any more: each has to be accepted."""
     mends: list[Loss] = field(default_factory=list)
     """What is made anew; no record is lost by it."""
+    moves: list[Move] = field(default_factory=list)
+    """Segments that lie in another one's place: set aside, or put where they belong."""
     kept_aside: list[str] = field(default_factory=list)
     """Files with what was cut, once it is done."""
     segments: dict[ShardId, list[SegmentPlan]] = field(default_factory=dict)
@@ -100,7 +104,7 @@ class RepairPlan:
     @property
     def is_needed(self) -> bool:
         """Whether anything is damaged."""
-        return bool(self.losses or self.mends)
+        return bool(self.losses or self.mends or self.moves)
 
     def ranges(self) -> list[AcceptedRange]:
         """What has to be accepted, joined where losses touch."""
@@ -142,8 +146,11 @@ def plan_repair(
     marks = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
     if (missing := missing_shards(folder, shards, filter(None, marks))) is not None:
         raise missing
-    for shard in shards if only is None else sorted(only):
-        plan.segments[shard] = _plan_shard(files, folder, shard, plan, elsewhere, above)
+    planned = shards if only is None else sorted(only)
+    placement = place_segments(files, folder, shards, stream_of(files, folder))
+    plan.moves = [move for move in placement.moves if move.shard in planned]
+    for shard in planned:
+        plan.segments[shard] = _plan_shard(files, folder, shard, placement.segments[shard], plan, elsewhere, above)
     known = {made.header.stream for segments in plan.segments.values() for made in segments} - {NO_STREAM}
     if plan.is_needed and len(known) != 1:
         raise LogError(
@@ -168,11 +175,17 @@ def span_of(loss: Loss) -> tuple[ShardId, int, int]:
 
 
 def _plan_shard(
-    files: Files, folder: str, shard: ShardId, plan: RepairPlan, elsewhere: KnownSchemas, above: Seq | None
+    files: Files,
+    folder: str,
+    shard: ShardId,
+    found: Sequence[SegmentFile],
+    plan: RepairPlan,
+    elsewhere: KnownSchemas,
+    above: Seq | None,
 ) -> list[SegmentPlan]:
+    """How each of a shard's segments will be written, where those that were found lie in their places."""
     shard_dir = shard_folder(folder, shard)
     mark, dropped = read_mark(files, shard_dir), read_dropped(files, shard_dir)
-    found = list_segments(files, shard_dir)
     if dropped is not None:
         found = [segment for segment in found if segment.base_offset >= dropped.offset]
     expected = Offset(0) if dropped is None else dropped.offset

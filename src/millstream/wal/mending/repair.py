@@ -30,6 +30,7 @@ from millstream.ports import Clock, Files
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.layout import list_shards, shard_folder
 from millstream.wal.mark import MarkFile
+from millstream.wal.mending.placing import move_segments
 from millstream.wal.mending.plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
 from millstream.wal.mending.rewrite import Rewriter
 from millstream.wal.scan import ScannedFrame
@@ -78,9 +79,14 @@ def repair(
         marks = lock_shards(files, folder, list_shards(files, folder))
         for mark in marks.values():
             held.callback(mark.close)
-        known = list(schemas)
+        known, ranges = list(schemas), list(accepted)
         plan = plan_repair(folder, schemas=known, files=files)
-        _check_accepted(plan, list(accepted), drop_readable=drop_readable)
+        _check_accepted(plan, ranges, drop_readable=drop_readable)
+        if plan.moves:
+            moves, aside = plan.moves, move_segments(files, plan.moves)
+            plan = plan_repair(folder, schemas=known, files=files)
+            _check_accepted(plan, ranges, drop_readable=drop_readable)
+            plan.moves, plan.kept_aside = moves, aside
         rewriter = Rewriter(files, plan, KnownSchemas(files, folder, known), clock.now_ns())
         for shard in plan.segments:
             rewriter.write(shard, shard_folder(folder, shard), marks[shard])

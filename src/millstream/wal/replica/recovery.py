@@ -22,6 +22,7 @@ from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
+from millstream.wal.place import REPLACED
 from millstream.wal.replica.arriving import ArrivingShard, WholeFrame
 from millstream.wal.scan import Window, read_frame, reader_of
 
@@ -123,11 +124,11 @@ def _follow_sealed(files: Files, arriving: ArrivingShard, sealed: Sequence[Segme
     """Go along the headers and footers of segments that are whole."""
     footer: bytes | None = None
     for segment in sealed:
-        header = read_header(files, segment)
+        header = read_header(files, segment, shard=arriving.shard, stream=arriving.stream)
         expected = None if footer is None else SegmentFooter.encoded_hash(footer)
         if expected is not None and header.previous_hash != expected:
             raise damage(
-                "it doesn't follow on the segment before it",
+                REPLACED,
                 file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=segment.base_offset,
             )  # fmt: skip
         footer = _footer(files, segment)

@@ -29,6 +29,7 @@ from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import missing_shards, read_dropped, read_mark, read_marks, stream_cut
+from millstream.wal.place import REPLACED
 from millstream.wal.scan import reader_of
 
 BYTES_MAX: Final = 4 << 20
@@ -114,6 +115,8 @@ class ShipSource:
         self._expected: dict[ShardId, ByteEnd] = {}
         """Where the follower stands once it has what was given."""
         self._region: RegionId | None = None
+        self._checked: dict[ShardId, Offset] = {}
+        """The last segment of each shard whose place in the log was checked."""
 
     def read(self, position: ReplicaPosition, bytes_max: int = BYTES_MAX) -> Shipment | None:
         """What comes next behind a follower's position; None where there is nothing that it wasn't given.
@@ -146,9 +149,12 @@ class ShipSource:
             if left < min(bytes_max, _LEAST_BYTES):
                 return self._shipment(parts, {}, first_kept)
             given = _ShardReader(self._files, shard_folder(self._folder, shard), shard, mark, first_kept.get(shard))
+            given.checked = self._checked.get(shard)
             end = given.start(position.get(shard))
             overlap = 0 if self._expected.get(shard) == end else _OVERLAP_BYTES
             end, found, is_done = given.parts(end, left, overlap=overlap)
+            if given.checked is not None:
+                self._checked[shard] = given.checked
             self._expected[shard] = end
             parts += found
             left -= sum(len(part.data) for part in found)
@@ -162,6 +168,7 @@ class ShipSource:
     def restart(self) -> None:
         """Give the marks once more, and look whether the follower has the same bytes: it asked for what lies behind its position."""
         self._told = None
+        self._checked.clear()
         self._moment = LogMarks()  # what it covers may have been dropped since
         self._expected.clear()
 
@@ -263,6 +270,8 @@ class _ShardReader:
         self._shard = shard
         self._mark = mark
         self._first = Offset(0) if dropped is None else dropped.offset
+        self.checked: Offset | None = None
+        """The last segment whose place in the log was checked."""
 
     def start(self, position: ByteEnd | None) -> ByteEnd:
         """Where a follower goes on: checked that it may."""
@@ -281,11 +290,14 @@ class _ShardReader:
         mark = self._mark
         at = start
         left = bytes_max
+        is_own = not overlap
+        """Whether this log itself has led there."""
         while at.base_offset < mark.base_offset:
             if left < _LEAST_BYTES and found:
                 return at, found, False
             path = segment_path(self._folder, at.base_offset)
             try:
+                self._check_place(at.base_offset)
                 size = self._files.size(path)
                 footer = self._footer_size(path, size)
                 if at.position > size - footer:
@@ -298,13 +310,14 @@ class _ShardReader:
                     end = size  # the footer alone
                 data = self._files.read(path, begin, end - begin)
             except FileNotFoundError as error:
-                raise self._gone(at) from error
+                raise self._gone(at, is_own=is_own) from error
             found.append(SegmentPart(self._shard, at.base_offset, begin, data, end == size))
             left -= len(data)
             overlap = 0
             if end < size:
                 return ByteEnd(at.base_offset, end), found, False
             at = ByteEnd(self._end_of(path, size), 0)
+            is_own = True
         if at.base_offset > mark.base_offset or mark.byte_end <= max(at.position, SEGMENT_HEADER_SIZE):
             if overlap and at.base_offset == mark.base_offset and at.position:
                 found += self._part(at.base_offset, max(0, at.position - overlap), at.position)
@@ -313,8 +326,30 @@ class _ShardReader:
         end = min(mark.byte_end, begin + left)
         if found and left < _LEAST_BYTES:
             return at, found, False
+        try:
+            self._check_place(at.base_offset)
+        except FileNotFoundError as error:
+            raise self._gone(at) from error
         found += self._part(at.base_offset, begin, end)
         return ByteEnd(at.base_offset, max(end, at.position)), found, end == mark.byte_end
+
+    def _check_place(self, base: Offset) -> None:
+        """Raise `CorruptWal` unless a segment's header names its place, and the header behind it names its footer.
+
+        A follower would take the bytes of another segment for a history that parts from its own.
+        """
+        if self.checked == base:
+            return
+        segment = SegmentFile(base, segment_path(self._folder, base))
+        read_header(self._files, segment, shard=self._shard, stream=self._mark.stream)
+        if base < self._mark.base_offset:
+            footer = self._footer_of(segment.path, self._files.size(segment.path))
+            following = SegmentFile(footer.end_offset, segment_path(self._folder, footer.end_offset))
+            with suppress(FileNotFoundError):  # the next part tells of that
+                behind = read_header(self._files, following, shard=self._shard, stream=self._mark.stream)
+                if behind.previous_hash != footer.footer_hash:
+                    raise self._damaged(following.path, 0, REPLACED)
+        self.checked = base
 
     def _part(self, base: Offset, begin: int, end: int) -> list[SegmentPart]:
         try:
@@ -348,23 +383,29 @@ class _ShardReader:
 
     def _end_of(self, path: str, size: int) -> Offset:
         """Where the segment behind a sealed one begins."""
+        return self._footer_of(path, size).end_offset
+
+    def _footer_of(self, path: str, size: int) -> SegmentFooter:
+        """A sealed segment's footer. Raises `CorruptWal`."""
         try:
             footer = SegmentFooter.decode_tail(reader_of(self._files, path), size)
         except CorruptFrame as error:
             raise self._damaged(path, size, error) from error
         if footer is None:
             raise self._damaged(path, size, "the segment's footer is missing")
-        return footer.end_offset
+        return footer
 
     def _damaged(self, path: str, byte: int, why: object) -> Exception:
-        base = SegmentFile(Offset(0), path).base_offset
+        base = Offset(int(path.rsplit("/", 1)[-1].removesuffix(".wal")))
         return damage(why, file=path, byte=byte, offset_from=base, offset_to=base)
 
-    def _gone(self, at: ByteEnd) -> Exception:
+    def _gone(self, at: ByteEnd, *, is_own: bool = False) -> Exception:
         dropped = read_dropped(self._files, self._folder)
         if dropped is not None and at.base_offset < dropped.offset:
             self._first = dropped.offset
             return self._behind(at.base_offset)
+        if is_own and not at.position:
+            return self._damaged(segment_path(self._folder, at.base_offset), 0, "the segment is missing")
         return self._diverged(at, "no such segment is there")
 
     def _behind(self, base: Offset) -> FollowerBehindRetention:

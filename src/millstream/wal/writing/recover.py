@@ -40,6 +40,7 @@ from millstream.wal.files import NO_SPACE
 from millstream.wal.index import damage
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import read_dropped, read_mark
+from millstream.wal.place import REPLACED, misplacement
 from millstream.wal.scan import (
     ScannedFrame,
     Window,
@@ -201,7 +202,7 @@ def _look(files: Files, folder: str, stream: StreamId, region: RegionId, shard: 
         header = _segment_header(files, tail, segment, stream, region, epoch)
         if place and header.previous_hash != tail.previous_hash:
             raise damage(
-                "it doesn't follow on the segment before it",
+                REPLACED,
                 file=segment.path, byte=0, offset_from=tail.sealed_end, offset_to=segment.base_offset,
             )  # fmt: skip
         read = reader_of(files, segment.path)
@@ -232,12 +233,16 @@ def _segment_header(
         header = SegmentHeader.decode(files.read(segment.path, 0, SEGMENT_HEADER_SIZE))
     except CorruptFrame as error:
         raise damage(str(error), file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None) from error
-    if header.stream != stream:
+    if header.stream != stream and (tail.mark is None or tail.mark.stream != stream):
         raise LogError(
             f"{segment.path} belongs to stream {header.stream}, not to {stream}",
             hint="The folder holds another stream's log: move it elsewhere, or restore the catalog that goes with it.",
             file=segment.path,
         )
+    elsewhere = misplacement(header, segment, tail.shard, stream)
+    if elsewhere is not None:
+        base = segment.base_offset
+        raise damage(elsewhere, file=segment.path, byte=0, offset_from=base, offset_to=base)
     if header.epoch >= epoch:
         raise StaleEpoch(
             f"{segment.path} was written under epoch {header.epoch}, this writer has {epoch}",
@@ -251,11 +256,6 @@ def _segment_header(
             found=int(header.region),
             expected=int(region),
         )
-    if (header.shard, header.base_offset) != (tail.shard, segment.base_offset):
-        raise damage(
-            "its header is another segment's",
-            file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None,
-        )  # fmt: skip
     return header
 
 

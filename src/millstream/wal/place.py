@@ -1,0 +1,68 @@
+"""Which place in a log a segment's header names: its stream, its shard and its base offset.
+
+A file's name says where a segment is, its header where it belongs. They differ when a file was copied over another one, renamed, or
+taken from another shard or from another log.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from millstream.codec.log_segment import SegmentHeader
+from millstream.model.ids import ShardId, StreamId
+from millstream.ports import Files
+from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
+from millstream.wal.mark import read_mark
+from millstream.wal.walk import header_of
+
+REPLACED = "it doesn't follow on the segment before it: one of them was replaced"
+
+
+def misplacement(header: SegmentHeader, segment: SegmentFile, shard: ShardId, stream: StreamId | None) -> str | None:
+    """Why a header can't be that of a segment of this name, in this shard of this stream; None if it is.
+
+    Args:
+        header: the file's.
+        segment: the file by its name.
+        shard: whose folder it lies in.
+        stream: whose log it is; None if that isn't known.
+    """
+    if stream is not None and header.stream != stream:
+        return f"its header is that of a segment of another log, of stream {header.stream}"
+    if (header.shard, header.base_offset) != (shard, segment.base_offset):
+        return f"its header is that of the segment of shard {header.shard} that begins at offset {header.base_offset}"
+    return None
+
+
+def stream_of(files: Files, folder: str) -> StreamId | None:
+    """The stream whose log a folder holds: that of its marks, without marks that of most headers; None if neither decides."""
+    shards = shards_and_strays(files, folder)[0]
+    marks = [mark for shard in shards if (mark := read_mark(files, shard_folder(folder, shard))) is not None]
+    found = Counter(mark.stream for mark in marks)
+    if not found:
+        found = Counter(
+            header.stream
+            for shard in shards
+            for segment in segments_and_strays(files, shard_folder(folder, shard))[0]
+            if (header := header_of(files, segment)) is not None
+        )
+    most = found.most_common(2)
+    if not most or (len(most) > 1 and most[0][1] == most[1][1]):
+        return None
+    return most[0][0]
+
+
+def split_misplaced(
+    files: Files, shard: ShardId, segments: list[SegmentFile], stream: StreamId | None
+) -> tuple[list[SegmentFile], list[tuple[SegmentFile, SegmentHeader, str]]]:
+    """The segments whose headers name their place (or can't be read), and the others: each with its header and what is wrong."""
+    placed: list[SegmentFile] = []
+    misplaced: list[tuple[SegmentFile, SegmentHeader, str]] = []
+    for segment in segments:
+        header = header_of(files, segment)
+        why = None if header is None else misplacement(header, segment, shard, stream)
+        if header is None or why is None:
+            placed.append(segment)
+        else:
+            misplaced.append((segment, header, why))
+    return placed, misplaced
