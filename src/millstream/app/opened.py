@@ -120,7 +120,7 @@ class OpenHome:
         Raises:
             UnknownStream, UnknownTable: there is none of that name.
             InvalidToken: a token is no token, or another stream's.
-            OffsetExpired: retention has dropped part of it.
+            OffsetExpired: retention has dropped part of it, or without `after` more than all up to `upto`.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
         yield from read_records(self._reader(stream), table=table, after=after, upto=upto)

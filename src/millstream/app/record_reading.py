@@ -37,10 +37,14 @@ def read_records(
     if (start is not None and start.ahead) or (end is not None and end.ahead):
         begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
         reach = reader.vector_token() if end is None else reader.whole_token(end)
+        if start is None:
+            reader.extent.check_end(max([reach.minimum, *reach.ahead.values()]))
         pieces = reader.read_tokens(begin, reach, table=one)
     else:
         low = Seq(first - 1) if start is None else reader.whole_upto(start.minimum)
         high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
+        if start is None:
+            reader.extent.check_end(high)
         pieces = reader.read_between(low, high, table=one)
     yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
 
@@ -72,6 +76,8 @@ def latest_stretches(
     start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
     low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
     high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
+    if start is None:
+        reader.extent.check_end(high)
     wanted = table_ids(reader, table)
     one = wanted[0] if len(wanted) == 1 else None
     while low < high:

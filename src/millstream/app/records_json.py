@@ -44,7 +44,7 @@ class Cat:
         reader: the log.
         values: how values stand.
         tables: only these.
-        from_offset: of every shard (one that begins later begins there).
+        from_offset: of every shard; `OffsetExpired` if retention has dropped it on any.
         numbers: only records with numbers in `(first, second]`.
         moments: give copied rows the moment of their copy as commit time.
     """
@@ -71,6 +71,9 @@ class Cat:
         """
         upto = self.reader.persisted_upto()
         shards = self.reader.shards
+        if self.from_offset is not None and not self._next:
+            for shard in shards:
+                self.reader.extent.check_offset(shard, self.from_offset)
         if self.from_offset is not None and not self._next and len(shards) > 1:
             ends = {shard: self.reader.durable_offset(shard) for shard in shards}
             # Beyond the end of one shard, but not of all: that one has nothing to give yet.
@@ -87,8 +90,6 @@ class Cat:
         if start is None:
             first = self.reader.first_offset(shard)
             start = first if self.from_offset is None else self.from_offset
-            if len(self.reader.shards) > 1:
-                start = max(start, first)
         self._next[shard] = start
         for line in self._by_offset(self._read(shard, start)):
             if line.facts["seq"] > upto:

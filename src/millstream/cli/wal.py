@@ -28,6 +28,7 @@ from millstream.cli.wal_repairing import repair
 from millstream.cli.wal_words import TableWords, say_loss
 
 if TYPE_CHECKING:
+    from millstream.app.home import Home
     from millstream.app.records_json import Cat
 
 _FOLLOW_POLL_S: Final = 0.5
@@ -169,6 +170,8 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
     home = session.home(needs_source=False)
     name = home.pick_stream(stream)
     first, last = _seq_range(seq)
+    if seq is not None and not seq.startswith("-"):
+        note_dropped(home, name, first)
     tables = [None] if table is None else table_ids(open_past_damage(home, name, Damage()), table)
     damaged = False
     folder = str(home.wal_folder(name))
@@ -301,6 +304,13 @@ def stats(session: Session, stream: str | None, as_json: bool, partitions: bool)
     for loss in found.accepted:
         say_loss(loss, words, accepted=True)
     sys.exit(3 if found.losses else 0)
+
+
+def note_dropped(home: Home, stream: str, first: int) -> None:
+    """Say on stderr if frames that were asked for aren't there any more."""
+    begin = open_past_damage(home, stream, Damage()).first_seq()
+    if first < begin:
+        note(f"retention has dropped numbers up to {begin - 1}: frames are listed from {begin} on")
 
 
 def _seq_range(text: str | None) -> tuple[int, int | None]:

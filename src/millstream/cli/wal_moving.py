@@ -159,7 +159,10 @@ def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: b
 def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:
     """`(after, upto]` of what was asked for, of what is there.
 
+    A time may lie in front of what retention has left, which is said on stderr.
+
     Raises:
+        OffsetExpired: a token or a number is of what retention has dropped.
         TokenFromFuture: a token or a number is beyond that.
         UsageError: it ends before it begins.
         InvalidTime, InvalidToken: as `parse_as_of`.
@@ -168,7 +171,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
     from millstream.errors import UsageError
     from millstream.model.positions import Seq
 
-    after = Seq(reader.first_seq() - 1)
+    begin = after = Seq(reader.first_seq() - 1)
     upto = reader.persisted_upto()
     first, last = (None if text is None else _asked(reader, text, upto) for text in (since, until))
     if isinstance(first, datetime) and isinstance(last, datetime):
@@ -179,12 +182,23 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
         raise UsageError(f"--since {since} is later than --until {until}", hint="Exchange the two.")
     if isinstance(first, datetime):
         after = Seq(max(after, reader.numbers_at(microseconds(first))[0]))
+        if 0 < begin == after:
+            note(
+                f"retention has dropped numbers up to {begin}: what is exported begins behind them, which may be later than {since}"
+            )
     elif first is not None:
-        after = Seq(max(after, first - 1 if str(since).isdigit() else first))
+        after = Seq(max(0, first - 1 if str(since).isdigit() else first))
+        reader.cut(after)  # raises where retention has dropped what follows
     if isinstance(last, datetime):
         upto = Seq(min(upto, reader.numbers_at(microseconds(last))[1]))
+        if first is None and 0 < begin == upto:
+            note(
+                f"retention has dropped numbers up to {begin}: of what was committed up to {until}, nothing else is there"
+            )
     elif last is not None:
         upto = last
+        if first is None:
+            reader.extent.check_end(upto)
     return after, Seq(max(after, upto))
 
 

@@ -311,7 +311,10 @@ class MillstreamReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """The stretches of the log between `starting` and `ending`, sized by bytes."""
         self._scan.check_age()
-        return self._scan.partitions(self._scan.start(), self._scan.end())
+        start, end = self._scan.start(), self._scan.end()
+        if self._scan.options.starting == "earliest":
+            self._scan.log.extent.check_end(end)
+        return self._scan.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one of them. Spark hands over an empty partition of its own where there is none."""

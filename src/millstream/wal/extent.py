@@ -173,6 +173,22 @@ class LogExtent:
         if max(after, upto) > persisted:
             raise from_future(str(max(after, upto)), persisted)
 
+    def check_end(self, upto: Seq) -> None:
+        """`OffsetExpired` where reading from the log's beginning was to end in front of what retention has left."""
+        first = self.first_seq()
+        if upto < first - 1:
+            raise OffsetExpired(
+                f"retention has dropped numbers up to {first - 1}, reading was to end with {upto}", first=int(first)
+            )
+
+    def check_offset(self, shard: ShardId, offset: Offset) -> None:
+        """`OffsetExpired` where retention has dropped an offset of a shard."""
+        first = self.dropped(shard)[1]
+        if offset < first:
+            raise OffsetExpired(
+                f"retention has dropped shard {shard} up to offset {first}", first=int(first), shard=int(shard)
+            )
+
     def check_front(self, shard: ShardId, after: Seq) -> None:
         """`OffsetExpired` where a shard has nothing left from there on."""
         dropped, _ = self.dropped(shard)

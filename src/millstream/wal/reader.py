@@ -15,7 +15,7 @@ from typing import Final
 
 from millstream.codec.log_frame import FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry
-from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
+from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
@@ -82,7 +82,7 @@ class StreamReader:
     ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
-        self._extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable)
+        self.extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable)
         self._on_damage = on_damage
         self._watch = HistoryWatch()
         self._indexes: dict[ShardId, ShardIndex] = {}
@@ -104,11 +104,11 @@ class StreamReader:
     @property
     def shards(self) -> tuple[ShardId, ...]:
         """The shards that the folder has."""
-        return self._extent.shards()
+        return self.extent.shards()
 
     def lacks_marks(self) -> bool:
         """Whether a shard has frames and no mark that says how far they are durable: then only `without_mark` reads it."""
-        return self._extent.lacks_marks()
+        return self.extent.lacks_marks()
 
     def persisted_upto(self) -> Seq:
         """Every number up to it is durable and readable, or will never be."""
@@ -127,7 +127,7 @@ class StreamReader:
 
     def first_seq(self) -> Seq:
         """The lowest number that can still be asked for: reading may begin at a token of one less."""
-        return self._extent.first_seq()
+        return self.extent.first_seq()
 
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of the durable offsets of a shard."""
@@ -136,7 +136,7 @@ class StreamReader:
 
     def first_offset(self, shard: ShardId) -> Offset:
         """The first offset of a shard that is still there."""
-        return self._extent.dropped(shard)[1]
+        return self.extent.dropped(shard)[1]
 
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
         """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
@@ -167,7 +167,7 @@ class StreamReader:
             OffsetExpired, TokenFromFuture, CorruptWal.
         """
         marks, persisted = self._marks()
-        self._extent.check_range(after, after, persisted)
+        self.extent.check_range(after, after, persisted)
         if rows_max is None and bytes_max is None:
             return persisted
         rows = size = 0
@@ -216,12 +216,12 @@ class StreamReader:
             bytes_target: about how large a piece is.
         """
         marks, persisted = self._marks()
-        self._extent.check_range(after, upto, persisted)
+        self.extent.check_range(after, upto, persisted)
         spans: list[LogSpan] = []
         for shard, mark in marks.items():
             piece: list[FrameEntry] = []
             of: SegmentFile | None = None
-            with Meanwhile(self._extent, {shard: mark}):
+            with Meanwhile(self.extent, {shard: mark}):
                 for _, segment, entry in self._frames_of(shard, after, upto, mark):
                     size = piece[-1].position - piece[0].position if piece else 0
                     if of is not None and (segment != of or size + entry.length > bytes_target):
@@ -256,7 +256,7 @@ class StreamReader:
         have the moment of their copy as `__commit_ts`.
         """
         wanted = None if tables is None else frozenset(tables)
-        with Meanwhile(self._extent, span.end, span.upto):
+        with Meanwhile(self.extent, span.end, span.upto):
             source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
             source.bring_schemas(_of_tables(span.schema_frames, wanted))
             for run in runs_of(frames_in(source, span), wanted):
@@ -270,7 +270,7 @@ class StreamReader:
         Frames that straddle the span's bounds count whole.
         """
         found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
-        with Meanwhile(self._extent, span.end, span.upto):
+        with Meanwhile(self.extent, span.end, span.upto):
             source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
             source.bring_schemas(span.schema_frames)
             for scanned in frames_in(source, span):
@@ -290,7 +290,7 @@ class StreamReader:
             CorruptWal: it is damaged; what came before was right.
         """
         marks, persisted = self._marks()
-        self._extent.check_range(after, upto, persisted)
+        self.extent.check_range(after, upto, persisted)
         yield from self._between(marks, dict.fromkeys(marks, (after, upto)), table, offsets=offsets)
 
     def read_tokens(
@@ -314,7 +314,7 @@ class StreamReader:
                 hint=f"Ask for {newest} or an earlier one, or wait until the log has it.",
                 persisted_upto=int(persisted),
             )
-        self._extent.check_range(after.minimum, after.minimum, persisted)
+        self.extent.check_range(after.minimum, after.minimum, persisted)
         bounds = {shard: (after.of(mark.writer), upto.of(mark.writer)) for shard, mark in marks.items()}
         yield from self._between(marks, bounds, table)
 
@@ -333,7 +333,7 @@ class StreamReader:
             key=lambda found: (found[2].group_last_seq, found[2].first_seq),
         )
         sources: dict[ShardId, SegmentSource] = {}
-        with Meanwhile(self._extent, marks):
+        with Meanwhile(self.extent, marks):
             if self._on_damage is not None:
                 for place in frames:
                     yield from self._records(sources, place, marks[place[0]], wanted, bounds[place[0]], offsets=offsets)
@@ -371,17 +371,13 @@ class StreamReader:
         end = Offset(0) if mark is None else mark.durable_offset
         if from_offset > end:
             raise OffsetBeyondEnd(f"shard {shard} ends at offset {end}, {from_offset} was asked for", end=int(end))
-        first = self.first_offset(shard)
-        if from_offset < first:
-            raise OffsetExpired(
-                f"retention has dropped shard {shard} up to offset {first}", first=int(first), shard=int(shard)
-            )
+        self.extent.check_offset(shard, from_offset)
         if mark is None:
             return
         last = end if upto is None else min(upto, end)
         wanted = None if tables is None else frozenset(tables)
         sources: dict[ShardId, SegmentSource] = {}
-        with Meanwhile(self._extent, {shard: mark}):
+        with Meanwhile(self.extent, {shard: mark}):
             for segment, entry in self._index(shard).from_offset(from_offset, mark):
                 if entry.offset >= last:
                     return
@@ -399,7 +395,7 @@ class StreamReader:
             OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`; damaged rows when they are read, as `CorruptFrame`.
         """
         marks, persisted = self._marks()
-        self._extent.check_range(after, upto, persisted)
+        self.extent.check_range(after, upto, persisted)
         yield from self._frame_groups(after, upto, marks)
 
     def _frame_groups(
@@ -411,7 +407,7 @@ class StreamReader:
         )
         sources: dict[ShardId, SegmentSource] = {}
         group: list[RecordsFrame] = []
-        with Meanwhile(self._extent, marks):
+        with Meanwhile(self.extent, marks):
             for shard, segment, entry in frames:
                 source = self._source(sources, shard, segment, entry, marks[shard], None)
                 frame = source.decode(source.frame(entry.position))
@@ -465,7 +461,7 @@ class StreamReader:
         latest: dict[TableId, TableSchema] = {}
         newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
         marks, _ = self._marks()
-        with Meanwhile(self._extent, marks):
+        with Meanwhile(self.extent, marks):
             for shard, mark in marks.items():
                 index = self._index(shard)
                 for segment in index.segments(mark):
@@ -483,7 +479,7 @@ class StreamReader:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
-        found = self._extent.marks()
+        found = self.extent.marks()
         if self._watch.is_other(found[0]):
             self._indexes.clear()
             self._known_schemas = None
@@ -507,7 +503,7 @@ class StreamReader:
         for segment, entry in self._index(shard).from_seq(after, mark):
             if not checked:
                 # The segments are listed by now: what retention hasn't spoken of yet is among them.
-                self._extent.check_front(shard, after)
+                self.extent.check_front(shard, after)
                 checked = True
             if entry.kind is not FrameKind.RECORDS:
                 continue
@@ -548,7 +544,7 @@ class StreamReader:
             key=lambda found: found[2].group_last_seq,
         )
         current: GroupSize | None = None
-        with Meanwhile(self._extent, marks):
+        with Meanwhile(self.extent, marks):
             for _, _, entry in frames:
                 if current is None or entry.group_last_seq != current.last_seq:
                     if current is not None:
