@@ -125,6 +125,10 @@ def _report(error: BaseException, *, debug: bool) -> int:
         return 2 if isinstance(error, click.UsageError) else 1
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error)
+    if isinstance(error, OSError):
+        from millstream.wal.files import as_told
+
+        error = as_told(error)
     if isinstance(error, MillstreamError):
         # A traceback has the hint already.
         say_error(error.as_dict() | ({"hint": ""} if debug else {}))

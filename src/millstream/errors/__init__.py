@@ -31,6 +31,8 @@ from millstream.errors._buffers import SessionsNotKnown as SessionsNotKnown
 from millstream.errors._buffers import StreamReadsBuffer as StreamReadsBuffer
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
+from millstream.errors._disk import HomeUnreadable as HomeUnreadable
+from millstream.errors._disk import IoFailed as IoFailed
 from millstream.errors._http import BodyTooLarge as BodyTooLarge
 from millstream.errors._http import HttpError as HttpError
 from millstream.errors._http import InvalidBody as InvalidBody
@@ -451,6 +453,14 @@ class CorruptFrame(CodecError):
     """A frame, header or footer fails its checksum or its own rules."""
 
     code = "corrupt_frame"
+
+
+class UnreadableBytes(CorruptFrame):
+    """The disk can't give back bytes of a file; details: path, byte, errno."""
+
+    code = "unreadable_bytes"
+    retry = Retry.OPERATOR
+    default_hint = "Look into the operating system's log (`dmesg`) for the disk, and restore the file from a copy."
 
 
 class TruncatedFrame(CorruptFrame):

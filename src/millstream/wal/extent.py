@@ -16,8 +16,8 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage
-from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import missing_shards, read_dropped, read_mark, read_readable, stream_cut
+from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
 from millstream.wal.scan import ScannedFrame
 from millstream.wal.walk import walk_segment
 from millstream.wal.whole import marks_of_whole_groups
@@ -95,6 +95,15 @@ class LogExtent:
         return marks
 
     def _lacks_mark(self, shard: ShardId) -> LogError:
+        shard_dir = shard_folder(self._folder, shard)
+        if is_mark_damaged(self._files, shard_dir):
+            file = f"{shard_dir}/{MARK_NAME}"
+            return CorruptWal(
+                f"{file} is damaged at byte 0: the mark can't be read",
+                hint="Start the writer once, which makes it again, or read the folder without marks.",
+                file=file,
+                byte=0,
+            )
         return LogError(
             f"shard {shard} has segments but no mark that says how far they are durable",
             hint="Start the writer once, or read the folder without marks.",

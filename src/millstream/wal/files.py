@@ -11,13 +11,57 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeGuard
+
+from millstream.errors import (
+    DiskFull,
+    HomeUnreadable,
+    HomeUnwritable,
+    IoFailed,
+    MillstreamError,
+    UnexpectedFile,
+    UnreadableBytes,
+)
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a disk that is full, or full for this user."""
 _SINCE_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+UNREADABLE: Final = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
+"""Error numbers of a page that the disk can't give back, or whose checksum fails in the file system."""
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _IOV_MAX: Final = 1024
 """Buffers that one pwritev takes on Linux and macOS."""
+
+
+def is_refused(error: BaseException) -> TypeGuard[OSError]:
+    """Whether it says that this user may not do something."""
+    return isinstance(error, OSError) and error.errno in _REFUSED
+
+
+def as_told(error: OSError) -> MillstreamError:
+    """The error of the tree for one of the operating system's, with the path that it names."""
+    path = None if error.filename is None else os.fspath(error.filename)
+    where = "" if path is None else f"{path if isinstance(path, str) else os.fsdecode(path)}: "
+    message = f"{where}{error.strerror or error}"
+    if error.errno in NO_SPACE:
+        return DiskFull(message)
+    if path is not None and error.errno in _REFUSED:
+        kind = HomeUnwritable if _is_readable(os.fsdecode(path)) else HomeUnreadable
+        return kind(message, path=os.fsdecode(path))
+    number = None if error.errno is None else errno.errorcode.get(error.errno, error.errno)
+    return IoFailed(message, path=None if path is None else os.fsdecode(path), errno=number)
+
+
+def _is_readable(path: str) -> bool:
+    """Whether this user may read what lies at a path; if nothing is there, the folder above it."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0))
+
+
+def _naming(error: OSError, path: str) -> OSError:
+    """The same error with a path, which a call on a descriptor doesn't name."""
+    return error if error.filename is not None else OSError(error.errno, error.strerror, path)
 
 
 class RealFile:
@@ -102,8 +146,15 @@ class RealFiles:
         return RealFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
-        """Bytes at a position; fewer at the end of the file."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Bytes at a position; fewer at the end of the file.
+
+        Raises `UnreadableBytes` where the disk can't give them back, `HomeUnreadable` where this user may not read the file,
+        `UnexpectedFile` where it is a folder.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError as error:
+            raise as_told(error) from error
         try:
             # A length may come from damaged bytes: memory is taken for what is there, not for what is asked for.
             left = os.fstat(descriptor).st_size - position
@@ -113,6 +164,18 @@ class RealFiles:
                 pieces.append(piece)
                 position += len(piece)
                 wanted -= len(piece)
+        except IsADirectoryError as error:
+            raise UnexpectedFile(f"{path} is a folder, not a file of the log", file=path) from error
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise _naming(error, path) from error
+            number = errno.EIO if error.errno is None else error.errno
+            raise UnreadableBytes(
+                f"byte {position} of {path} can't be read: {error.strerror}",
+                path=path,
+                byte=position,
+                errno=errno.errorcode.get(number, str(number)),
+            ) from error
         finally:
             os.close(descriptor)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -123,7 +186,14 @@ class RealFiles:
 
     def listdir(self, path: str) -> list[str]:
         """Names in a folder, sorted."""
-        return sorted(os.listdir(path))
+        try:
+            return sorted(os.listdir(path))
+        except PermissionError as error:
+            raise as_told(error) from error
+
+    def is_folder(self, path: str) -> bool:
+        """Whether it is a folder."""
+        return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
         """Whether anything has that name."""

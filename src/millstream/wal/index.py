@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader, SegmentTotals
-from millstream.errors import CorruptFrame, CorruptWal
+from millstream.errors import CorruptFrame, CorruptWal, UnreadableBytes
 from millstream.model.ids import Epoch, ShardId, StreamId, TableId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -59,6 +59,12 @@ def damage_of(loss: Loss) -> CorruptWal:
     """The error for a loss that was found by walking over a segment."""
     assert loss.offset_from is not None
     return damage(loss.why, file=loss.file, byte=loss.byte, offset_from=loss.offset_from, offset_to=loss.offset_to)
+
+
+def unreadable(error: UnreadableBytes) -> CorruptWal:
+    """The error for bytes of a log's file that the disk can't give back, where nothing tells which records they held."""
+    file, byte = str(error.details["path"]), int(error.details["byte"])
+    return CorruptWal(f"{file} is damaged at byte {byte}: {error.message}", file=file, byte=byte)
 
 
 def read_header(

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from uuid import UUID
 
 from millstream.codec.checksums import crc32c
-from millstream.errors import CorruptWal, LogError
+from millstream.errors import CorruptWal, LogError, UnreadableBytes
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark, ShownMark
 from millstream.model.positions import SEQ_MAX, Offset, Seq
@@ -47,6 +47,8 @@ _NOT_REQUIRED, _REQUIRED, _REQUIRED_BY_ONE = range(3)
 _DROPPED_FIELDS: Final = struct.Struct("<qq")
 _PLAIN: Final = {_DURABLE: _DURABLE_FIELDS.size, _SHOWN: _SHOWN_FIELDS.size, _DROPPED: _DROPPED_FIELDS.size}
 """Bytes of an area's slots behind their beginning, in version 1."""
+_UNREADABLE: Final = b"\xff" * MARK_SIZE
+"""What stands for a mark on a bad page: a damaged one."""
 _ALONE: Final = 1
 _SHARED: Final = 2
 """Versions: of a writer that owns its stream, and of one among several."""
@@ -273,6 +275,8 @@ def read_dropped(files: Files, shard_dir: str) -> DroppedMark | None:
 def _read(files: Files, shard_dir: str) -> bytes:
     try:
         return files.read(f"{shard_dir}/{MARK_NAME}", 0, MARK_SIZE)
+    except UnreadableBytes:
+        return _UNREADABLE
     except FileNotFoundError:
         return b""
 

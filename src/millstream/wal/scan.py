@@ -27,11 +27,12 @@ from millstream.codec.log_frame import (
 )
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentHeader
-from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
+from millstream.errors import CorruptFrame, TruncatedFrame, UnreadableBytes, UnsupportedFormat
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Offset
 from millstream.ports import Files
 
+_PAGE = 4096
 _HEAD_BYTES_MAX = 1 << 28
 _WINDOW = 4 << 20
 """Bytes read at once: small against any memory bound, large against a system call's cost."""
@@ -50,7 +51,11 @@ class Window:
         """Bytes `[position, position + length)`; fewer where the file ends."""
         inside = position - self._start
         if inside < 0 or inside + length > len(self._data):
-            self._data = memoryview(self._read(position, max(length, self._ahead_bytes)))
+            try:
+                self._data = memoryview(self._read(position, max(length, self._ahead_bytes)))
+            except UnreadableBytes:
+                # Only what was read ahead may lie on a bad page.
+                self._data = memoryview(self._read(position, length))
             self._start, inside = position, 0
         return self._data[inside : inside + length]
 
@@ -71,6 +76,23 @@ class ScannedFrame:
     def end(self) -> int:
         """Where the next one begins."""
         return self.position + self.length
+
+
+def read_filled(read: Callable[[int, int], bytes], position: int, length: int) -> bytes:
+    """Bytes of a file, with zeros where the disk can't give them back."""
+    try:
+        return read(position, length)
+    except UnreadableBytes:
+        pieces = []
+        end = position + length
+        while position < end:
+            page_end = min(end, (position // _PAGE + 1) * _PAGE)
+            try:
+                pieces.append(read(position, page_end - position))
+            except UnreadableBytes:
+                pieces.append(bytes(page_end - position))
+            position = page_end
+        return b"".join(pieces)
 
 
 def reader_of(files: Files, path: str) -> Callable[[int, int], bytes]:
@@ -178,7 +200,7 @@ def frames_behind(read: Callable[[int, int], bytes], position: int, size: int) -
     window = Window(read)
     overlap = FRAME_HEADER_MIN
     while position + overlap <= size:
-        data = read(position, min(_WINDOW, size - position))
+        data = read_filled(read, position, min(_WINDOW, size - position))
         words = np.frombuffer(data, dtype="<u4", count=len(data) // 8 * 2)
         kinds = words[3::2] if len(words) > 3 else words[:0]
         # Word 3 of a frame: version, kind, flags. Words 1, 3, 5 … are those at +4, +12, +20 of each multiple of 8.

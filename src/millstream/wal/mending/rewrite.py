@@ -24,7 +24,7 @@ from millstream.ports import Files, WritableFile
 from millstream.wal.layout import SegmentFile
 from millstream.wal.mark import MarkFile, read_mark, read_shown
 from millstream.wal.mending.plan import RepairPlan, SegmentPlan, footer_hash_of, position_of
-from millstream.wal.scan import ScannedFrame, commit_times
+from millstream.wal.scan import ScannedFrame, commit_times, read_filled, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, Surveyed
 from millstream.wal.walk import Loss
 from millstream.wal.writing.segment import FrameLog, entry_of
@@ -171,7 +171,8 @@ class _Writing:
         torn = self._files.create(name)
         try:
             for position in range(start, end, _COPY_BYTES):
-                data = self._files.read(self._made.path, position, min(_COPY_BYTES, end - position))
+                read = reader_of(self._files, self._made.path)
+                data = read_filled(read, position, min(_COPY_BYTES, end - position))
                 torn.pwrite(data, position - start)
             torn.sync()
         finally:
@@ -322,6 +323,7 @@ class _Writing:
 
     def _copy(self, file: WritableFile, position: int, length: int) -> None:
         for start in range(position, position + length, _COPY_BYTES):
-            data = self._files.read(self._made.path, start, min(_COPY_BYTES, position + length - start))
+            read = reader_of(self._files, self._made.path)
+            data = read_filled(read, start, min(_COPY_BYTES, position + length - start))
             file.pwrite(data, self._position)
             self._position += len(data)

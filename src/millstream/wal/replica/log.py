@@ -38,7 +38,7 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Files, WritableFile
-from millstream.wal.files import NO_SPACE, RealFiles
+from millstream.wal.files import NO_SPACE, RealFiles, as_told, is_refused
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
 from millstream.wal.replica.arriving import ArrivingShard, WholeFrame, footer_start
@@ -196,6 +196,8 @@ class ReplicaLog:
             lock.close()
             if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise DiskFull(f"{folder} has no space to write again what came last: {error}") from error
+            if is_refused(error):
+                raise as_told(error) from error
             raise
         log = cls(folder, files, lock, stream, shards, groups, readers, side_by_side=side_by_side, withholds=withholds)
         try:

@@ -19,14 +19,14 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter
-from millstream.errors import CorruptFrame, Diverged, FollowerBehindRetention
+from millstream.errors import CorruptFrame, Diverged, FollowerBehindRetention, UnreadableBytes
 from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Clock, Files
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.index import damage, read_header
+from millstream.wal.index import damage, read_header, unreadable
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import missing_shards, read_dropped, read_mark, read_marks, stream_cut
 from millstream.wal.place import REPLACED
@@ -152,7 +152,10 @@ class ShipSource:
             given.checked = self._checked.get(shard)
             end = given.start(position.get(shard))
             overlap = 0 if self._expected.get(shard) == end else _OVERLAP_BYTES
-            end, found, is_done = given.parts(end, left, overlap=overlap)
+            try:
+                end, found, is_done = given.parts(end, left, overlap=overlap)
+            except UnreadableBytes as error:
+                raise unreadable(error) from error
             if given.checked is not None:
                 self._checked[shard] = given.checked
             self._expected[shard] = end

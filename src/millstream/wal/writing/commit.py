@@ -37,7 +37,7 @@ from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
-from millstream.wal.files import NO_SPACE
+from millstream.wal.files import NO_SPACE, as_told, is_refused
 from millstream.wal.layout import shard_folder
 from millstream.wal.mark import MarkFile
 from millstream.wal.mending.repair import set_tail_aside
@@ -142,10 +142,9 @@ class GroupCommitter:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
             LossNotAccepted: the writer was forgotten, and its shards are damaged.
         """
-        alone = folder_lock(files, folder, clock, make=True) if numbers.shared else nullcontext()
         marks: dict[ShardId, MarkFile] = {}
         try:
-            with alone:
+            with folder_lock(files, folder, clock, make=True) if numbers.shared else nullcontext():
                 shards = own_shards(files, folder, identity.writer, shards, numbers)
                 check_not_gone(files, folder, shards, numbers)
                 marks = lock_shards(files, folder, shards, seize=numbers.may_seize())
@@ -183,6 +182,8 @@ class GroupCommitter:
                 mark.close()
             if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise DiskFull(f"{folder} has no space to begin in: {error}") from error
+            if is_refused(error):
+                raise as_told(error) from error
             raise
         return committer
 

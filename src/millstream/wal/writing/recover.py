@@ -31,13 +31,13 @@ from millstream.codec.log_segment import (
     SegmentFooter,
     SegmentHeader,
 )
-from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, OtherRegion, StaleEpoch
+from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, OtherRegion, StaleEpoch, UnreadableBytes
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import NO_SPACE
-from millstream.wal.index import damage
+from millstream.wal.index import damage, unreadable
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import read_dropped, read_mark
 from millstream.wal.place import REPLACED, misplacement
@@ -170,6 +170,16 @@ def recover(
         StaleEpoch: the log has been written by this epoch or a later one; nothing was changed.
         DiskFull: no spare file and no space for a new one; what was readable stays so.
     """
+    try:
+        return _recover(files, folder, stream, region, shards, epoch)
+    except UnreadableBytes as error:
+        # Never a torn tail: what was acknowledged may lie there.
+        raise unreadable(error) from error
+
+
+def _recover(
+    files: Files, folder: str, stream: StreamId, region: RegionId, shards: Iterable[ShardId], epoch: Epoch
+) -> Recovered:
     tails = {shard: _look(files, folder, stream, region, shard, epoch) for shard in shards}
     cut_from = _first_partial_group(tails)
     _check_for_damage(tails, cut_from)
@@ -312,6 +322,8 @@ def _walk(tail: _Tail, read: Callable[[int, int], bytes]) -> None:
             tail.frames.append(frame)
             if not frame.header.more:
                 tail.whole.add(frame.header.group)
+    except UnreadableBytes:
+        raise
     except CorruptFrame:
         pass
     tail.behind = [
