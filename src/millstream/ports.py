@@ -85,6 +85,9 @@ class Files(Protocol):
     def listdir(self, path: str) -> list[str]:
         """Names in a folder, sorted; `FileNotFoundError` where there is none."""
 
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder of that name; False for anything else."""
+
     def exists(self, path: str) -> bool:
         """Whether there is a file or folder of that name."""
 

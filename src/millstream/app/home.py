@@ -32,7 +32,8 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
-from millstream.model.ids import RegionId, check_stream_name, parse_region_log_name
+from millstream.model.ids import RegionId, can_name_stream, check_stream_name, parse_region_log_name
+from millstream.wal.files import as_told
 
 if TYPE_CHECKING:
     from millstream.app.config.file import LoadedConfig
@@ -178,11 +179,13 @@ class Home:
             return sorted(
                 entry.name
                 for entry in (self.data / "wal").iterdir()
-                # What somebody moved aside may lie beside as `STREAM.…`: no stream's name has a dot.
-                if entry.is_dir() and "." not in entry.name
+                # Other folders are no logs: what somebody moved aside (`STREAM.…`), `lost+found` of a disk of its own.
+                if entry.is_dir() and (can_name_stream(entry.name) or ("@" in entry.name and "." not in entry.name))
             )
         except FileNotFoundError:
             return []
+        except PermissionError as error:
+            raise as_told(error) from error
 
     def pick_stream(self, named: str | None, *, of: list[str] | None = None) -> str:
         """The stream that is named, or the only one there is.

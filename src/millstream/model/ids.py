@@ -32,10 +32,15 @@ GroupNumber = NewType("GroupNumber", int)
 _STREAM_NAME: Final = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
+def can_name_stream(name: str) -> bool:
+    """Whether a text is a name that a stream may have."""
+    return _STREAM_NAME.match(name) is not None and len(name) <= 63
+
+
 def check_stream_name(name: str) -> str:
     """The name itself, where it is one that a stream may have; else `UsageError`."""
     said: object = name  # of a public call, whose callers may have no types
-    if not isinstance(said, str) or _STREAM_NAME.match(name) is None or len(name) > 63:
+    if not isinstance(said, str) or not can_name_stream(name):
         raise UsageError(
             f"{name!r} can't name a stream",
             hint="Stream names are lower-case letters, digits and _, start with a letter, and have at most 63 characters.",

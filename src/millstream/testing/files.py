@@ -231,6 +231,10 @@ class MemoryFiles:
         with self.lock:
             return sorted({*self._folders[path].now, *(name for name in below if "/" not in name)})
 
+    def is_folder(self, path: str) -> bool:
+        """Whether it is a folder."""
+        return path.rstrip("/") in self._folders
+
     def exists(self, path: str) -> bool:
         """Whether the system sees it."""
         if path in self._folders:

@@ -8,7 +8,8 @@
     <folder>/sessions.state                        which writes of applications the log has; see `session_file`
     <folder>/.lock                                 of several writers: held while files of the folder get or lose names
 
-Names that begin with a dot are never the log's: what file managers and copying programs leave (`.DS_Store`, `._*`) is passed over.
+Names that begin with a dot are never the log's: what file managers and copying programs leave (`.DS_Store`, `._*`) is passed over, and
+so is `lost+found`, which the root of a file system has.
 Any other file is an error that names it: nothing is skipped silently.
 """
 
@@ -26,6 +27,7 @@ from millstream.ports import Files
 MARK_NAME: Final = "durable.mark"
 SPARE_NAME: Final = "recovery.spare"
 LOCK_NAME: Final = ".lock"
+LOST_AND_FOUND: Final = "lost+found"
 SESSIONS_NAME: Final = "sessions.state"
 _SESSIONS: Final = frozenset({SESSIONS_NAME, f"{SESSIONS_NAME}.tmp"})
 _SEGMENT: Final = re.compile(r"(\d{20})\.wal\Z")
@@ -66,7 +68,7 @@ def list_shards(files: Files, folder: str) -> list[ShardId]:
 def shards_and_strays(files: Files, folder: str) -> tuple[list[ShardId], list[str]]:
     """The same, and the paths of what doesn't belong there; raises nothing."""
     names = [name for name in _names(files, folder) if name not in _SESSIONS]
-    found = [name for name in names if _SHARD.match(name) is not None]
+    found = [name for name in names if _SHARD.match(name) is not None and files.is_folder(f"{folder}/{name}")]
     return [ShardId(int(name)) for name in found], [f"{folder}/{name}" for name in names if name not in found]
 
 
@@ -82,13 +84,19 @@ def list_segments(files: Files, shard_dir: str) -> list[SegmentFile]:
     return segments
 
 
-def segments_and_strays(files: Files, shard_dir: str) -> tuple[list[SegmentFile], list[str]]:
-    """The same, and the paths of files that aren't the log's; raises nothing."""
+def segments_and_strays(files: Files, shard_dir: str, *, looks: bool = False) -> tuple[list[SegmentFile], list[str]]:
+    """The same, and the paths of files that aren't the log's; raises nothing.
+
+    Args:
+        files: the file system.
+        shard_dir: the shard's folder.
+        looks: whether a folder of a segment's name counts as one that isn't the log's; else the first read of it fails.
+    """
     segments: list[SegmentFile] = []
     strays: list[str] = []
     for name in _names(files, shard_dir):
         found = _SEGMENT.match(name)
-        if found is not None:
+        if found is not None and not (looks and files.is_folder(f"{shard_dir}/{name}")):
             segments.append(SegmentFile(Offset(int(found[1])), f"{shard_dir}/{name}"))
         elif name != MARK_NAME and not name.endswith(_OTHERS):
             strays.append(f"{shard_dir}/{name}")
@@ -98,6 +106,6 @@ def segments_and_strays(files: Files, shard_dir: str) -> tuple[list[SegmentFile]
 def _names(files: Files, folder: str) -> list[str]:
     """What lies in a folder, but for names that are nobody's of the log; nothing where it isn't there."""
     try:
-        return [name for name in files.listdir(folder) if not name.startswith(".")]
+        return [name for name in files.listdir(folder) if not name.startswith(".") and name != LOST_AND_FOUND]
     except FileNotFoundError:
         return []

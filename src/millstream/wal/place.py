@@ -43,7 +43,7 @@ def stream_of(files: Files, folder: str) -> StreamId | None:
         found = Counter(
             header.stream
             for shard in shards
-            for segment in segments_and_strays(files, shard_folder(folder, shard))[0]
+            for segment in segments_and_strays(files, shard_folder(folder, shard), looks=True)[0]
             if (header := header_of(files, segment)) is not None
         )
     most = found.most_common(2)

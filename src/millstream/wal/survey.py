@@ -98,7 +98,7 @@ class KnownSchemas:
             with suppress(MillstreamError):
                 stream = stream_of(self._files, self._folder)
                 for shard in shards_and_strays(self._files, self._folder)[0]:
-                    for segment in segments_and_strays(self._files, shard_folder(self._folder, shard))[0]:
+                    for segment in segments_and_strays(self._files, shard_folder(self._folder, shard), looks=True)[0]:
                         header = header_of(self._files, segment)
                         # Another log's tables have the same ids, and other columns.
                         if header is None or stream in (None, header.stream):

@@ -309,7 +309,7 @@ def _verify_shard(
 ) -> None:
     """Check one shard; frames that lack rows at an unmarked end are added to `torn`, with their groups."""
     shard_dir = shard_folder(folder, shard)
-    segments, strays = segments_and_strays(files, shard_dir)
+    segments, strays = segments_and_strays(files, shard_dir, looks=True)
     report.losses += [Loss(stray, 0, _STRAY, None, None, shard) for stray in strays]
     segments, misplaced = split_misplaced(files, shard, segments, stream)
     report.losses += [Loss(segment.path, 0, why, None, None, shard) for segment, _, why in misplaced]
