@@ -6,8 +6,10 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from tests.app.homes import run, wait_for
@@ -15,7 +17,9 @@ from tests.replication.test_object_branches import STREAM, Scene, write
 
 from millstream.app.home import Home
 from millstream.app.replicating.restoring import restore_stream
+from millstream.codec.log_segment import SegmentHeader
 from millstream.errors import InvalidTime, InvalidToken, StoreDamaged, TimeFromFuture, UsageError
+from millstream.model.ids import StreamId
 from millstream.model.marks import DroppedMark
 from millstream.model.positions import Offset, Seq
 from millstream.protocol.replication.roles import RoleFact
@@ -218,6 +222,26 @@ def test_a_segment_is_put_back_by_nobody_who_cant_show_that_it_is_the_same(store
     found = scrubbed(store, stored.old)
     assert [one.name for one in found.mended] == [str(damaged.relative_to(store))]
     assert [error.details["object"] for error in found.damaged] == [str(shipment.relative_to(store))]
+
+
+@pytest.mark.parametrize("of", ["another place", "another log"])
+def test_a_segment_in_another_ones_place_is_never_put_into_the_store(stored: Scene, tmp_path: Path, of: str) -> None:
+    store, damaged = broken(stored, tmp_path, "it is gone", 2)
+    log = tmp_path / "log"
+    shutil.copytree(stored.old, log)
+    own = log / "00000" / f"{damaged.name}.wal"
+    if of == "another place":
+        shutil.copy(log / "00000" / f"{segments(stored.store)[1].name}.wal", own)
+    else:
+        data = own.read_bytes()
+        header = replace(SegmentHeader.decode(data), stream=StreamId(uuid4()))
+        own.write_bytes(header.encode() + data[len(header.encode()) :])
+    found = scrubbed(store, log)
+    assert not found.mended
+    (error,) = found.damaged
+    assert error.details["base_offset"] == int(damaged.name)
+    assert ("another segment's" if of == "another place" else "of stream") in error.message
+    assert not damaged.exists()
 
 
 def test_a_last_segment_that_lost_its_end_is_stored_once_more_by_whoever_leads(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import Loss, inspect, ls, stats, verify
 from millstream.wal.mending.repair import AcceptedRange, plan_repair, repair
+from millstream.wal.place import REPLACED
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.shipping import ShipSource
 from millstream.wal.retain import drop_segments
@@ -208,6 +209,7 @@ def test_what_reads_past_damage_shows_only_records_that_lie_in_their_place(
         assert any("header is that of" in str(error) or "missing" in str(error) for error in told)
     report = verify(logs.folder)
     assert any("header is that of" in loss.why for loss in report.losses)
+    assert not [loss for loss in report.losses if loss.why == REPLACED], "a gap is no replaced segment"
     lost = {
         (loss.shard, offset)
         for loss in report.losses

@@ -333,6 +333,7 @@ def _verify_shard(
         if segment.base_offset > expected:
             why = "segments before it are missing"
             report.losses.append(Loss(segment.path, 0, why, expected, segment.base_offset, shard))
+            previous_hash = None
         is_last = segment is segments[-1]
         checking = _Segment(shard, segment, mark, end, is_last, torn)
         reached, group = _verify_segment(files, checking, report, elsewhere, group)
