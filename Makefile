@@ -18,11 +18,11 @@ ifeq ($(strip $(SSL_CERT_DIR)),)
 unexport SSL_CERT_DIR
 endif
 
-.PHONY: help install demo test check format soak bench docs lock clean
+.PHONY: help install demo test check format soak bench docs reference lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*##/\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
-	  printf '  make %-8s %s\n' "$$target" "$$text"; done
+	  printf '  make %-9s %s\n' "$$target" "$$text"; done
 
 # Remade when a lock, the project's metadata or the script is newer; the script itself looks at their
 # content, so that a checkout, which touches every file, costs nothing.
@@ -50,7 +50,7 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-check: $(INSTALLED)  ## format, lint, types, layers, house rules, documentation
+check: $(INSTALLED)  ## format, lint, types, layers, house rules, reference pages, documentation
 	@$(BIN)/python scripts/check.py $(PYTHON_DIRS)
 
 format: $(INSTALLED)  ## put the code into the project's format
@@ -66,6 +66,9 @@ bench: $(INSTALLED)  ## figures beside their peers, a JSON line each (ONLY=prefi
 
 docs: $(INSTALLED)  ## the site, in docs/_build/html
 	@$(BIN)/python scripts/check.py --only docs
+
+reference: $(INSTALLED)  ## write docs/reference/{cli,config,errors}.md again from the code
+	@$(BIN)/python scripts/reference.py
 
 lock: $(INSTALLED)  ## requirements/*.txt from pyproject.toml (ARGS=--upgrade for the newest versions)
 	@sh scripts/python scripts/bootstrap.py lock $(ARGS)

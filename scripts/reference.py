@@ -1,28 +1,35 @@
-"""Reference pages that cannot lie: the commands, the configuration and the errors, written from the code itself.
+"""Write the reference pages of commands, configuration and errors from the code, or check that they are current.
 
-A page asks with a line of its own: `<!-- generated: cli -->`, `config` or `errors`. What stands there instead is MyST
-text, so that its headings are the page's and other pages can link to them.
+A page in `docs/reference` has two lines of its own, `<!-- generated: cli -->` (or `config`, `errors`) and `<!-- end of generated text -->`;
+what lies between them is written here. It is committed, so that it can be read in the repository. Its order is that of the code.
+
+    reference.py            write the pages
+    reference.py --check    exit 1 if a page isn't what would be written
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import click
     from pydantic import BaseModel
-    from sphinx.application import Sphinx
 
 CLI = ("millstream.cli.main", "cli")
 CONFIG = ("millstream.app.config.model", "Config")
-REQUEST = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+PAGES = Path(__file__).resolve().parent.parent / "docs" / "reference"
+GENERATED = re.compile(r"^(<!-- generated: (\w+) -->)\n.*?^(<!-- end of generated text -->)$", re.MULTILINE | re.DOTALL)
 NOT_BUILT = "*Not in this version.*"
 
 
@@ -84,10 +91,12 @@ def command(command: click.Command, context: click.Context) -> Iterator[str]:
 
     yield "```text\n" + " ".join([context.command_path, *command.collect_usage_pieces(context)]) + "\n```"
     if command.help:
-        yield re.sub(r"[\b\f]", "", click.formatting.wrap_text(command.help, 10_000, preserve_paragraphs=True))
+        yield re.sub(
+            r"[\b\f]", "", click.formatting.wrap_text(inspect.cleandoc(command.help), 10_000, preserve_paragraphs=True)
+        )
     rows = []
     for parameter in command.get_params(context):
-        if not isinstance(parameter, click.Option) or parameter.hidden or parameter.name == "help":
+        if not isinstance(parameter, click.Option) or parameter.hidden or "--help" in parameter.opts:
             continue
         names = ", ".join(code(name) for name in (*parameter.opts, *parameter.secondary_opts))
         value = "" if parameter.is_flag or parameter.count else f" {code(parameter.make_metavar(context))}"
@@ -171,8 +180,8 @@ def plain(value: object) -> object:
         value = value.value
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
+    if isinstance(value, str | list):
+        return json.dumps(value, ensure_ascii=False)
     return "none" if value is None else value
 
 
@@ -189,7 +198,7 @@ def errors() -> Iterator[str]:
         mending = cell(f"{summary} {kind.default_hint}")
         yield f"| {name} | {code(kind.code)} | {kind.retry.value} | {kind.exit_code} | {mending} |"
         for child in kind.__subclasses__():
-            if child.__module__ == kind.__module__:
+            if child.__module__.partition("._")[0] == "millstream.errors":
                 yield from rows(child, depth + 1)
 
     header = ["| error | code | retry | exit | what happened, what to do |", "| --- | --- | --- | --- | --- |"]
@@ -199,12 +208,36 @@ def errors() -> Iterator[str]:
 GENERATORS: dict[str, Callable[[], Iterator[str]]] = {"cli": cli, "config": config, "errors": errors}
 
 
-def fill(_app: Sphinx, _page: str, source: list[str]) -> None:
-    """Put the generated text where a page asks for it."""
-    source[0] = REQUEST.sub(lambda request: "\n\n".join(GENERATORS[request[1]]()), source[0])
+def filled(page: str) -> str:
+    """Return a page with the text that the code has now between its marks."""
+
+    def text(marked: re.Match[str]) -> str:
+        return "\n\n".join([marked[1], *GENERATORS[marked[2]](), marked[3]])
+
+    return GENERATED.sub(text, page)
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Register with Sphinx."""
-    app.connect("source-read", fill)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def main(arguments: list[str], pages: Path = PAGES) -> int:
+    """Write or check all pages; 1 if one wasn't current and was to be checked."""
+    stale = []
+    for name in GENERATORS:
+        page = pages / f"{name}.md"
+        now = page.read_text(encoding="utf-8")
+        if GENERATED.search(now) is None:
+            print(f"{page.name} has no marks for generated text")
+            return 1
+        then = filled(now)
+        if then == now:
+            continue
+        stale.append(page.name)
+        if "--check" not in arguments:
+            page.write_text(then, encoding="utf-8")
+            print(f"{page.name} written")
+    if "--check" in arguments and stale:
+        print(f"docs/reference: {', '.join(stale)}: not what the code has now; run `make reference`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
