@@ -187,6 +187,43 @@ def test_config_show_names_the_origin_of_every_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["run", "shop"], "millstream --home shop run"),
+        (["run", "web"], "Leave web out, or name a home in front of the command: millstream --home web run"),
+        (["serve", "shop"], "millstream --home shop serve"),
+        (["config", "show", "shop"], "millstream --home shop config show"),
+        (["capture", "run", "shop"], "millstream --home shop capture run"),
+        (["slot", "drop", "web"], "millstream slot drop --stream web"),
+        (["slot", "drop", "shop"], "millstream --home shop slot drop"),
+        (["--home", "shop", "run", "web"], "Leave web out: run is about the whole home shop."),
+        (["--home", "shop", "slot", "drop", "web"], "millstream --home shop slot drop --stream web"),
+    ],
+)
+def test_a_home_or_a_stream_behind_a_command_is_told_how_to_name_it(
+    tmp_path: Path, words: list[str], hint: str
+) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "millstream.toml").write_text("[streams.web]\n")
+    done = here(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("  hint: ")
+    assert last.endswith(hint)
+
+
+def test_a_file_that_is_named_as_a_home_is_called_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "millstream.toml"
+    file.write_text("[streams.web]\n")
+    done = here("--home", str(file), "status")
+    assert done.returncode == 2
+    assert f"{file} (--home) is a file, not a home" in done.stderr
+    assert f"hint: Name the folder that has a millstream.toml in it: {tmp_path}." in done.stderr
+    assert "isn't there" in here("--home", str(tmp_path / "none"), "status").stderr
+    assert "is a file, not a home" in here("status", environ={"MILLSTREAM_HOME": str(file)}).stderr
+
+
+@pytest.mark.parametrize(
     ("text", "code"),
     [
         ("[streams\n", "error[config]: millstream.toml:1"),

@@ -92,7 +92,12 @@ class Home:
                 path = Path(text).expanduser().absolute()
                 if (path / FILE_NAME).exists() or (path / "data" / "wal").is_dir():
                     return cls(path, needs_source)
-                what = "holds no millstream.toml" if path.is_dir() else "is no folder"
+                what = "holds no millstream.toml" if path.is_dir() else "isn't there"
+                if path.exists() and not path.is_dir():
+                    what = "is a file, not a home"
+                    hint = f"Name the folder that has a {FILE_NAME} in it" + (
+                        f": {path.parent}." if path.name == FILE_NAME else "."
+                    )
                 if next(path.glob("[0-9][0-9][0-9][0-9][0-9]/*.wal"), None) is not None:
                     what = "is the log of one stream, not a home"
                     hint = f"Put it where a home has it: `mkdir -p DIR/data/wal && mv {path} DIR/data/wal/STREAM`, then name DIR."

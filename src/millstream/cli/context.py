@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,6 +51,25 @@ class SuggestingGroup(click.Group):
             if near:
                 ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(near)}?")
         return super().resolve_command(ctx, args)
+
+
+def extra_words_hint(error: click.UsageError, home_named: str | None) -> str | None:
+    """What a word that a command doesn't take may have been meant as, a home or a stream; None if `error` is about something else."""
+    context = error.ctx
+    found = re.match(r"Got unexpected extra arguments? \((.+)\)", error.message)
+    if context is None or found is None or context.parent is None:
+        return None
+    words, path = found[1], context.command_path.removeprefix("millstream ")
+    word = words.split()[0]
+    option = f"--home {home_named} " if home_named else ""
+    takes_stream = any("--stream" in parameter.opts for parameter in context.command.params)
+    is_home = (Path(word) / "millstream.toml").is_file()
+    if takes_stream and not is_home:
+        return f"Name a stream by an option: millstream {option}{path} --stream {word}"
+    if home_named is not None:
+        return f"Leave {words} out: {path} is about the whole home {home_named}."
+    instead = "Name the home" if is_home else f"Leave {words} out, or name a home"
+    return f"{instead} in front of the command: millstream --home {word} {path}"
 
 
 pass_session = click.make_pass_decorator(Session)

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from millstream.cli.allocation import return_large_buffers
-from millstream.cli.context import Session, SuggestingGroup, note, say
+from millstream.cli.context import Session, SuggestingGroup, extra_words_hint, note, say
 from millstream.errors import MillstreamError, MissingExtra
 
 _COMMANDS: Final = {
@@ -122,7 +122,13 @@ def _report(error: BaseException, *, debug: bool) -> int:
         return 130
     if isinstance(error, click.ClickException):
         error.show(sys.stderr)
-        return 2 if isinstance(error, click.UsageError) else 1
+        if isinstance(error, click.UsageError):
+            session = error.ctx.find_object(Session) if error.ctx is not None else None
+            hint = extra_words_hint(error, session.home_named if session is not None else None)
+            if hint:
+                note(f"  hint: {hint}")
+            return 2
+        return 1
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error)
     if isinstance(error, OSError):
