@@ -64,7 +64,7 @@ class LakeLayout:
     stream_name: str
     stream_id: StreamId
     pipeline: str = "lake"
-    storage_options: Mapping[str, str] = field(default_factory=dict)
+    storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     types: Mapping[str, str] = field(default_factory=dict)
     """The configuration's `[streams.S.types]`: by `schema.table.column`, the type that a column has in the lake."""
 

@@ -26,6 +26,7 @@ from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from millstream.errors import EngineError
+from millstream.model.addresses import is_secret_key, mask_option
 from millstream.spark.distribution import without_zipped_modules
 from millstream.spark.java import find_java
 
@@ -63,7 +64,7 @@ class SparkOptions:
     work_dir: Path
     app_name: str = "millstream"
     master: str = "local[*]"
-    conf: Mapping[str, str] = field(default_factory=dict)
+    conf: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def open_session(options: SparkOptions) -> SparkSession:
@@ -87,11 +88,14 @@ def open_session(options: SparkOptions) -> SparkSession:
         # A laptop whose host name doesn't resolve, or whose network changes, must not matter.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     facts = {"spark.app.name": options.app_name, "spark.master": _with_retries(options.master)}
-    conf = SparkConf(loadDefaults=False).setAll([*(_defaults(options, work_dir) | facts | dict(options.conf)).items()])
+    settings = _defaults(options, work_dir) | facts | dict(options.conf)
+    conf = SparkConf(loadDefaults=False).setAll([*settings.items()])
+    # pyspark writes each setting into the JVM's command line, which all users of the machine can read. What is secret is set once it runs.
+    at_launch = SparkConf(loadDefaults=False).setAll([one for one in settings.items() if not _is_secret(*one)])
     try:
         # What the JVM and Python workers print goes to a file: this terminal is for people.
         with (work_dir / "spark.out").open("ab") as output, _started_from(options, work_dir):
-            gateway = launch_gateway(conf, {"stdout": output, "stderr": output})
+            gateway = launch_gateway(at_launch, {"stdout": output, "stderr": output})
         _hush(SparkContext(conf=conf, gateway=gateway))
         return SparkSession.builder.getOrCreate()
     except (PySparkException, Py4JError, OSError, RuntimeError) as error:
@@ -123,6 +127,11 @@ def _hush(context: SparkContext) -> None:
 def _not_of_py4j(record: logging.LogRecord) -> bool:
     # It logs by the root logger, whose handlers are the whole program's.
     return Path(record.pathname).parent.name != "py4j"
+
+
+def _is_secret(key: str, value: str) -> bool:
+    """Whether a setting has a secret in it. Others than Hadoop's may be needed to start (`spark.driver.extraJavaOptions`): those go by their keys alone."""
+    return is_secret_key(key) or (key.startswith("spark.hadoop.") and mask_option(key, value) != value)
 
 
 def _with_retries(master: str) -> str:
