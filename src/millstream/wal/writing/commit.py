@@ -180,9 +180,7 @@ class GroupCommitter:
         except BaseException as error:
             for mark in marks.values():
                 mark.close()
-            if isinstance(error, OSError) and error.errno in NO_SPACE:
-                raise DiskFull(f"{folder} has no space to begin in: {error}") from error
-            if is_refused(error):
+            if isinstance(error, OSError) and (error.errno in NO_SPACE or is_refused(error)):
                 raise as_told(error) from error
             raise
         return committer
