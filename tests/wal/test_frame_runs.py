@@ -147,7 +147,7 @@ def test_what_stands_in_front_of_a_damaged_frame_is_given_and_the_frame_is_named
     files = filled([[(0, 1)]] * 30, segment_bytes=1 << 20)
     reader = StreamReader(FOLDER, files=files)
     (span,) = reader.spans(Seq(0), reader.persisted_upto())
-    positions = [e.position for _, e in reader._index(0).from_seq(Seq(19), reader._extent.marks()[0][0])]
+    positions = [e.position for _, e in reader._index(0).from_seq(Seq(19), reader.extent.marks()[0][0])]
     for distance in (3, -5):  # its own head, and the payload in front of it
         at = positions[0] + distance
         before = files.read(span.path, at, 1)
