@@ -219,6 +219,9 @@ def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
             retry_table(catalog, stream, "public.log")
         with pytest.raises(UnknownTable):
             retry_table(catalog, stream, "public.nothing")
+        with pytest.raises(UnknownTable, match=r"no table sales\.orders") as caught:
+            retry_table(catalog, stream, "sales.orders")
+        assert caught.value.hint == "Name its schema too: public.orders."
 
 
 def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_and_can_be_tried_again(

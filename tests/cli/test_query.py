@@ -353,8 +353,16 @@ def test_the_prompt_takes_statements_of_several_lines_completes_and_remembers(ho
         again.type("\n")
         again.until(r"error\[usage\]")
         again.until("shop>")
-        again.type("\\q\n")
+        again.type("help\n")
+        again.until(r"Tab completes")
+        again.until("shop>")
+        again.type("quit\n")
         assert again.process.wait(180) == 0
+    for word in ("exit", "EXIT;", "\\q"):
+        with terminal(home) as third:
+            third.until("shop>")
+            third.type(f"{word}\n")
+            assert third.process.wait(180) == 0
 
 
 def test_the_prompt_sees_each_new_cut_and_outlives_a_query_that_is_cancelled(home: Path) -> None:

@@ -17,7 +17,7 @@ from millstream.catalog.part import CatalogPart, lock_stream, now_us
 from millstream.catalog.values import TableRow, TableState
 from millstream.errors import CatalogError, InvalidValue, TableCaptured, UnknownTable
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
-from millstream.model.names import qualified_name
+from millstream.model.names import name_in_full, qualified_name, same_bare
 from millstream.model.schema import TableKind, TableSchema
 
 _NAME_TAKEN: Final = "applications write a table of this name into the stream: rename the one at the source"
@@ -103,10 +103,13 @@ class Relations(CatalogPart):
 
     def find_table(self, stream: StreamId, namespace: str, name: str) -> TableRow:
         """The table that bears that name now; `UnknownTable` where none does."""
-        for row in self.tables(stream):
+        rows = self.tables(stream)
+        for row in rows:
             if (row.namespace, row.name) == (namespace, name):
                 return row
-        raise UnknownTable(f"the stream has no table {namespace}.{name}", table=f"{namespace}.{name}")
+        full_name = qualified_name(namespace, name)
+        meant = name_in_full(same_bare(name, ((row.namespace, row.name) for row in rows)))
+        raise UnknownTable(f"the stream has no table {full_name}", hint=meant or None, table=full_name)
 
     def set_state(
         self,

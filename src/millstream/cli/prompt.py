@@ -26,6 +26,7 @@ from millstream.cli.context import note, print_table
 from millstream.cli.main import say_error
 from millstream.cli.results import STYLES, Style
 from millstream.errors import MillstreamError, UsageError
+from millstream.lake.query.words import TEXTS
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -37,20 +38,19 @@ HELP: Final = r"""Statements end with ; and may take several lines. Tab complete
   \as-of TIME|TOKEN    show everything as it stood then; without either, as it stands now
   \format STYLE        table, csv or json
   \refresh             look again what there is; a statement does so by itself where something has landed
-  \q                   end"""
+  \?, \q               help, end; so do help, exit and quit"""
 _WORD: Final = re.compile(r'\\?[\w.-]*"?[^\s"(),;]*\Z')
-_TEXTS: Final = re.compile(
-    r"\$(\w*)\$.*?\$\1\$|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|--[^\n]*(?:\n|\Z)|/\*.*?\*/", re.DOTALL
-)
 _COMMANDS: Final = ("\\?", "\\as-of", "\\d", "\\dt", "\\format", "\\q", "\\refresh")
+_WORDS: Final = {"help": "\\?", "exit": "\\q", "quit": "\\q"}
+"""Words that are commands when they stand alone."""
 
 
 def is_whole(text: str) -> bool:
     """Whether what was typed is ready to run: a command, or SQL up to a semicolon that is no part of a text."""
     stripped = text.strip()
-    if not stripped or stripped.startswith("\\"):
+    if not stripped or stripped.startswith("\\") or stripped.lower() in _WORDS:
         return True
-    bare = _TEXTS.sub("", stripped).rstrip()
+    bare = TEXTS.sub("", stripped).rstrip()
     return bare.endswith(";") and not re.search(r"['\"]|/\*", bare)
 
 
@@ -111,6 +111,7 @@ class Prompt:
 
     def _take(self, text: str) -> bool:
         """Do what was typed; whether to go on."""
+        text = _WORDS.get(text.rstrip("; ").lower(), text)
         if not text:
             return True
         if text.startswith("\\"):

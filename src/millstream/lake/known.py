@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 
 from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
-from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.names import DEFAULT_SCHEMA, parse_qualified_name, qualified_name
 from millstream.model.records import RECORD_PREFIX
 from millstream.model.schema import TableSchema
 
@@ -43,10 +44,19 @@ def empty_records(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
 
 
 def is_meant(said: str, full_name: str) -> bool:
-    """Whether DuckDB, which says a table's bare name or both parts, unquoted, means this one."""
+    """Whether a name as `unknown_table` gives it means this table."""
     namespace, name = parse_qualified_name(full_name)
     # Whose quotes are DuckDB's, and whose the name's own, can't be told.
-    return _bare(said) in {_bare(name), _bare(f"{namespace}.{name}"), _bare(full_name)}
+    return _bare(said) in {_bare(f"{namespace}.{name}"), _bare(full_name)}
+
+
+def unknown_table(said: str) -> str | None:
+    """The table that DuckDB's message says isn't there, with its schema, unquoted."""
+    found = re.search(r'Table with name "?(.+?)"? does not exist', said)
+    if found is None:
+        return None
+    # DuckDB leaves the schema out where it looks in any case.
+    return found[1] if "." in found[1] else f"{DEFAULT_SCHEMA}.{found[1]}"
 
 
 def _bare(name: str) -> str:

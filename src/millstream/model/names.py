@@ -16,6 +16,9 @@ CATALOG_SCHEMA: Final = "millstream"
 NAME_BYTES_MAX: Final = 255
 """Size of the name of a table that applications write, of its schema, or of a column, in UTF-8."""
 
+DEFAULT_SCHEMA: Final = "public"
+"""What a name without a schema means."""
+
 _PLAIN: Final = re.compile(r"[a-z_][a-z0-9_]*\Z")
 
 # Every keyword of PostgreSQL 14 to 18 that isn't "unreserved" (pg_get_keywords().catcode <> 'U'): quote_identifier in
@@ -69,7 +72,8 @@ _PART: Final = re.compile(r'"((?:[^"\0\ud800-\udfff]|"")+)"|([^\s".*?!\0\ud800-\
 def parse_qualified_name(text: str) -> tuple[str, str]:
     """The (schema, name) that a text like `public.orders` or `"My schema"."T"` names.
 
-    Unquoted parts are taken in lower case, as PostgreSQL does; a text without a schema means `public`.
+    The rule of every command and of SQL (`docs/reference/names.md`): unquoted parts are taken in lower case, as PostgreSQL does, and a text without
+    a schema means `public`.
 
     Raises:
         UsageError: the text is no such name.
@@ -89,7 +93,17 @@ def parse_qualified_name(text: str) -> tuple[str, str]:
         if text[position] != "." or len(parts) == 2:
             raise _invalid(text)
         position += 1
-    return (parts[0], parts[1]) if len(parts) == 2 else ("public", parts[0])
+    return (parts[0], parts[1]) if len(parts) == 2 else (DEFAULT_SCHEMA, parts[0])
+
+
+def same_bare(name: str, tables: Iterable[tuple[str, str]]) -> list[str]:
+    """The full names of those tables that are called so in any schema, capitals aside: what may have been meant by a name that isn't there."""
+    return sorted(qualified_name(*table) for table in set(tables) if table[1].lower() == name.lower())
+
+
+def name_in_full(candidates: Sequence[str]) -> str:
+    """The hint for a name that isn't there, where others (`same_bare`) may have been meant; empty if there are none."""
+    return f"Name its schema too: {' or '.join(candidates)}." if candidates else ""
 
 
 def _invalid(text: str) -> UsageError:
@@ -119,7 +133,7 @@ class TablePattern:
         leaves_out = body.startswith("!")
         parts = _split_pattern(body[1:] if leaves_out else body, text)
         if len(parts) == 1:
-            parts = [re.escape("public"), *parts]
+            parts = [re.escape(DEFAULT_SCHEMA), *parts]
         return cls(text, leaves_out, re.compile(parts[0] + r"\Z", re.DOTALL), re.compile(parts[1] + r"\Z", re.DOTALL))
 
     def matches(self, namespace: str, name: str) -> bool:

@@ -19,6 +19,7 @@ from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, Millstre
 from millstream.lake.delta import OpenTable, lake_errors
 from millstream.lake.query.bounds import QueryBounds, Watch
 from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
+from millstream.model.names import DEFAULT_SCHEMA
 
 if TYPE_CHECKING:
     import duckdb
@@ -137,6 +138,13 @@ class Engine:
             "SELECT 1 FROM duckdb_views() WHERE NOT internal AND schema_name = ? AND view_name = ?", [namespace, name]
         )
         return found.fetchone() is not None
+
+    def keywords(self) -> frozenset[str]:
+        """The words that can't stand for a column everywhere unless they are quoted."""
+        found = self.connection.execute(
+            "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'"
+        )
+        return frozenset(str(word) for (word,) in found.fetchall())
 
     def forget_views(self) -> None:
         """Drop all views."""
@@ -261,10 +269,12 @@ def _connect(scratch: str, bounds: QueryBounds | None, files: HandedFiles) -> du
             "temp_directory": scratch,
         },
     )
+    connection.execute(f"CREATE SCHEMA {quote(DEFAULT_SCHEMA)}")
     connection.register_filesystem(file_system(files))
     for setting in (
         *(() if bounds is None else bounds.settings()),
         "TimeZone = 'UTC'",
+        f"search_path = '{DEFAULT_SCHEMA},main'",
         # A folder that may be read may be written: none of the lake's is among them.
         f"allowed_directories = [{literal(scratch + '/')}, {literal(PREFIX)}]",
         "enable_external_access = false",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, cast
@@ -33,7 +34,7 @@ from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.eras import Era, era_at, first_told, holds, newest_schema
 from millstream.lake.folded.current import current_columns
 from millstream.lake.folder import history_begun, history_from
-from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant
+from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant, unknown_table
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
 from millstream.lake.moves import open_left_behind
 from millstream.lake.query.bounds import QueryBounds
@@ -42,8 +43,9 @@ from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
 from millstream.lake.query.standing import standing_at
 from millstream.lake.query.version_rows import versions_sql
+from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
 from millstream.model.ids import TableId
-from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.names import name_in_full, parse_qualified_name, qualified_name, same_bare
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 
@@ -55,17 +57,6 @@ SCD2: Final = "scd2"
 OVERLAY_ROWS_MAX: Final = 3_000_000
 """Records that lie over no `current`: more are built into a scratch file, in bounded memory."""
 _STREAM_ROWS: Final = 1 << 16
-_CATALOG_WORDS: Final = re.compile(
-    r"\b(information_schema|pg_catalog|duckdb_\w+|sqlite_master|pg_\w+)\b", re.IGNORECASE
-)
-"""A query with one of these may list tables that it doesn't name."""
-_LIST: Final = re.compile(r"\s*(show(\s+all)?\s+tables|show|describe)\s*;?\s*", re.IGNORECASE)
-_LISTED: Final = (
-    "SELECT list_aggregate([CASE WHEN regexp_full_match(part, '[a-z_][a-z0-9_]*') THEN part"
-    """ ELSE '"' || replace(part, '"', '""') || '"' END FOR part IN [schema_name, view_name]], 'string_agg', '.') AS name"""
-    " FROM duckdb_views() WHERE NOT internal AND NOT temporary ORDER BY schema_name, view_name"
-)
-"""What `SHOW TABLES` gives here: DuckDB's own also has what views are made of, and no schemas."""
 
 
 class LakeSession:
@@ -217,8 +208,8 @@ class LakeSession:
 
         if len(self.statements(sql)) != 1:
             raise InvalidQuery("one statement at a time, please")
-        if _LIST.fullmatch(sql):
-            sql = _LISTED
+        if LIST.fullmatch(sql):
+            sql = LISTED
         try:
             reader = self._run(sql, batch_rows)
             return pa.RecordBatchReader.from_batches(reader.schema, self._checked(reader))
@@ -231,7 +222,21 @@ class LakeSession:
         Raises:
             InvalidQuery: DuckDB can't parse it, or it would do more.
         """
-        return self._engine.statements(sql)
+        try:
+            return self._engine.statements(sql)
+        except InvalidQuery as error:
+            to_quote = words_to_quote(sql, self._engine.keywords(), self._columns_in(sql))
+            if error.hint or not to_quote:
+                raise
+            hint = f"Write {', '.join(map(quote, to_quote))} in double quotes if you mean the column."
+            raise InvalidQuery(error.message, hint=hint) from error
+
+    def _columns_in(self, sql: str) -> set[str]:
+        """The columns of the tables that a text may name."""
+        folders = [folder for folder in self._tables if self._stands_in(folder, sql.lower())]
+        with suppress(MillstreamError):
+            return {name for folder in folders for name in self._history(folder).schema().names}
+        return set()
 
     def columns(self, table: str) -> list[tuple[str, str]]:
         """Names and DuckDB's types of a table's columns.
@@ -306,7 +311,7 @@ class LakeSession:
             return bound
         if (failure := self._engine.take_failure()) is not None:
             return failure
-        table = _unknown_table(said)
+        table = unknown_table(said)
         if table is None:
             return InvalidQuery(said)
         for name, failure in self._failures.items():
@@ -317,14 +322,14 @@ class LakeSession:
         for name in [found.name for found in self._tables.values() if is_meant(table, found.name)]:
             if name in self._failures:
                 return InvalidQuery(f"{name} {self._failures[name].message}")
-            return InvalidQuery(f"there is no table {table} in the lake", hint=f"Name its schema too: {name}.")
         for known in self._asked_known:
             if is_meant(table, known.full_name) and (known.waits or known.schema is None):
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
                 hint = None if self.landed_by is None else self._where_they_land(self.landed_by)
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
         # In our words, for DuckDB's guesses are its own tables.
-        return InvalidQuery(f"there is no table {table} in the lake", hint=self._hint())
+        others = same_bare(table.partition(".")[2], [parse_qualified_name(name) for name in self.tables])
+        return InvalidQuery(f"there is no table {table} in the lake", hint=name_in_full(others) or self._hint())
 
     def _later(self, said: str) -> InvalidQuery | None:
         """What to say of a table that is in the lake, and wasn't, or under another name, at the token; None of any other."""
@@ -376,7 +381,7 @@ class LakeSession:
 
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
-        text = None if sql is None or _CATALOG_WORDS.search(sql) else sql.lower()
+        text = None if sql is None or CATALOG_WORDS.search(sql) else sql.lower()
         for left, make, word in (
             (self._rows_left, self._make_rows, ""),
             (self._records_left, self._make_records, HISTORY),
@@ -581,9 +586,3 @@ class LakeSession:
         except LakeUnavailable:
             return None  # its log entry or its files have gone
         return old
-
-
-def _unknown_table(said: str) -> str | None:
-    """The table that DuckDB's message says isn't there."""
-    found = re.search(r'Table with name "?(.+?)"? does not exist', said)
-    return None if found is None else found[1]

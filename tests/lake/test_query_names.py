@@ -1,0 +1,60 @@
+"""Names in SQL: one without a schema is of `public`, and what SQL reserves has to be quoted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from tests.lake.test_query import land
+
+from millstream.errors import InvalidQuery
+from millstream.lake.layout import LakeLayout
+from millstream.lake.query.sql import LakeSession
+from millstream.model.ids import TableId
+from millstream.model.schema import Column, TableSchema
+
+Records = Callable[..., pa.RecordBatch]
+
+
+def test_a_name_without_a_schema_is_of_public(layout: LakeLayout, orders: TableSchema, records: Records) -> None:
+    sold = replace(orders, table_id=TableId(9), namespace="sales")
+    land(layout, 2, {orders: records(orders, ("c", 1, {"id": 1})), sold: records(sold, ("c", 2, {"id": 2}))}, fold=True)
+    with LakeSession(layout) as session:
+        assert session.query("SELECT orders.id FROM orders").to_pydict() == {"id": [1]}
+        assert session.query("SELECT id FROM Orders o JOIN sales.orders s USING (id)").num_rows == 0
+        assert session.columns("orders") == session.columns("public.orders")
+        assert session.query("WITH orders AS (SELECT 7 AS id) FROM orders").to_pydict() == {"id": [7]}
+    with LakeSession(layout, as_of=session.token.linear()) as past:
+        assert past.query("SELECT id FROM orders").to_pydict() == {"id": [1]}
+
+
+def test_a_name_of_other_schemas_alone_is_answered_with_all_it_may_mean(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    sold, old = (
+        replace(orders, table_id=TableId(n), namespace=namespace) for n, namespace in ((9, "sales"), (10, "Old"))
+    )
+    land(layout, 2, {sold: records(sold, ("c", 1, {"id": 1})), old: records(old, ("c", 2, {"id": 2}))}, fold=True)
+    with LakeSession(layout) as session, pytest.raises(InvalidQuery, match=r"no table public\.orders") as caught:
+        session.query("FROM orders")
+    assert caught.value.hint == 'Name its schema too: "Old".orders or sales.orders.'
+
+
+@pytest.mark.parametrize(
+    "sql", ["SELECT max(at) FROM {}", "SELECT {}.id, AT from {}", "FROM {} WHERE at > 3 AND 'end' <> ''"]
+)
+def test_a_column_that_is_a_word_of_sqls_is_said_to_need_quotes(
+    layout: LakeLayout, orders: TableSchema, records: Records, sql: str
+) -> None:
+    odd = replace(orders, columns=(*orders.columns, Column("at", pa.int64()), Column("end", pa.int64())))
+    land(layout, 1, {odd: records(odd, ("c", 1, {"id": 1, "at": 5, "end": 6}))}, fold=True)
+    with LakeSession(layout) as session:
+        assert session.query('SELECT max("at") AS at, orders."end" AS e FROM orders GROUP BY e').num_rows == 1
+        with pytest.raises(InvalidQuery, match="syntax error") as caught:
+            session.query(sql.replace("{}", "orders"))
+        assert caught.value.hint == 'Write "at" in double quotes if you mean the column.'
+        with pytest.raises(InvalidQuery) as plain:
+            session.query("SELEC 1 FROM orders")
+        assert plain.value.hint == ""
