@@ -87,8 +87,8 @@ class Backend(Protocol):
     def insert(self, table: Table) -> SqliteInsert | PostgresInsert:
         """An INSERT that knows ON CONFLICT."""
 
-    def number_above(self, connection: Connection, table: Table) -> None:
-        """Have new rows of a table numbered above all that it holds, after rows with numbers of their own were inserted."""
+    def number_above(self, connection: Connection, table: Table, floor: int) -> None:
+        """Have new rows of a table numbered above `floor` and all that it holds, after rows with numbers of their own were inserted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,9 @@ class Database:
         """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`."""
         return self._backend.insert(table)
 
-    def number_above(self, connection: Connection, table: Table) -> None:
-        """Have new rows of a table numbered above all that it holds, after rows with numbers of their own were inserted."""
-        self._backend.number_above(connection, table)
+    def number_above(self, connection: Connection, table: Table, floor: int = 0) -> None:
+        """Have new rows of a table numbered above `floor` and all that it holds, after rows with numbers of their own were inserted."""
+        self._backend.number_above(connection, table, floor)
 
     def close(self) -> None:
         """Close every connection. The handle opens new ones if it is used again."""

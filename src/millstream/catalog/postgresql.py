@@ -202,11 +202,11 @@ class PostgresBackend:
         """PostgreSQL's INSERT."""
         return insert(table)
 
-    def number_above(self, connection: Connection, table: Table) -> None:
+    def number_above(self, connection: Connection, table: Table, floor: int) -> None:
         """By its sequence, which is never put back."""
         sequence = f"pg_get_serial_sequence('{SCHEMA}.{table.name}', 'id')"
-        above = f"greatest((SELECT max(id) FROM {table.name}), nextval({sequence}))"
-        connection.execute(text(f"SELECT setval({sequence}, {above})"))
+        above = f"greatest((SELECT max(id) FROM {table.name}), nextval({sequence}), :floor)"
+        connection.execute(text(f"SELECT setval({sequence}, {above})"), {"floor": floor})
 
     # --- errors ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, Tab
 from millstream.model.names import name_in_full, qualified_name, same_bare
 from millstream.model.schema import TableKind, TableSchema
 
-_NAME_TAKEN: Final = "applications write a table of this name into the stream: rename the one at the source"
+NAME_TAKEN: Final = "applications write a table of this name into the stream: rename the one at the source"
 
 
 class Relations(CatalogPart):
@@ -73,7 +73,7 @@ class Relations(CatalogPart):
                 source != 0 and kind is TableKind.TABLE and _written(connection, stream, namespace, name) is not None
             )
             if taken:
-                state, reason = TableState.SET_ASIDE, _NAME_TAKEN
+                state, reason = TableState.SET_ASIDE, NAME_TAKEN
             stands = {"state": state.value, "reason": reason, "changed_us": now_us()}
             named = {"namespace": namespace, "name": name}
             if row is None:
@@ -214,7 +214,7 @@ class Relations(CatalogPart):
                 t.schema_versions.c.table_id == row.id, t.schema_versions.c.version == row.schema_version
             )
             for blob in connection.execute(newest).scalars():
-                known = _schema_of(blob)
+                known = schema_of(blob)
             wanted = grow(known)
             return known if wanted == known else self._number(connection, wanted)
 
@@ -231,7 +231,7 @@ class Relations(CatalogPart):
 
     def _number(self, connection: Connection, schema: TableSchema) -> TableSchema:
         """Number a schema and make it the table's newest; nobody else changes the table meanwhile."""
-        fingerprint = _fingerprint(schema)
+        fingerprint = fingerprint_of(schema)
         of_table = t.schema_versions.c.table_id == schema.table_id
         same = select(t.schema_versions.c.version).where(of_table, t.schema_versions.c.fingerprint == fingerprint)
         version = connection.execute(same).scalar()
@@ -266,10 +266,11 @@ class Relations(CatalogPart):
     def _schemas(self, query: Select[Any]) -> list[TableSchema]:
         with self._database.read() as connection:
             blobs = connection.execute(query).scalars().all()
-        return [_schema_of(blob) for blob in blobs]
+        return [schema_of(blob) for blob in blobs]
 
 
-def _schema_of(blob: bytes) -> TableSchema:
+def schema_of(blob: bytes) -> TableSchema:
+    """A schema as `schema_versions` keeps it."""
     return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob)))
 
 
@@ -322,7 +323,7 @@ def _table_row(row: Row[Any]) -> TableRow:
     )
 
 
-def _fingerprint(schema: TableSchema) -> str:
+def fingerprint_of(schema: TableSchema) -> str:
     """SHA-256 over every fact but the version."""
     arrow = replace(schema, version=SchemaVersion(0)).to_arrow()
     types = [[field.name, str(field.type)] for field in arrow]

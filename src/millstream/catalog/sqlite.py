@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import URL, Connection, Engine, Table, create_engine, event
+from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, text
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.exc import DBAPIError
 
@@ -172,8 +172,12 @@ class SqliteBackend:
         """SQLite's INSERT."""
         return insert(table)
 
-    def number_above(self, connection: Connection, table: Table) -> None:
-        """It is so already: SQLite notes the greatest number with every row."""
+    def number_above(self, connection: Connection, table: Table, floor: int) -> None:
+        """SQLite notes the greatest number with every row: only `floor` is to be noted."""
+        given = {"name": table.name, "floor": floor}
+        noted = text("UPDATE sqlite_sequence SET seq = max(seq, :floor) WHERE name = :name")
+        if floor and not connection.execute(noted, given).rowcount:
+            connection.execute(text("INSERT INTO sqlite_sequence (name, seq) VALUES (:name, :floor)"), given)
 
 
 def _identity(file: Path) -> _Identity:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
+from millstream.catalog.adoption import Adoption
 from millstream.catalog.copies import Copies
 from millstream.catalog.database import BUSY_TIMEOUT_S, Database
 from millstream.catalog.facts import Facts
@@ -16,7 +17,7 @@ from millstream.catalog.tokens import Tokens
 from millstream.catalog.values import HomeIdentity
 
 
-class Catalog(Streams, Sources, Relations, Copies, Holders, Tokens, Facts):
+class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Facts):
     """A home's catalog. Made, or brought up to this version's schema, when it is opened.
 
     Args:

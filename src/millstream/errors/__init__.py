@@ -506,6 +506,16 @@ class CatalogTooNew(CatalogError):
     default_hint = "Upgrade this Millstream."
 
 
+class CatalogOlder(CatalogError):
+    """The log has tables or sources that the catalog doesn't know, or knows as others: the catalog is older than the log, or another home's."""
+
+    code = "catalog_older"
+    default_hint = (
+        "Put back a catalog that is as new as the log, or the log that belongs to this catalog (`data/wal`); "
+        "to do without the log, move its folder away and begin a new stream."
+    )
+
+
 class CatalogBusy(CatalogError):
     """The catalog stayed locked past the busy timeout."""
 

@@ -106,20 +106,26 @@ class KnownSchemas:
         return self._found
 
     def _look(self, shard: ShardId, segment: SegmentFile) -> None:
-        footer = footer_of(self._files, segment)
-        if isinstance(footer, SegmentFooter):
-            places = [(entry.position, entry.length) for entry in footer.frames if entry.kind is FrameKind.SCHEMA]
-        else:
-            places = [
-                (frame.position, frame.length)
-                for frame in walk_segment(self._files, shard, segment, end=None, payload=False)
-                if isinstance(frame, ScannedFrame) and frame.header.kind is FrameKind.SCHEMA
-            ]
-        for position, length in places:
-            with suppress(MillstreamError):
-                frame = decode_frame(self._files.read(segment.path, position, length), SchemaSet())
-                if isinstance(frame, SchemaFrame):
-                    self._found[frame.schema.table_id, frame.schema.version] = frame.schema
+        for schema in schemas_in(self._files, shard, segment):
+            self._found[schema.table_id, schema.version] = schema
+
+
+def schemas_in(files: Files, shard: ShardId, segment: SegmentFile) -> Iterator[TableSchema]:
+    """The schemas that a segment brings, those that can be read."""
+    footer = footer_of(files, segment)
+    if isinstance(footer, SegmentFooter):
+        places = [(entry.position, entry.length) for entry in footer.frames if entry.kind is FrameKind.SCHEMA]
+    else:
+        places = [
+            (frame.position, frame.length)
+            for frame in walk_segment(files, shard, segment, end=None, payload=False)
+            if isinstance(frame, ScannedFrame) and frame.header.kind is FrameKind.SCHEMA
+        ]
+    for position, length in places:
+        with suppress(MillstreamError):
+            frame = decode_frame(files.read(segment.path, position, length), SchemaSet())
+            if isinstance(frame, SchemaFrame):
+                yield frame.schema
 
 
 def survey_segment(

@@ -20,6 +20,7 @@ from millstream.app.writing.buffered import (
     buffer_name,
     open_buffer,
 )
+from millstream.app.writing.older_catalog import adopt_log
 from millstream.app.writing.routing import StreamRouting, shards_to_open
 from millstream.app.writing.shared_writer import SharedWriter
 from millstream.app.writing.sinks import sinks_of
@@ -86,6 +87,7 @@ def stream_writer(
         LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, of one among several.
         ReadOnly, Fenced: another node leads the stream.
         CorruptWal, DiskFull …: as `LogWriter.open`.
+        CatalogOlder: the catalog has something else under a number that stands in the log.
         MergeUnsuitable: a table can't merge as the configuration says.
         OtherRegion: the log is another region's than the configuration says.
     """
@@ -106,6 +108,7 @@ def stream_writer(
         else:
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
+        adopt_log(catalog, stream, str(home.wal_folder(name)), log.reached(), from_buffer=_reads_buffer(config))
         # Once more, with the shards' locks: who has meanwhile been promised that this node writes no more waits for these, and for nothing else.
         Roles(home).check_leads(name)
         with contextlib.suppress(ClockAhead, OtherRegion):  # the owner tells of it, again and again
@@ -137,6 +140,10 @@ def stream_writer(
                 stream_name=name,
             )
         yield StreamWriter(stream, log, first_shard, appender, own, routing)
+
+
+def _reads_buffer(config: StreamConfig) -> bool:
+    return config.buffer is not None and config.buffer.role != "writes"
 
 
 def _table_rules(config: StreamConfig, routing: StreamRouting, first_shard: ShardId) -> TableRules:

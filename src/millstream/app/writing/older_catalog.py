@@ -1,0 +1,101 @@
+"""A catalog that is older than its log takes over what the log has, before anything new gets a number.
+
+How far a log was looked through stands in the catalog: a backup that is put back says so of its own moment, and what came behind it is
+looked through again. A log that goes on by itself costs a look at its newest segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from millstream.catalog.adoption import LoggedTable
+from millstream.errors import CatalogOlder, MillstreamError
+from millstream.model.positions import Offset
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import segments_and_strays, shard_folder, shards_and_strays
+from millstream.wal.survey import schemas_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from millstream.catalog import Catalog
+    from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
+    from millstream.model.schema import TableSchema
+
+logger = structlog.get_logger("millstream.writers")
+
+_SCOPE: Final = "logged"
+_NOTED: Final = "segments"
+_SEGMENTS_AGAIN_MAX: Final = 8
+"""So many segments are looked through again rather than noted down: that costs a transaction."""
+
+
+def adopt_log(
+    catalog: Catalog, stream: StreamId, folder: str, sources: Collection[SourceId], *, from_buffer: bool = False
+) -> None:
+    """Have the catalog know the tables, schemas and sources that the stream's log has.
+
+    Call it while the shards are this process's, and before anything new is written.
+
+    Args:
+        catalog: the home's.
+        stream: the log's.
+        folder: its folder, `data/wal/<stream>`.
+        sources: whose positions the log bears (`LogWriter.reached`).
+        from_buffer: whether the stream takes its operations from a write buffer.
+
+    Raises:
+        CatalogOlder: the catalog has something else under a number of the log's; or it lacks a source of a stream that reads a write buffer, so that
+            operations would be taken twice. Nothing was changed.
+    """
+    scope = f"{_SCOPE}/{stream}"
+    noted: dict[str, int] = catalog.fact(scope, _NOTED, {})
+    versions: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
+    shards: dict[TableId, ShardId] = {}
+    ends: dict[str, int] = {}
+    looked = 0
+    files = RealFiles()
+    with contextlib.suppress(MillstreamError):  # damage is told by whoever reads it
+        for shard in shards_and_strays(files, folder)[0]:
+            segments = segments_and_strays(files, shard_folder(folder, shard))[0]
+            if not segments:
+                continue
+            ends[str(int(shard))] = int(segments[-1].base_offset)
+            upto = Offset(noted.get(str(int(shard)), 0))
+            if upto > segments[-1].base_offset:
+                upto = Offset(0)  # it isn't the log that was looked through
+            for segment in segments:
+                if segment.base_offset < upto:
+                    continue
+                looked += 1
+                for schema in schemas_in(files, shard, segment):
+                    versions[schema.table_id, schema.version] = schema
+                    shards[schema.table_id] = shard
+    tables = _tables(versions, shards)
+    bear = {*sources, *(schema.source for schema in versions.values())} - {0}
+    lacking = bear - {row.id for row in catalog.all_sources(stream)}
+    if lacking and from_buffer:
+        raise CatalogOlder(
+            f"the log has operations of the write buffer's source {min(lacking)}, which the catalog doesn't know: they would be taken twice",
+            source=int(min(lacking)),
+        )
+    adopted = catalog.adopt_tables(stream, tables, lacking)
+    if adopted or lacking:
+        names = sorted(table.newest.full_name for table in tables if table.newest.table_id in adopted)
+        logger.warning(
+            "the catalog is older than the log: taken over from it", tables=names, sources=sorted(map(int, lacking))
+        )
+    if ends != noted and (adopted or looked > _SEGMENTS_AGAIN_MAX):
+        catalog.put_fact(scope, _NOTED, ends)
+
+
+def _tables(
+    versions: dict[tuple[TableId, SchemaVersion], TableSchema], shards: dict[TableId, ShardId]
+) -> list[LoggedTable]:
+    found: dict[TableId, list[TableSchema]] = {}
+    for (table, _), schema in sorted(versions.items(), key=lambda item: item[0]):
+        found.setdefault(table, []).append(schema)
+    return [LoggedTable(tuple(schemas), shards[table]) for table, schemas in found.items()]

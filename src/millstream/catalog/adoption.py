@@ -1,0 +1,231 @@
+"""What a log knows and its catalog doesn't: tables, versions of schemas and numbers of sources, taken over from the log.
+
+A catalog that was lost, or put back from a backup, is older than its log. It would give numbers again that stand in the log's
+records, and rows would come back under another table's name. Everything that a number stands for lies in the log's schemas.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, select, update
+
+from millstream.catalog import tables as t
+from millstream.catalog.part import CatalogPart, lock_stream, now_us
+from millstream.catalog.relations import NAME_TAKEN, fingerprint_of, schema_of
+from millstream.catalog.values import TableState
+from millstream.errors import CatalogOlder
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.names import qualified_name
+from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
+
+_REASON: Final = "the catalog is older than the log, which has this table"
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTable:
+    """A table as its log has it."""
+
+    versions: tuple[TableSchema, ...]
+    """Its schemas that the log has, by version; one at least."""
+    shard: ShardId
+    """Where the newest lies."""
+
+    @property
+    def newest(self) -> TableSchema:
+        """The schema of its last records."""
+        return self.versions[-1]
+
+
+class Adoption(CatalogPart):
+    """Takes over what the log knows."""
+
+    def adopt_tables(
+        self, stream: StreamId, tables: Iterable[LoggedTable], sources: Collection[SourceId] = ()
+    ) -> list[TableId]:
+        """Take over the tables and versions of schemas that the catalog lacks, and number new ones above them; all of it or nothing.
+
+        Args:
+            stream: the log's.
+            tables: those that the log has.
+            sources: numbers of sources that its records bear; none of them is given again.
+
+        A table of applications goes on as it was. A captured one is copied again, because the log doesn't say whether its copy had ended; one
+        whose source the catalog doesn't know has gone: which database it was can't be told from the log, so that database gets a new
+        number, and its tables are new ones. Of two captured tables of one name the older one has gone.
+
+        Returns:
+            The tables that the catalog lacked, or lacked a version of.
+
+        Raises:
+            CatalogOlder: a number of the log's stands for something else in the catalog. Nothing was changed.
+            UnknownStream: the catalog has no such stream.
+        """
+        logged = {table.newest.table_id: table for table in tables}
+        with self._database.write() as connection:
+            lock_stream(connection, stream)
+            rows = {row.id: row for row in connection.execute(select(t.tables).where(t.tables.c.id.in_(list(logged))))}
+            known = _versions(connection, logged)
+            for number, table in logged.items():
+                if number in rows:
+                    _check_same(stream, rows[number], table, known[number])
+            missing = {number: table for number, table in logged.items() if number not in rows}
+            own = select(t.sources.c.id).where(t.sources.c.stream == str(stream))
+            states = _states(_present(connection, stream), missing, set(connection.execute(own).scalars()))
+            for number, table in missing.items():
+                connection.execute(self._database.insert(t.tables).values(_row(stream, table, states[number])))
+            adopted = [
+                number for number, table in logged.items() if self._add_versions(connection, table, known[number])
+            ]
+            if missing:
+                self._database.number_above(connection, t.tables)
+            highest = max(sources, default=SourceId(0))
+            if highest:
+                self._check_sources(connection, stream, sources)
+                self._database.number_above(connection, t.sources, highest)
+        return sorted(adopted)
+
+    def _add_versions(
+        self, connection: Connection, table: LoggedTable, known: Mapping[SchemaVersion, TableSchema]
+    ) -> bool:
+        """Note down the versions that the catalog lacks; whether there were any."""
+        lacking = [schema for schema in table.versions if schema.version not in known]
+        for schema in lacking:
+            connection.execute(
+                self._database.insert(t.schema_versions).values(
+                    table_id=schema.table_id,
+                    version=schema.version,
+                    fingerprint=fingerprint_of(schema),
+                    arrow=schema.to_arrow().serialize().to_pybytes(),
+                    created_us=now_us(),
+                )
+            )
+        if lacking and table.newest.version > max(known, default=SchemaVersion(0)):
+            newest = table.newest
+            changed = {"schema_version": newest.version, "namespace": newest.namespace, "name": newest.name}
+            connection.execute(update(t.tables).where(t.tables.c.id == newest.table_id).values(changed))
+        return bool(lacking)
+
+    def _check_sources(self, connection: Connection, stream: StreamId, sources: Collection[SourceId]) -> None:
+        """`CatalogOlder` if another stream has one of the numbers."""
+        others = select(t.sources.c.id).where(t.sources.c.id.in_(list(sources)), t.sources.c.stream != str(stream))
+        taken = connection.execute(others.order_by(t.sources.c.id).limit(1)).scalar()
+        if taken is not None:
+            raise CatalogOlder(
+                f"the log has records of source {taken}, which in the catalog is another stream's", source=taken
+            )
+
+
+def _versions(
+    connection: Connection, logged: Mapping[TableId, LoggedTable]
+) -> defaultdict[TableId, dict[SchemaVersion, TableSchema]]:
+    found: defaultdict[TableId, dict[SchemaVersion, TableSchema]] = defaultdict(dict)
+    of_them = select(t.schema_versions.c.arrow).where(t.schema_versions.c.table_id.in_(list(logged)))
+    for blob in connection.execute(of_them).scalars():
+        schema = schema_of(blob)
+        found[schema.table_id][schema.version] = schema
+    return found
+
+
+def _check_same(
+    stream: StreamId, row: Row[Any], table: LoggedTable, known: Mapping[SchemaVersion, TableSchema]
+) -> None:
+    """`CatalogOlder` unless the catalog's table of the number is the log's."""
+    newest, named = table.newest, qualified_name(row.namespace, row.name)
+    by_fingerprint = {fingerprint_of(schema): version for version, schema in known.items()}
+    is_same = (
+        row.stream == str(stream)
+        and row.relation_oid == newest.relation_oid
+        and (TableKind(row.kind) is _kind(newest))
+        and (row.source == 0) is (newest.source == 0)
+        # Applications' tables keep their names; captured ones are the same by their relation.
+        and (newest.source != 0 or (row.namespace, row.name) == (newest.namespace, newest.name))
+    )
+    if not is_same:
+        raise CatalogOlder(
+            f"the log has table {row.id} as {newest.full_name}, the catalog as {named}",
+            table=newest.full_name,
+            table_id=row.id,
+        )
+    for schema in table.versions:
+        if by_fingerprint.get(fingerprint_of(schema), schema.version) != schema.version or (
+            schema.version in known and fingerprint_of(known[schema.version]) != fingerprint_of(schema)
+        ):
+            raise CatalogOlder(
+                f"the log has version {schema.version} of {newest.full_name} with other columns than the catalog",
+                table=newest.full_name,
+                table_id=row.id,
+                version=int(schema.version),
+            )
+
+
+def _present(connection: Connection, stream: StreamId) -> dict[tuple[bool, str, str], TableId]:
+    """By whether it is captured and by name, the stream's tables that aren't gone."""
+    query = select(t.tables).where(
+        t.tables.c.stream == str(stream),
+        t.tables.c.kind == TableKind.TABLE.value,
+        t.tables.c.state != TableState.GONE.value,
+    )
+    return {(row.source != 0, row.namespace, row.name): TableId(row.id) for row in connection.execute(query)}
+
+
+def _states(
+    present: Mapping[tuple[bool, str, str], TableId],
+    missing: Mapping[TableId, LoggedTable],
+    sources: Collection[SourceId],
+) -> dict[TableId, tuple[TableState, str]]:
+    """In which state each missing table is taken over, and why.
+
+    Raises:
+        CatalogOlder: the catalog has a table of its name under another number.
+    """
+    states: dict[TableId, tuple[TableState, str]] = {}
+    named: dict[tuple[bool, str, str], TableId] = {}
+    for number in sorted(missing, reverse=True):
+        schema = missing[number].newest
+        name = (schema.source != 0, schema.namespace, schema.name)
+        kind, is_captured = _kind(schema), schema.source != 0
+        if kind is TableKind.TABLE and name in present:
+            raise CatalogOlder(
+                f"the log has {schema.full_name} as table {number}, the catalog as table {present[name]}",
+                table=schema.full_name,
+                table_id=int(number),
+            )
+        if is_captured and (schema.source not in sources or name in named):
+            states[number] = (TableState.GONE, _REASON)
+        elif not is_captured or kind is TableKind.MESSAGES:
+            states[number] = (TableState.STREAMING, _REASON)
+        elif (False, schema.namespace, schema.name) in present or schema.kind is TableKind.RAW:
+            taken = schema.kind is not TableKind.RAW
+            states[number] = (TableState.SET_ASIDE, NAME_TAKEN if taken else f"{_REASON} set aside")
+        elif not schema.identity and schema.replica_identity is ReplicaIdentity.NOTHING:
+            states[number] = (TableState.HISTORY_ONLY, _REASON)
+        else:
+            states[number] = (TableState.COPY_REQUESTED, _REASON)
+        named.setdefault(name, number)
+    return states
+
+
+def _row(stream: StreamId, table: LoggedTable, state: tuple[TableState, str]) -> dict[str, Any]:
+    schema = table.newest
+    return {
+        "id": schema.table_id,
+        "stream": str(stream),
+        "source": schema.source,
+        "relation_oid": schema.relation_oid,
+        "namespace": schema.namespace,
+        "name": schema.name,
+        "kind": _kind(schema).value,
+        "shard": table.shard,
+        "state": state[0].value,
+        "reason": state[1],
+        "changed_us": now_us(),
+    }
+
+
+def _kind(schema: TableSchema) -> TableKind:
+    """A table's kind: one that is set aside has schemas of raw changes."""
+    return TableKind.TABLE if schema.kind is TableKind.RAW else schema.kind
