@@ -60,6 +60,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the server's version or the user has no place for: it isn't skipped, for nothing is missing that could be had."""
+    version = config.getoption("--millstream-postgres")
+
+    def has_place(item: pytest.Item) -> bool:
+        since = item.get_closest_marker("since_postgres")
+        if since is not None and version < since.args[0]:
+            return False
+        return item.get_closest_marker("as_root") is None or os.geteuid() == 0
+
+    left_out = [item for item in items if not has_place(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if has_place(item)]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """End the process, with the stacks of all its threads, where a teardown hangs.

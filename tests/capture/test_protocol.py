@@ -135,10 +135,8 @@ def test_a_table_of_as_many_columns_as_there_can_be(stage: Stage) -> None:
     once_each(stage)
 
 
+@pytest.mark.since_postgres(15)
 def test_column_lists_and_row_filters_of_a_publication_are_what_is_captured(stage: Stage) -> None:
-    with stage.connect() as connection:
-        if connection.info.server_version < 150000:
-            pytest.skip("PostgreSQL 14 has neither")
     stage.sql(
         ORDERS,
         "INSERT INTO orders SELECT i, 'item ' || i, i, now() FROM generate_series(1, 40) i",

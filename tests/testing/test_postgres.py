@@ -18,8 +18,6 @@ from millstream.testing.pytest_plugin import Database
 
 Starter = tuple["subprocess.Popen[str]", psutil.Process, Path]
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop its identity")
-
 STARTER = """
 import time
 from millstream.testing import EmbeddedPostgres
@@ -182,7 +180,7 @@ def test_neither_home_nor_a_short_temporary_folder_is_needed(tmp_path: Path):
         assert done.stdout == "postgres\n", done.stderr
 
 
-@as_root
+@pytest.mark.as_root  # only root can drop its identity
 def test_data_under_a_folder_that_only_root_can_enter(tmp_path: Path):
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
@@ -194,7 +192,7 @@ def test_data_under_a_folder_that_only_root_can_enter(tmp_path: Path):
     assert private.stat().st_mode & 0o777 == 0o700
 
 
-@as_root
+@pytest.mark.as_root  # only root can drop its identity
 def test_programs_under_a_folder_that_only_root_can_enter_are_run_from_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
