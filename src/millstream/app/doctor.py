@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from millstream.app.home import Home
+from millstream.app.initialize import holds_password
 from millstream.app.replicating.examining import examine_nodes
 from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.writer_facts import examine_writers
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
+from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
     """Look at one thing after the other; what can't be looked at is a finding too. `say` is told what takes long."""
     yield from _one("configuration", lambda: _configuration(home))
     yield from _one("home", lambda: _folder(home))
+    yield _private(home)
     yield from _one("catalog", lambda: _catalog(home))
     yield from _one("java", lambda: _java(home))
     yield from _one("spark", _spark)
@@ -109,6 +113,24 @@ def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
     return "\n".join(scripts), unasked
 
 
+def _private(home: Home) -> Diagnosis:
+    """Whether other users of the machine may read the home; it keeps nothing from running."""
+    with contextlib.suppress(MillstreamError):
+        lakes = [home.lake_location(stream) for stream in home.config.streams.values()]
+        places = [home.data, *(Path(lake) for lake in lakes if "://" not in lake)]
+        if holds_password(home.config_file.read_text(encoding="utf-8")):
+            places.append(home.config_file)
+        found = list(dict.fromkeys(str(place) for place in places if is_open_to_others(place)))
+        if found:
+            return Diagnosis(
+                "privacy",
+                "open_to_others",
+                f"every user of this machine may read {', '.join(found)}",
+                fix=f"Run `chmod -R go= {shlex.join(found)}`; for a group, `chmod -R g+rX,o= {shlex.join(found)}`.",
+            )
+    return Diagnosis("privacy", "ok", "no other user of this machine may read data or lake")
+
+
 def _one(check: str, look: Callable[[], str]) -> Iterator[Diagnosis]:
     try:
         yield Diagnosis(check, "ok", look())
@@ -154,7 +176,7 @@ def _java(home: Home) -> str:
     from millstream.spark.java import find_java
 
     cache = home.data / "cache" / "java"
-    cache.mkdir(parents=True, exist_ok=True)
+    make_folder(cache)
     java = find_java(cache)
     return f"Java {java.version} ({java.origin})"
 
@@ -185,7 +207,7 @@ def _lake(home: Home, name: str, stream: StreamConfig) -> str:
     if "://" in location:
         return f"{location} is looked at when something is written"
     folder = Path(location)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         return f"{folder} can be written"
 

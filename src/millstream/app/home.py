@@ -33,6 +33,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import RegionId, can_name_stream, check_stream_name, parse_region_log_name
+from millstream.private_files import make_folder, open_private
 from millstream.wal.files import as_told
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ class Home:
         fresh = {"format": FORMAT, "made_by": __version__, "id": str(uuid4())}
         if (facts := self._facts()) == fresh | facts | catalog:
             return
-        with (self.run_folder / "home.lock").open("w") as lock:
+        with open(self.run_folder / "home.lock", "w", opener=open_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (facts := self._facts()) != fresh | facts | catalog:
                 replace_file(self.data / "home.json", json.dumps(fresh | facts | catalog).encode() + b"\n")
@@ -337,7 +338,7 @@ class Home:
         self.check_format()
         try:
             for folder in (self.data, self.run_folder, self.data / "wal"):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             self._write_facts()
             probe = self.run_folder / f".probe-{os.getpid()}-{threading.get_ident()}"
             probe.touch()
@@ -469,7 +470,7 @@ class Home:
 def replace_file(file: Path, data: bytes) -> None:
     """Write a small file whole or not at all, durably."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
-    with fresh.open("wb") as output:
+    with open(fresh, "wb", opener=open_private) as output:
         output.write(data)
         output.flush()
         os.fsync(output.fileno())

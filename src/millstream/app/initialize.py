@@ -25,6 +25,7 @@ from millstream.model.addresses import (
 )
 from millstream.model.ids import check_stream_name
 from millstream.model.names import TablePatterns
+from millstream.private_files import make_folder, open_private
 
 _VARIABLE: Final = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -34,6 +35,7 @@ _HOW: Final = (
     "%-encode special characters in user and password (@ is %40, / is %2F, : is %3A), or leave the password out and name the "
     "variable that holds it: --password-env NAME."
 )
+_STRING: Final = re.compile(r"""^[^#\n]*?=\s*["'](.*)["']""", re.MULTILINE)
 
 _SOURCE: Final = """\
 [streams.{stream}.source]
@@ -132,8 +134,9 @@ def make_home(
     text = _TEMPLATE.format(stream=stream, source=section)
     file = folder / FILE_NAME
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as output:
+        make_folder(folder)
+        # A password may be written into it later.
+        with open(file, "x", encoding="utf-8", opener=open_private) as output:
             output.write(text)
     except FileExistsError as error:
         raise UsageError(
@@ -157,6 +160,18 @@ def take_password(dsn: str, variable: str) -> tuple[str, str | None]:
     if not found.passwords or _VARIABLE.search(found.passwords[0]):
         return dsn, None
     return found.with_password(f"${{{variable}}}"), found.passwords[0]
+
+
+def holds_password(text: str) -> bool:
+    """Whether a configuration's text has a password in an address of its own, and not in a variable."""
+    for match in _STRING.finditer(text):
+        plain = _VARIABLE.sub("", match[1])
+        url = split_url(plain)
+        if url is not None and url.password:
+            return True
+        if any(pair.key == "password" and pair.value for pair in split_keywords(plain) or ()):
+            return True
+    return False
 
 
 def name_password(dsn: str, variable: str) -> str:

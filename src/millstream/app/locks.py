@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NewType, Self, TypeVar
 
 from millstream.errors import HomeBusy, ShardLocked
+from millstream.private_files import open_private
 
 _Result = TypeVar("_Result")
 WriterRole = NewType("WriterRole", str)
@@ -64,7 +65,7 @@ class RoleLock:
             HomeBusy: another process has it; details: pid, role.
         """
         file = run_folder / f"{role}.lock"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_private(file, os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + patience_s
         while True:
             try:

@@ -30,6 +30,7 @@ from millstream.model.operations import OPERATION_SCHEMA, SpilledOp, TableRows, 
 from millstream.model.positions import Lsn, Seq
 from millstream.model.records import append_row_schema
 from millstream.model.schema import TableSchema
+from millstream.private_files import make_folder
 from millstream.routing.router import in_key_order
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
@@ -113,7 +114,7 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         stream_id = catalog.resolve_stream(stream, found=found)
         staging = home.data / "import" / stream
         shutil.rmtree(staging, ignore_errors=True)
-        staging.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(staging.parent)
         sources = _sources(catalog, stream_id, facts)
         files = _open_files(catalog, stream_id, folder, facts, sources)
         _, epoch = catalog.register_writer(stream_id)

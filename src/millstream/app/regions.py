@@ -53,6 +53,7 @@ from millstream.model.ids import RegionId, region_log_name
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
+from millstream.private_files import make_folder, open_private
 from millstream.wal.reader import StreamReader, TableRecords
 
 if TYPE_CHECKING:
@@ -343,9 +344,9 @@ class RegionTable:
 
     def keep(self, state: RegionState) -> None:
         """Keep a state, durably, for the next reading."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._file.parent)
         fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        with fresh.open("wb") as output:
+        with open(fresh, "wb", opener=open_private) as output:
             self.engine.write(state, output.write)
             output.flush()
             os.fsync(output.fileno())

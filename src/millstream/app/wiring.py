@@ -14,6 +14,7 @@ from millstream.libpq import describe_parameters, parse_address
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
+from millstream.private_files import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,7 +214,7 @@ def place_compiled_code(home: Home) -> None:
         return
     folder = home.data / "cache" / "numba"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             os.environ["NUMBA_CACHE_DIR"] = str(folder)
     except OSError:

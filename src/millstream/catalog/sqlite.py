@@ -7,6 +7,7 @@ half-way because another one came between its read and its write; all of them ar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -20,6 +21,7 @@ from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.exc import DBAPIError
 
 from millstream.errors import CatalogBusy, CatalogError, CatalogReplaced, DiskFull, MillstreamError
+from millstream.private_files import make_folder, open_private
 
 _BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
 _PAGE_BYTES: Final = 1 << 16
@@ -47,14 +49,21 @@ class SqliteBackend:
         self._files: tuple[_Identity, ...] = ()
         """The files that they use; SQLite removes none of them before the last connection is closed."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         except OSError as error:
             raise CatalogError(
                 f"the folder of {path} can't be made: {error.strerror}", hint="Make the home writable for this user."
             ) from error
 
+    def _create(self) -> None:
+        """Make the file, where there is none, as private as its folder: SQLite gives its -wal and -shm the same mode."""
+        # Never opened where it is there: closing it would drop the locks that SQLite has on it in this process.
+        with contextlib.suppress(OSError):  # SQLite tells what is wrong
+            os.close(open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
     def engine(self) -> Engine:
         """An engine whose connections write durably and keep foreign keys."""
+        self._create()
         engine = create_engine(
             URL.create("sqlite+pysqlite", database=self.place),
             connect_args={"timeout": self._busy_timeout_s, "check_same_thread": False},

@@ -38,6 +38,14 @@ class Session:
         home.check_format()
         return home
 
+    def own_home(self, *, needs_source: bool = True) -> Home:
+        """The same, for a process that writes it: what it and its children (Spark's Java too) write from here on is the owner's alone."""
+        from millstream.private_files import mask_files_of
+
+        home = self.home(needs_source=needs_source)
+        mask_files_of(home.data)
+        return home
+
 
 class SuggestingGroup(click.Group):
     """A group that says what a mistyped command may have been."""

@@ -45,7 +45,9 @@ def rebuild(
     """
     from millstream.app.rebuild import rebuild_table
 
-    done = rebuild_table(session.home(needs_source=False), table, stream=stream, origin=origin, views=views, say=note)
+    done = rebuild_table(
+        session.own_home(needs_source=False), table, stream=stream, origin=origin, views=views, say=note
+    )
     if as_json:
         print_json([{"view": found.view, "rows": found.rows, "set_aside": found.aside} for found in done])
         return
@@ -84,7 +86,7 @@ def replay(
     """
     from millstream.app.rebuild import replay_table
 
-    done = replay_table(session.home(needs_source=False), table, begin=begin, end=end, into=into, stream=stream)
+    done = replay_table(session.own_home(needs_source=False), table, begin=begin, end=end, into=into, stream=stream)
     if as_json:
         print_json(
             {

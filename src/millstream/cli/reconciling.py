@@ -40,7 +40,7 @@ def reconcile(
     from millstream.cli.starting import leave_pandas_out
 
     leave_pandas_out()
-    found = reconcile_stream(session.home(needs_source=False), stream, tables, dry_run=dry_run, limit=limit)
+    found = reconcile_stream(session.own_home(needs_source=False), stream, tables, dry_run=dry_run, limit=limit)
     if as_json:
         print_json(found.as_dict())
         return

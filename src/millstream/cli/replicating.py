@@ -66,7 +66,7 @@ def follow(
         from millstream.model.addresses import mask_address
         from millstream.model.replication import check_node_name
 
-        home = session.home(needs_source=False)
+        home = session.own_home(needs_source=False)
     lifeline = Lifeline()
     with lifeline.held():
         configure_logs(part="follow", style=log_format)
@@ -170,7 +170,7 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
     """
     from millstream.app.replicating.promoting import promote as promote_stream
 
-    home = session.home(needs_source=False)
+    home = session.own_home(needs_source=False)
     found = [
         promote_stream(home, name, accept_loss=accept_loss, tell=note)
         for name in streams or sorted(home.config.streams)

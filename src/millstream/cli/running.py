@@ -48,7 +48,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
         JsonReport() if log_format == "json" else RunReport(terminal=on_terminal(), until_caught_up=until_caught_up)
     )
     with report:
-        outcome = run_home(session.home(), until_caught_up=until_caught_up, on_event=report.heard)
+        outcome = run_home(session.own_home(), until_caught_up=until_caught_up, on_event=report.heard)
     report.conclude(outcome)
     if until_caught_up:
         if outcome.interrupted:
@@ -79,7 +79,11 @@ def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) 
         configure_logs(part="capture", style=log_format)
         report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
         outcome = run_owner(
-            session.home(), lifeline, open_other=open_other, until_caught_up=until_caught_up, on_progress=report.heard
+            session.own_home(),
+            lifeline,
+            open_other=open_other,
+            until_caught_up=until_caught_up,
+            on_progress=report.heard,
         )
     if not lifeline.supervised:
         sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
@@ -107,7 +111,7 @@ def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat)
     with lifeline.held():
         configure_logs(part="pipeline", style=log_format)
         report = PartReport("pipeline", silent=lifeline.supervised, terminal=on_terminal())
-        outcome = run_pipelines(session.home(), lifeline, on_progress=report.heard)
+        outcome = run_pipelines(session.own_home(), lifeline, on_progress=report.heard)
     if not lifeline.supervised:
         sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
 
@@ -124,7 +128,7 @@ def serve(session: Session, log_format: LogFormat) -> None:
     lifeline = Lifeline()
     with lifeline.held():
         configure_logs(part="serve", style=log_format)
-        serve_home(session.home(needs_source=False), lifeline)
+        serve_home(session.own_home(needs_source=False), lifeline)
 
 
 @click.command()

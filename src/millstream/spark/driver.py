@@ -22,6 +22,7 @@ from millstream import errors
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, MillstreamError, OffsetExpired
 from millstream.model.positions import Seq
+from millstream.private_files import make_folder
 from millstream.spark.batches import BatchLander
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
 from millstream.spark.copies import Copies
@@ -179,7 +180,7 @@ class _Run:
             starting="earliest" if cut is None else self.config.token(cut.n),
             max_bytes_per_trigger=str(self.config.batch_bytes_max),
         )
-        self.config.checkpoint_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.config.checkpoint_dir.parent)
         return (
             frames.load()
             .writeStream.option("checkpointLocation", self.config.checkpoint_dir.absolute().as_uri())

@@ -27,6 +27,7 @@ from pyspark.sql import SparkSession
 
 from millstream.errors import EngineError
 from millstream.model.addresses import is_secret_key, mask_option
+from millstream.private_files import make_folder
 from millstream.spark.distribution import without_zipped_modules
 from millstream.spark.java import find_java
 
@@ -79,7 +80,7 @@ def open_session(options: SparkOptions) -> SparkSession:
     if SparkContext._active_spark_context is not None:  # noqa: SLF001 - there is no public way to ask
         return SparkSession.builder.getOrCreate()
     work_dir = options.work_dir.absolute()
-    work_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(work_dir)
     # Spark's launcher and the data sources' look-up read the environment, once, when the JVM starts.
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable

@@ -24,6 +24,7 @@ from millstream.lake.postgres.target import PostgresTarget
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.private_files import make_folder
 from millstream.spark.landing import ANSWER_COLUMNS, Around, database_writer, table_writer
 
 
@@ -80,7 +81,7 @@ class LakeOfFiles:
     def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:  # noqa: ARG002 - files lie beside any source
         """See `Sink`: its folder. Tables are made when they are written to."""
         if "://" not in self.layout.location:
-            Path(self.layout.location).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(self.layout.location))
 
     def last_cut(self) -> Cut | None:
         """See `Sink`."""

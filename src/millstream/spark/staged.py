@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from pyspark.sql.datasource import WriterCommitMessage
 
 from millstream.errors import EngineError, RowsTooLarge
+from millstream.private_files import make_folder
 
 PART_BYTES: Final = 24 << 20
 """Of rows that become one operation: a server takes 32 MiB in a request, where nobody says otherwise."""
@@ -92,7 +93,7 @@ def stage(batches: Iterator[pa.RecordBatch], schema: pa.Schema, folder: Path | N
     held = pa.BufferOutputStream()
     try:
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(file.parent)
         with ExitStack() as opened:
             sink = held if file is None else opened.enter_context(pa.OSFile(str(file), "wb"))
             out = opened.enter_context(pa.ipc.new_stream(sink, schema))

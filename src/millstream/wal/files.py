@@ -22,6 +22,7 @@ from millstream.errors import (
     UnexpectedFile,
     UnreadableBytes,
 )
+from millstream.private_files import make_folder, open_private
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a disk that is full, or full for this user."""
@@ -139,7 +140,7 @@ class RealFiles:
 
     def create(self, path: str) -> RealFile:
         """Make a new file; `FileExistsError` where there is one."""
-        return RealFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        return RealFile(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
     def open_write(self, path: str) -> RealFile:
         """Open an existing file."""
@@ -209,7 +210,7 @@ class RealFiles:
 
     def makedirs(self, path: str) -> None:
         """Make a folder and those above it."""
-        os.makedirs(path, exist_ok=True)
+        make_folder(path)
 
     def sync_dir(self, path: str) -> None:
         """Make the folder's names durable."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from millstream.app.home import replace_file
 from millstream.model.positions import Seq
+from millstream.private_files import make_folder, open_private
 from millstream.wal.replica.history import SetAside
 
 RECORDS: Final = "records.jsonl"
@@ -30,10 +31,10 @@ def write_report(stream: str, found: SetAside, folder: Path) -> Path:
     from millstream.app.records_json import Cat, to_json
     from millstream.wal.reader import StreamReader
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     reader = StreamReader(found.folder)
     counts: Counter[str] = Counter()
-    with (folder / RECORDS).open("w") as output:
+    with open(folder / RECORDS, "w", opener=open_private) as output:
         for line in Cat(stream, reader, numbers=(Seq(found.first_seq - 1), None)).lines():
             counts[line["table"] or "_messages"] += 1
             output.write(to_json(line) + "\n")

@@ -34,6 +34,7 @@ from millstream.model.replication import (
     follower_holder,
     region_node,
 )
+from millstream.private_files import make_folder
 from millstream.protocol.replication.leader import Phase
 from millstream.protocol.replication.roles import Promise, Role, RoleFact
 from millstream.protocol.replication.shipping import Heard
@@ -261,7 +262,7 @@ class _Notes:
         self._name = name
         self._catalog = catalog
         self._stream = stream
-        replication_folder(home, name).mkdir(parents=True, exist_ok=True)
+        make_folder(replication_folder(home, name))
         self._acks = AcksFile(RealFiles(), str(home.acks_file(name)), stream, fact.promise.epoch)
 
     def role(self, fact: RoleFact) -> None:

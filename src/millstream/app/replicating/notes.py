@@ -20,6 +20,7 @@ from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document
+from millstream.private_files import make_folder
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
@@ -44,7 +45,7 @@ class FollowingNotes:
         self._name = name
         self._retention = CopyRetention(home, name)
         self._folder = replication_folder(home, name)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         self._wal_folder = home.wal_folder(name)
 
     def versions(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from millstream.app.replicating.stores import Fetched, fetch
 from millstream.errors import StoreDamaged, TimeFromFuture, TokenFromFuture, UnknownStream, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq
+from millstream.private_files import make_folder
 from millstream.protocol.replication.roles import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
@@ -148,7 +149,7 @@ def _check_folder(folder: Path, begun: Path, stream: str) -> None:
 
 
 def _home_at(folder: Path, begun: Path, stream: str, region: RegionId) -> Home:
-    begun.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(begun.parent)
     replace_file(begun, json.dumps({"stream": stream}).encode() + b"\n")
     if not (folder / FILE_NAME).exists():
         replace_file(
@@ -210,7 +211,7 @@ def _cut_at(wal: Path, token: Seq, replication: Path) -> None:
     """Take out of the log what lies behind a token."""
     files, aside = RealFiles(), replication / "behind-token"
     group = last_group_upto(files, str(wal), token)
-    replication.mkdir(parents=True, exist_ok=True)
+    make_folder(replication)
     truncate_to(str(wal), ends_behind(files, str(wal), group), aside=str(aside), files=files)
     shutil.rmtree(aside, ignore_errors=True)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.home import replace_file
 from millstream.errors import Fenced, ReadOnly, RoleUnreadable
+from millstream.private_files import make_folder, open_private
 from millstream.protocol.replication.roles import Role, RoleFact
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ class Roles:
     def changing(self, stream: str) -> Iterator[Changing]:
         """Change what is so, durably, one process at a time."""
         folder = self._home.role_file(stream).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".role.lock").open("w") as lock:
+        make_folder(folder)
+        with open(folder / ".role.lock", "w", opener=open_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield Changing(self._home.role_file(stream), self.of(stream))
 

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Final, cast
 
 from millstream.app.serving.query_frames import Frame, QueryRequest, WorkerStart, read_frame
 from millstream.errors import LakeError, MillstreamError, QueryCrashed, QueryMemoryFull, QueryTimeout, error_of
+from millstream.private_files import make_folder
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -124,7 +125,7 @@ class AskedQuery:
             MillstreamError: what `LakeSession.stream` raises.
         """
         bounds, asking = self._workers.bounds, self._asking
-        bounds.folder.mkdir(exist_ok=True)
+        make_folder(bounds.folder)
         timer = threading.Timer(self._left_s() + _GRACE_S, self._end, [self._over()])
         timer.daemon = True
         timer.start()

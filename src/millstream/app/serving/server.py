@@ -20,6 +20,7 @@ from millstream.app.part import Lifeline
 from millstream.app.serving.certificates import LOOK_EVERY_S, Renewal, telling_certificates
 from millstream.app.serving.exposure import check_protected
 from millstream.errors import AddressInUse
+from millstream.private_files import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +230,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _clear(queries: Path) -> None:
     """Take away what queries of an earlier server left behind, which was killed: this one has the home's lock."""
-    queries.mkdir(exist_ok=True)
+    make_folder(queries)
     for left in queries.iterdir():
         shutil.rmtree(left, ignore_errors=True)
 

@@ -7,6 +7,7 @@ nothing to another session.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Final
@@ -19,6 +20,7 @@ from millstream.capture.stream.spill import told
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import SpilledOp, TableRows
 from millstream.model.schema import TableSchema
+from millstream.private_files import open_private
 
 _COMPRESSION: Final = pa.ipc.IpcWriteOptions(compression="lz4")  # faster than most disks
 
@@ -55,7 +57,7 @@ class CopiedFile:
         batch = pa.RecordBatch.from_arrays(arrays, names=[str(number) for number in range(len(arrays))])
         with told(self._path):
             if self._writer is None:
-                self._file = self._path.open("wb")
+                self._file = os.fdopen(open_private(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
                 self._writer = pa.ipc.new_stream(self._file, batch.schema, options=_COMPRESSION)
             self._writer.write_batch(batch)
         self.row_count += rows.row_count

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import DiskFull, HomeUnwritable
+from millstream.private_files import make_folder, open_private
 
 FLUSH_BYTES: Final = 1 << 20
 _PAIRS: Final = 1 << 16
@@ -55,7 +56,11 @@ class SpillFile:
         """
         if not self._waiting:
             return
-        with told(self._messages), self._messages.open("ab") as messages, self._bounds.open("ab") as bounds:
+        with (
+            told(self._messages),
+            open(self._messages, "ab", opener=open_private) as messages,
+            open(self._bounds, "ab", opener=open_private) as bounds,
+        ):
             for run in self._waiting:
                 pairs = np.empty((len(run), 2), dtype=np.uint32)
                 pairs[0, 0] = 0
@@ -104,7 +109,7 @@ class SpillFolder:
     def clear(self) -> None:
         """Remove what lies there, and make the folder where it's missing; it is there all the time. Raises as `SpillFile.flush`."""
         with told(self._path):
-            self._path.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path)
             for left in self._path.iterdir():
                 if left.is_dir() and not left.is_symlink():
                     shutil.rmtree(left)

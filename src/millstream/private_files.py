@@ -1,0 +1,79 @@
+"""Files and folders of a home are their owner's alone, whatever the umask: folders 0700, files 0600.
+
+A folder that its owner has opened to its group, and closed to all others (0750), hands that on to what is made in it. So one `chmod -R g+rX,o=`
+of a home's data gives a group access for good, and nothing takes it away at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+_FOLDER: Final = 0o700
+_FILE: Final = 0o600
+_GROUP: Final = 0o050
+_GROUP_READS: Final = 0o040
+_OTHERS: Final = 0o007
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Open a file as `os.open` does, and make it private if it is new; an opener for `open`, too. One that is there keeps its mode.
+
+    Raises:
+        OSError: as `os.open`.
+    """
+    while flags & os.O_CREAT:
+        try:
+            descriptor = os.open(path, flags | os.O_EXCL | os.O_CLOEXEC, _FILE)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+        else:
+            if _is_the_groups(Path(path).parent):
+                os.fchmod(descriptor, _FILE | _GROUP_READS)  # the umask may take the group's bits
+            return descriptor
+        try:
+            return os.open(path, flags & ~os.O_CREAT | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # it was removed between the two
+    return os.open(path, flags | os.O_CLOEXEC)
+
+
+def make_folder(folder: str | Path) -> None:
+    """Make a folder and those above it that aren't there; one that is there keeps its mode.
+
+    Raises:
+        OSError: as `os.makedirs`.
+    """
+    path = Path(folder)
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_folder(path.parent)
+    mode = _FOLDER | (_GROUP if _is_the_groups(path.parent) else 0)
+    try:
+        path.mkdir(mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    path.chmod(mode)  # the umask may have taken the group's bits
+
+
+def mask_files_of(folder: str | Path) -> None:
+    """Set the process's umask, so that what other libraries and child processes write is as private as the folder's own files."""
+    os.umask(0o027 if Path(folder).is_dir() and _is_the_groups(folder) else 0o077)
+
+
+def is_open_to_others(path: str | Path) -> bool:
+    """Whether any user may read a file or enter a folder; False if there is none."""
+    try:
+        return bool(Path(path).stat().st_mode & _OTHERS)
+    except FileNotFoundError:
+        return False
+
+
+def _is_the_groups(folder: str | Path) -> bool:
+    mode = Path(folder).stat().st_mode
+    return mode & _GROUP == _GROUP and not mode & _OTHERS
