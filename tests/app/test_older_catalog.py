@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.app.homes import make_home
+from tests.app.homes import config, done, make_home
 
 import millstream
 from millstream.app.home import Home
@@ -15,6 +15,7 @@ from millstream.catalog import TableState
 from millstream.catalog import tables as catalog_tables
 from millstream.errors import CatalogOlder
 from millstream.model.ids import ShardId
+from millstream.model.schema import TableKind
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 
@@ -145,3 +146,32 @@ def test_a_catalog_that_has_given_a_number_again_is_refused(backups: Backups, cl
     assert "clicks" in caught.value.message
     assert "data/wal" in caught.value.hint
     assert read(home, "clicks") == {"clicks": ["here"]}
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["older", "gone"])
+def test_captured_tables_go_on_under_their_names(tmp_path: Path, postgres: Database, is_saved: bool) -> None:
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None, tables='["public.*"]'))
+    catalog, saved = home / "data" / "catalog.db", tmp_path / "saved.db"
+    with postgres.connect() as source:
+        source.execute("CREATE TABLE first (id int PRIMARY KEY); INSERT INTO first VALUES (1)")
+        done(home, "capture", "run", "--until-caught-up")
+        shutil.copy(catalog, saved)
+        source.execute("CREATE TABLE second (id int PRIMARY KEY); INSERT INTO second VALUES (2)")
+        done(home, "capture", "run", "--until-caught-up")
+        catalog.unlink()
+        if is_saved:
+            shutil.copy(saved, catalog)
+        source.execute("CREATE TABLE third (id int PRIMARY KEY); INSERT INTO third VALUES (3)")
+        source.execute("INSERT INTO first VALUES (11)")
+        done(home, "capture", "run", "--until-caught-up")
+    with millstream.open(home) as opened:
+        rows = {
+            table: {row["id"] for batch in opened.read("shop", table=table) for row in batch.to_pylist()} - {None}
+            for table in ("first", "second", "third")
+        }
+    assert rows == {"first": {1, 11}, "second": {2}, "third": {3}}
+    with Home(home).open_catalog() as known:
+        present = known.tables(known.stream("shop").id)
+        assert {(row.name, row.state) for row in present if row.kind is TableKind.TABLE} == {
+            (name, TableState.STREAMING) for name in ("first", "second", "third")
+        }
