@@ -223,7 +223,7 @@ def test_a_table_that_is_written_rarely_is_checkpointed_by_upkeep_and_its_log_is
 ):
     write(layout, orders, records, 1, 6)
     newest = commits(layout, "current", orders)[-1]
-    tend_table(layout, "current", orders, now_ms=now_ms() + 61_000)
+    tend_table(layout, "current", orders, now_ms=now_ms() + 31_000)
     assert commits(layout, "current", orders)[0] == 0
     write(layout, orders, records, 6, 8)
     tend_table(layout, "current", orders, now_ms=now_ms() + 901_000)

@@ -22,12 +22,12 @@ def test_a_table_that_was_never_folded_is_due() -> None:
     assert fold_is_due(FoldHistory(), 0.0)
 
 
-def test_a_large_table_that_is_rewritten_whole_folds_every_75_seconds() -> None:
+def test_a_large_table_that_is_rewritten_whole_folds_every_100_seconds() -> None:
     last = FoldHistory(ended_s=100.0, took_s=3.0, live_bytes=100 << 20, removed_bytes=100 << 20)
 
-    assert fold_interval_s(last) == 75.25
-    assert not fold_is_due(last, 175.0)
-    assert fold_is_due(last, 175.25)
+    assert fold_interval_s(last) == 301 / 3
+    assert not fold_is_due(last, 200.0)
+    assert fold_is_due(last, 200.5)
 
 
 def test_a_small_table_folds_every_30_seconds_or_as_often_as_is_asked_for() -> None:
@@ -40,7 +40,7 @@ def test_a_small_table_folds_every_30_seconds_or_as_often_as_is_asked_for() -> N
 
 
 def test_a_table_of_a_few_mebibytes_keeps_its_disk_factor() -> None:
-    assert fold_interval_s(FoldHistory(0.0, 0.05, 3 << 20, 3 << 20), least_s=0.0) == 75.25
+    assert fold_interval_s(FoldHistory(0.0, 0.05, 3 << 20, 3 << 20), least_s=0.0) == 301 / 3
 
 
 def test_a_fold_of_little_of_a_large_table_waits_for_the_interval_too() -> None:

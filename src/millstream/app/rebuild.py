@@ -212,7 +212,8 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
     }
     held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)), {})
     if held.get("code") == LakeSchemaConflict.code:
-        damaged.setdefault("history", held["reason"])
+        for view in {"history", "scd2"} & {"history", *views}:
+            damaged.setdefault(view, held["reason"])
     for view, damage in damaged.items():
         say(f"{view}: {damage}")
     if not damaged:

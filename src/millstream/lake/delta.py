@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction
+from deltalake import CommitProperties, DeltaTable, Schema, TableFeatures, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 from deltalake.writer import WriterProperties
 
@@ -42,6 +42,13 @@ _BENIGN: Final = frozenset(
 )
 """Operations of others that leave every row as it was."""
 _LOOK_BACK_VERSIONS: Final = 200
+_FEATURES: Final = {
+    "timestampNtz": TableFeatures.TimestampWithoutTimezone,
+    "invariants": TableFeatures.Invariants,
+    "appendOnly": TableFeatures.AppendOnly,
+}
+"""What a table needs that has timestamps without a time zone. Spark refuses one with columns that are never null and without `invariants`,
+which earlier protocol versions imply and delta-rs leaves out."""
 _HOLDER: Final = "holder"
 """Ends the app id under which a folded table's commits say whose its rows are: a folder's name may go to another table."""
 WRITER: Final = WriterProperties(compression="ZSTD", compression_level=1)
@@ -210,7 +217,7 @@ def create_table(
                 raise
     opened = open_table(layout, path, app)
     assert opened is not None
-    return opened
+    return with_features(layout, opened, schema)
 
 
 def log_properties(keep_s: float = 0.0) -> dict[str, str]:
@@ -252,11 +259,51 @@ def set_properties(opened: OpenTable, properties: Mapping[str, str]) -> None:
 
 def add_columns(opened: OpenTable, columns: pa.Schema) -> None:
     """Give the table those of some columns that it lacks; the handle stands at the new version afterwards."""
+    _add_features(opened, columns)
     have = set(opened.schema().names)
     fields = Schema.from_arrow(pa.schema([f.with_nullable(True) for f in columns if f.name not in have])).fields
     with lake_errors(opened.path):
         opened.table.alter.add_columns(fields, commit_properties=opened.upkeep())
         opened.table.update_incremental()
+
+
+def with_features(layout: LakeLayout, opened: OpenTable, columns: pa.Schema) -> OpenTable:
+    """The table once its protocol has every feature that some columns need, opened again if a feature was added.
+
+    Call it before a commit that replaces the table's schema. delta-rs adds `timestampNtz` when it creates a table or adds columns, but not
+    with `create_write_transaction`: no reader would open the table.
+
+    Raises:
+        LakeConflict: another commit changed the protocol at the same time.
+    """
+    if not _add_features(opened, columns):
+        return opened
+    again = open_table(layout, opened.path, opened.app)
+    assert again is not None, "it was there just now"
+    return again
+
+
+def _add_features(opened: OpenTable, columns: pa.Schema) -> bool:
+    """Add the features that the protocol lacks; returns whether there were any. The handle stands at the new version afterwards."""
+    protocol = opened.table.protocol()
+    has = {*(protocol.writer_features or ()), *(protocol.reader_features or ())}
+    if not has and not any(_has_local_time(column.type) for column in columns):
+        return False  # of versions that have no features
+    missing = [feature for name, feature in _FEATURES.items() if name not in has]
+    if missing:
+        with lake_errors(opened.path):
+            opened.table.alter.add_feature(
+                missing, allow_protocol_versions_increase=True, commit_properties=opened.upkeep()
+            )
+            opened.table.update_incremental()
+    return bool(missing)
+
+
+def _has_local_time(kind: pa.DataType) -> bool:
+    """Whether values of a type hold timestamps without a time zone: the only type of a lake column that needs a table feature."""
+    if pa.types.is_nested(kind):
+        return any(_has_local_time(kind.field(place).type) for place in range(kind.num_fields))
+    return bool(pa.types.is_timestamp(kind) and kind.tz is None)
 
 
 def check_owned(layout: LakeLayout, opened: OpenTable) -> None:

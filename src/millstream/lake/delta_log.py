@@ -20,8 +20,8 @@ from millstream.lake.layout import LakeLayout
 
 LOG_RETENTION_S: Final = 900.0
 """How long a version of a table can be opened after a later commit."""
-CHECKPOINT_S: Final = 60.0
-"""A commit is part of a checkpoint after this time at the latest, however few commits a table gets."""
+CHECKPOINT_S: Final = 30.0
+"""Upkeep makes a checkpoint once a commit behind the last one is this old, however few commits a table gets."""
 _LOG: Final = "_delta_log"
 _FILE: Final = re.compile(r"([0-9]{20})\.(json|crc|checkpoint\.(?:.*\.)?parquet)")
 

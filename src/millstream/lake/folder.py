@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.data_files import NewFile, TableFiles, new_name, swap, table_in
-from millstream.lake.delta import OpenTable, add_columns, live_files, open_table
+from millstream.lake.delta import OpenTable, add_columns, live_files, open_table, with_features
 from millstream.lake.eras import ALL, Span, first_of, table_of, within
 from millstream.lake.layout import LakeLayout
 from millstream.lake.types import conform, same_type, union_schema
@@ -89,7 +89,7 @@ def widened(layout: LakeLayout, opened: OpenTable, name: str, columns: pa.Schema
         LakeSchemaConflict: one can't follow its change; nothing was written.
     """
     have = opened.schema()
-    union = union_schema(name, have, columns)
+    union = union_schema(name, have, columns, narrows=True)
     if any(not same_type(union.field(field.name).type, field.type) for field in have):
         _rewrite(layout, opened, union)
     elif len(union) > len(have):
@@ -130,6 +130,7 @@ def lacks_beginning(opened: OpenTable) -> bool:
 
 def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
     """Rewrite all files with wider columns: Delta's type widening is beyond delta-rs. Rare, and bounded in memory."""
+    opened = with_features(layout, opened, union)
     files = TableFiles(layout, opened.path, BOUNDED)
     shape = pa.schema([column for column in union if column.name != PARTITION])
     written = []

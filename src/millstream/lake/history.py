@@ -169,9 +169,11 @@ def _rows(
             kept = batch if first > after else batch.filter(pc.greater(batch.column("__seq"), int(after)))
             tables.append(to_lake(TableSchema.from_arrow(batch.schema), kept, types))
     newest = pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)])
-    union = have
-    for columns in [*(table.schema for table in tables), newest]:
-        union = union_schema(f"{schema.namespace}.{schema.name}", union, columns)
+    name, union = f"{schema.namespace}.{schema.name}", have
+    for table in tables:
+        # The table may have its new columns already: of a task that was killed before it could append.
+        union = union_schema(name, union, table.schema, narrows=True)
+    union = union_schema(name, union, newest)
     return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
 
 

@@ -69,7 +69,8 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
     tables = [to_lake(TableSchema.from_arrow(batch.schema), batch) for batch in batches]
     union = pa.schema([*RECORD_PREFIX, *columns])
     for table in tables:
-        union = union_schema(schema.full_name, union, table.schema)
+        union = union_schema(schema.full_name, union, table.schema, narrows=True)
+    union = union_schema(schema.full_name, union, columns)
     run = run_of(pa.concat_tables([conform(table, union) for table in tables]), schema, columns)
     plan = plan_keyed(run)
     past = None if plan.asked is None else _unknown(plan.asked, run.values.schema)

@@ -132,11 +132,13 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
         view: which one.
         schema: the table's latest.
         n: what its history had; where it is to be forgotten, the position from which on records count again.
-        forget: whether a history in order goes too, because its columns can't follow the source's.
+        forget: whether a history or versions in order go too, because their columns can't follow the source's. (`current` has no rows of
+            before the copy, and is rewritten in the new columns.)
     """
     if view == "history":
         return restart_history(layout, schema, n, forget=forget)
-    return None if damage_of(layout, view, schema) is None else set_aside(layout, view, schema)
+    goes = (forget and view == "scd2") or damage_of(layout, view, schema) is not None
+    return set_aside(layout, view, schema) if goes else None
 
 
 def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:

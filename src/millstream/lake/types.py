@@ -67,7 +67,8 @@ def same_type(one: pa.DataType, other: pa.DataType) -> bool:
 def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """The type that holds every value of both exactly, by an Arrow cast; None where there is none.
 
-    Text takes whole numbers in, since PostgreSQL prints them as Arrow does; other types' texts differ.
+    Text takes whole numbers in, since PostgreSQL prints them as Arrow does; other types' texts differ. A timestamp without a time zone takes
+    dates in, each as its midnight.
     """
     if same_type(one, other):
         return one
@@ -81,6 +82,8 @@ def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
                 return wide
         if pa.types.is_float32(narrow) and pa.types.is_float64(wide):
             return wide
+        if pa.types.is_date32(narrow) and _is_local_time(wide):
+            return wide
     if pa.types.is_decimal(one) and pa.types.is_decimal(other):
         scale = max(one.scale, other.scale)
         precision = max(one.precision - one.scale, other.precision - other.scale) + scale
@@ -88,8 +91,15 @@ def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def union_schema(table: str, have: pa.Schema, want: pa.Schema) -> pa.Schema:
+def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool = False) -> pa.Schema:
     """The columns of both, each in the widest type; those of `have` first, in their order.
+
+    Args:
+        table: its name, for errors.
+        have: the columns that are there.
+        want: the columns to take in.
+        narrows: whether timestamps may take dates in: records of before they became timestamps. A column that becomes one of dates can't keep the
+            type, since PostgreSQL prints the two differently.
 
     Raises:
         LakeSchemaConflict: a column's type changed to one that doesn't hold its old values.
@@ -101,7 +111,9 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema) -> pa.Schema:
             fields.append(field)
             continue
         wide = widest(field.type, want.field(index).type)
-        if wide is None:
+        if wide is None or (
+            not narrows and pa.types.is_date32(want.field(index).type) and not pa.types.is_date32(field.type)
+        ):
             raise LakeSchemaConflict(
                 f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
                 hint=f"`millstream pipeline rebuild {table} --from source` begins its history anew in the new columns; the old one is "
@@ -175,11 +187,18 @@ def from_text(kind: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
         return texts, pa.nulls(len(texts), pa.string())
     if kind in _INTEGERS and pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,4}$")).as_py() is not False:
         return texts.cast(kind), pa.nulls(len(texts), pa.string())
+    if _is_local_time(kind):
+        # Of a column that was one of dates: the key of an older record.
+        texts = pc.replace_substring_regex(texts, r"^(\d+-\d\d-\d\d)( BC)?$", r"\1 00:00:00\2")
     parse = _decimal_parser(kind) if pa.types.is_decimal(kind) else text_parser(kind)
     held = texts.to_pylist()
     values = [None if text is None else parse(text) for text in held]
     exact = [text if value is INEXACT else None for text, value in zip(held, values, strict=True)]
     return array_of([None if v is INEXACT else v for v in values], kind), pa.array(exact, pa.string())
+
+
+def _is_local_time(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(kind) and kind.tz is None)
 
 
 def _decimal_parser(kind: pa.DataType) -> Callable[[str], Any]:

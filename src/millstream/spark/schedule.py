@@ -5,9 +5,9 @@ still use them (`keep_s`, 5 minutes), and go before the next fold begins. So a t
 a fold writes, the live copy, the one that is being written, and one for each fold of the last `keep_s`. `disk_factor` bounds that: disk
 bytes over live bytes. With r = removed / live bytes of a fold and n folds' files still there:
 
-    1 + r + n r  <=  disk_factor,   and n folds ago was longer than keep_s before this one began
+    1 + r + n r  <=  disk_factor - 0.1 for the table's log,   and n folds ago was longer than keep_s before this one began
 
-With the defaults, a table that is rewritten whole folds 75 s after its last fold; one whose changes lie together, in proportion
+With the defaults, a table that is rewritten whole folds 100 s after its last fold; one whose changes lie together, in proportion
 oftener. No table folds oftener than every `FOLD_INTERVAL_S`: each fold writes a data file, a commit and a cut at least.
 """
 
@@ -27,6 +27,8 @@ BUSY_SHARE: Final = 0.5
 """Of the time, folding may take for one table; the rest is the batches'."""
 
 
+_LOG_SHARE: Final = 0.1
+"""Bytes of a table's `_delta_log` over its live bytes, about: they count too."""
 _CLOCK_S: Final = 1.0
 """Commit times are told by another clock than the one that folds go by."""
 
@@ -55,7 +57,7 @@ def fold_interval_s(
     rest = max(least_s, last.took_s * (1 / BUSY_SHARE - 1))
     if last.live_bytes < SMALL_BYTES or not last.removed_bytes:
         return rest
-    copies = max(1, int((disk_factor - 1) * last.live_bytes / last.removed_bytes))
+    copies = max(1, int((disk_factor - _LOG_SHARE - 1) * last.live_bytes / last.removed_bytes))
     # Whatever folds take: of the waits between them so many are longer than `keep_s`.
     return max(rest, (keep_s + _CLOCK_S) / copies)
 

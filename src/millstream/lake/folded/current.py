@@ -30,6 +30,7 @@ from millstream.lake.delta import (
     create_table,
     open_table,
     set_properties,
+    with_features,
 )
 from millstream.lake.eras import holds, newest_schema
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
@@ -274,7 +275,7 @@ def begin_fold(
         return _standing(schema, opened, upto)
     schema = newest
     columns = current_columns(layout, schema, history)
-    opened = opened or _create(layout, schema, path, app, columns)
+    opened = with_features(layout, opened or _create(layout, schema, path, app, columns), columns)
     first = anew or not holds(opened, history)
     stands = Seq(0) if first else opened.n or Seq(0)
     gone = history_from(history)

@@ -34,6 +34,7 @@ from millstream.lake.delta import (
     create_table,
     open_table,
     set_properties,
+    with_features,
 )
 from millstream.lake.eras import holds, newest_schema
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
@@ -54,7 +55,7 @@ from millstream.lake.folded.scd2 import (
     version_inputs,
 )
 from millstream.lake.folded.version_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
-from millstream.lake.folder import history_from, lacks_beginning
+from millstream.lake.folder import history_begun, history_from, lacks_beginning
 from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
@@ -201,15 +202,16 @@ class _Fold:
             return self._standing(self.upto)  # another table bears the name by now: the versions are that one's
         self.schema, self.history = newest, history
         self.columns = _own_columns(newest, history)
-        opened = self.opened = opened or self._create()
+        opened = self.opened = with_features(self.layout, opened or self._create(), self.columns)
         self.since = taken_since(history)
         self.stands = opened.n if goes_on(opened, history) else None
         self.entered_us = entry_us(opened, history) if self.entered_us is None else self.entered_us
         gone = history_from(history)
         if (self.stands or Seq(0)) < gone and lacks_beginning(history):
-            if self.stands is None:
+            copied = emptied(history, gone, self.upto, newest.table_id)
+            if self.stands is None and not (copied and history_begun(history) == gone):
                 return self._begin_from_current(opened, gone)
-            if not emptied(history, gone, self.upto, newest.table_id):
+            if not copied:
                 return self._go_on_from_current(opened, gone)
         return self._fold(opened, history)
 
@@ -418,7 +420,7 @@ class _Fold:
         history = self.history = open_history(self.layout, self.schema)
         self.schema, self.since = newest_schema(history), taken_since(history)
         self.columns = _own_columns(self.schema, history)
-        opened = self.opened = self.opened or self._create()
+        opened = self.opened = with_features(self.layout, self.opened or self._create(), self.columns)
         self.stands = opened.n if goes_on(opened, history) else None
         exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
         columns = self._file_columns(exact=exact)
