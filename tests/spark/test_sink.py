@@ -21,9 +21,9 @@ from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
 import millstream
-from millstream.errors import UsageError
+from millstream.errors import MissingExtra, UsageError
 from millstream.spark import staged
-from millstream.spark.sink import SinkOptions, check_type
+from millstream.spark.sink import MillstreamStreamWriter, MillstreamWriter, SinkOptions, check_type
 from millstream.spark.staged import forget_abandoned, parts_of, stage
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
@@ -133,6 +133,22 @@ def test_a_type_that_the_log_lacks_is_refused_by_name(spark: SparkSession, web: 
 def test_a_wrong_option_is_named(options: dict[str, str]) -> None:
     with pytest.raises(UsageError):
         SinkOptions.parse(options)
+
+
+@pytest.mark.parametrize("writer", [MillstreamWriter, MillstreamStreamWriter])
+def test_a_url_without_the_client_is_refused_when_the_query_starts(
+    writer: type[MillstreamWriter | MillstreamStreamWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SinkOptions.parse({"url": "http://127.0.0.1:1", "stream": "web", "table": "t"})
+    schema = t.StructType([t.StructField("id", t.LongType())])
+    writer(options, schema, overwrite=False)
+    monkeypatch.delitem(sys.modules, "millstream.app.remote.client")
+    monkeypatch.delitem(vars(millstream), "connect")
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(MissingExtra) as refused:
+        writer(options, schema, overwrite=False)
+    assert "httpx" in refused.value.message
+    assert "millstream[client]" in refused.value.hint
 
 
 def test_a_token_is_no_part_of_what_is_shown() -> None:

@@ -160,6 +160,15 @@ class SinkOptions:
             acks=None if "acks" not in given else str(AckLevel.parse(given["acks"])),
         )
 
+    def check_installed(self) -> None:
+        """See that the driver can reach the home, before any row is taken.
+
+        Raises:
+            MissingExtra: `url` needs a package that isn't installed; the hint names the extra that has it.
+        """
+        if self.url is not None:
+            getattr(millstream, "connect")  # noqa: B009 - it imports the client
+
     def opened(self) -> HomeCalls:
         """The home, open."""
         if self.path is not None:
@@ -176,6 +185,7 @@ class _Sink:
             raise UsageError(
                 "a stream's rows can't be written over", hint='Append them: .mode("append"), .outputMode("append").'
             )
+        options.check_installed()
         for column in schema.fields:
             check_type(column.name, column.dataType)
         self._options = options
