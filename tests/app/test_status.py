@@ -423,3 +423,13 @@ def test_an_address_that_is_taken_is_a_typed_error(home: Home) -> None:
         done = run(home.path, "serve", MILLSTREAM_HTTP__LISTEN=f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "error[address_in_use]" in done.stderr
+
+
+def test_each_view_that_a_table_has_in_the_lake_is_told_with_its_path(home: Home) -> None:
+    folder = home.path / "lake" / "shop" / "history" / "public.log"
+    folder.mkdir(parents=True)
+    (stream,) = collect_status(home)["streams"]
+    (log,) = (table for table in stream["tables"] if table["name"] == "public.log")
+    assert log["paths"] == {"history": str(folder)}
+    shown = CliRunner().invoke(cli, ["--home", str(home.path), "tables"]).output
+    assert f"public.log: {folder}" in shown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from millstream.app.control import ask
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from millstream.catalog import Catalog, TableRow
     from millstream.wal.backlog import Backlog
+
+    Paths = Callable[[TableRow], dict[str, str]]
+    """Returns the path of each of a table's views in the lake, by the view's name."""
 
 
 def collect_status(home: Home) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def _stream(
         "ring": _ring(catalog, stream, problems),
         "sinks": {},
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
-        "tables": tables_of(catalog, stream, captured, landing),
+        "tables": tables_of(catalog, stream, captured, landing, lake_paths(home, name, stream)),
         "errors": {
             part: facts["error"]
             for part, facts in (("capture", capture), ("pipeline", pipeline))
@@ -381,8 +385,35 @@ def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> l
     return [row for row in rows if row.state is not TableState.GONE or str(int(row.id)) in held]
 
 
+def lake_paths(home: Home, name: str, stream: StreamId) -> Paths:
+    """A function that returns a table's folders in the lake, by view: those that are there, and all in an object store.
+
+    None are there if the tables lie in PostgreSQL, or if the configuration can't be read or doesn't name the stream.
+    """
+    from millstream.app.wiring import lake_layout
+    from millstream.lake.layout import folder_name
+
+    try:
+        config = home.config.streams.get(name)
+    except MillstreamError:
+        config = None
+    if config is None or config.lake.format == "postgres":
+        return lambda _row: {}
+    root, views = lake_layout(home, name, config, stream).root, config.lake.shown
+
+    def paths(row: TableRow) -> dict[str, str]:
+        found = {view: f"{root}/{view}/{folder_name(row.namespace, row.name)}" for view in views}
+        return {view: path for view, path in found.items() if "://" in path or Path(path).is_dir()}
+
+    return paths
+
+
 def tables_of(
-    catalog: Catalog, stream: StreamId, captured: dict[str, Any], landing: dict[str, Any]
+    catalog: Catalog,
+    stream: StreamId,
+    captured: dict[str, Any],
+    landing: dict[str, Any],
+    paths: Paths = lambda _row: {},
 ) -> list[dict[str, Any]]:
     """A stream's tables, with figures of those who run: capture's progress and the pipeline's."""
     held = held_tables(catalog, stream)
@@ -394,6 +425,7 @@ def tables_of(
         table_facts(
             row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying, paused=row.id in paused
         )
+        | {"paths": paths(row)}
         for row in shown_tables(catalog, stream, held)
         if row.kind is TableKind.TABLE
     ]

@@ -11,14 +11,18 @@ from millstream.model.ids import StreamId
 from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
+    from millstream.app.status import Paths
     from millstream.catalog import Catalog
 
 
 def list_tables(
-    catalog: Catalog, stream: StreamId, live: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    catalog: Catalog,
+    stream: StreamId,
+    live: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    paths: Paths = lambda _row: {},
 ) -> list[dict[str, Any]]:
-    """The stream's tables, as `status` has them: name, state, reason, shard …, with `live_progress` where something runs."""
-    return tables_of(catalog, stream, *live)
+    """The stream's tables, as `status` has them: name, state, reason, shard …, with `live_progress` where something runs, and `lake_paths`."""
+    return tables_of(catalog, stream, *live, paths)
 
 
 def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str | None = None) -> str:

@@ -245,7 +245,7 @@ def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
 @pass_session
 def tables_ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
     """List each table with its state, and the reason for it."""
-    from millstream.app.status import live_progress
+    from millstream.app.status import lake_paths, live_progress
     from millstream.app.tables import list_tables
 
     home = session.home(needs_source=False)
@@ -257,7 +257,9 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
             found = [
                 {"stream": name, **facts}
                 for name in names
-                for facts in list_tables(catalog, known[name], live_progress(home, name))
+                for facts in list_tables(
+                    catalog, known[name], live_progress(home, name), lake_paths(home, name, known[name])
+                )
             ]
     if as_json:
         print_json(found)
@@ -266,6 +268,9 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
         ["stream", "table", "state", "shard", "reason"],
         [[t["stream"], t["name"], t["state"], t["shard"], _reason(t)] for t in found],
     )
+    for t in found:
+        for path in t["paths"].values():
+            click.echo(f"{t['name']}: {path}")
     _print_hints(found)
 
 
