@@ -16,7 +16,7 @@ from tests.app.landed import LandedHome
 from millstream import open as millstream_open
 from millstream.app.rebuild import rebuild_table, replay_table
 from millstream.app.status import held_scope
-from millstream.errors import BeyondRetention, LakeError, LakeHistoryLost, UnknownTable, UsageError
+from millstream.errors import BeyondRetention, LakeBehind, LakeError, LakeHistoryLost, UnknownTable, UsageError
 from millstream.testing.pytest_plugin import Database
 
 TABLES = (
@@ -99,6 +99,30 @@ def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
         opened.query("FROM public.items", as_of=f"{newest.stream}.s{newest.minimum - 1}")
     assert "begun anew" in caught.value.hint
     assert "history_retention" not in caught.value.hint
+
+
+def test_a_table_that_is_rebuilt_from_the_source_says_so_until_its_copy_has_landed(
+    home: LandedHome, postgres: Database
+) -> None:
+    """It said that its past was beyond retention, though nobody had asked for the past."""
+    with postgres.connect() as source:
+        source.execute("UPDATE items SET note = 'newer' WHERE id = 9")
+    home.capture()
+    home.land(fold=False)  # what the old table lacks goes with the old history
+    for file in folder(home, "history").glob("*/*.parquet"):
+        file.unlink()
+    done = millstream(home, "pipeline", "rebuild", "public.items", "--from", "source")
+    assert done.returncode == 0, done.stderr
+    with millstream_open(home.home.path) as opened:
+        assert opened.query("SELECT 1 AS n").to_pylist() == [{"n": 1}]
+        with pytest.raises(
+            LakeBehind, match=r"public\.items is being rebuilt from its source: it is copy requested"
+        ) as caught:
+            opened.query("FROM items")
+        assert "millstream tables" in caught.value.hint
+    home.catch_up()
+    with millstream_open(home.home.path) as opened:
+        assert opened.query("SELECT count(*) AS n FROM items").to_pylist() == [{"n": 49}]
 
 
 def test_what_can_not_be_rebuilt_is_said_by_name(home: LandedHome) -> None:

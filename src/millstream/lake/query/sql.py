@@ -24,6 +24,7 @@ import pyarrow as pa
 from millstream.errors import (
     BeyondRetention,
     InvalidQuery,
+    LakeBehind,
     LakeError,
     LakeTableForeign,
     LakeUnavailable,
@@ -41,11 +42,11 @@ from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.engine import Engine, quote
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
-from millstream.lake.query.standing import standing_at
+from millstream.lake.query.standing import beyond, rebuilding, standing_at
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
 from millstream.model.ids import TableId
-from millstream.model.names import name_in_full, parse_qualified_name, qualified_name, same_bare
+from millstream.model.names import name_in_full, parse_qualified_name, same_bare
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 
@@ -116,6 +117,7 @@ class LakeSession:
             raise
         self._held, self._asked_held = held, dict[str, str]()
         self._known, self._asked_known = known, list[KnownTable]()
+        self._learned = known is None
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
         self._rows_left = set(self._tables)
@@ -315,7 +317,9 @@ class LakeSession:
         if table is None:
             return InvalidQuery(said)
         for name, failure in self._failures.items():
-            if isinstance(failure, BeyondRetention | LakeUnavailable | LakeTableForeign) and is_meant(table, name):
+            if isinstance(failure, BeyondRetention | LakeBehind | LakeUnavailable | LakeTableForeign) and is_meant(
+                table, name
+            ):
                 return failure
         if self._past and (later := self._later(table)) is not None:
             return later
@@ -406,15 +410,21 @@ class LakeSession:
         if text is None:
             self._learn()
 
+    def _capture_knows(self) -> list[KnownTable]:
+        """The source's tables, asked for once."""
+        if self._known is not None:
+            self._asked_known, self._known = list(self._known()), None
+        return self._asked_known
+
     def _learn(self) -> bool:
         """Make views of what the lake lacks and capture knows: whether there is more than before. Of now alone: the past is the lake's."""
-        if self._known is None or self._past:
+        if self._learned or self._past:
             return False
-        self._asked_known, self._known = list(self._known()), None
+        self._learned = True
         mine = {table.table_id: table for table in self._tables.values()}
         names = {table.name for table in self._tables.values()}
         more = False
-        for known in self._asked_known:
+        for known in self._capture_knows():
             found = mine.get(known.table_id)
             if known.full_name in names:
                 continue
@@ -541,7 +551,10 @@ class LakeSession:
         after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
         gone = history_from(history)
         if after < gone and after < self._n:
-            raise self._beyond(schema, gone, anew=history_begun(history) == gone)
+            anew = history_begun(history) == gone
+            if anew and not self._past:
+                raise rebuilding(schema, self._capture_knows())
+            raise beyond(self._layout, schema, self._n, gone, anew=anew)
         run = Run(self._engine, self._layout, history, schema, after, self._n)
         if not schema.key:
             sql = bag_sql(self._engine, run, base, schema, columns)
@@ -550,20 +563,6 @@ class LakeSession:
         else:
             sql = keyed_sql(self._engine, run, base, schema, columns)
         self._engine.view(schema.namespace, schema.name, sql)
-
-    def _beyond(self, schema: TableSchema, gone: Seq, *, anew: bool) -> BeyondRetention:
-        """That a table's records up to a position are gone, and why."""
-        cut = cut_from(self._layout, gone)
-        when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
-        return BeyondRetention(
-            f"{qualified_name(schema.namespace, schema.name)} can't be shown as of {self.token}: "
-            f"its history begins behind {self._token(gone)}{when}",
-            hint="The history was begun anew then, by `millstream pipeline rebuild --from source`; what was left of the old one lies beside it, set aside. "
-            "Ask for a later moment."
-            if anew
-            else "Ask for a later moment: `history_retention` says how much of the past is kept.",
-            first=int(gone),
-        )
 
     def _base(self, folder: str, schema: TableSchema, history: OpenTable) -> OpenTable | None:
         """`current` at or below the token; None where all must come from history."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from millstream.errors import BeyondRetention, TimeFromFuture, TokenFromFuture
-from millstream.lake.commits import Cut, cut_at, cut_at_time, first_cut, last_cut
+from millstream.errors import BeyondRetention, LakeBehind, TimeFromFuture, TokenFromFuture
+from millstream.lake.commits import Cut, cut_at, cut_at_time, cut_from, first_cut, last_cut
+from millstream.lake.known import KnownTable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.operations import whole_upto
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.schema import TableSchema
 
 
 def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut | None]:
@@ -42,6 +45,31 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
     if first is not None and first.number > 1:
         raise _before(layout, str(StreamToken.scalar(layout.stream_id, as_of)))
     return whole_upto(layout, as_of), cut
+
+
+def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> BeyondRetention:
+    """That a table can't be shown at a position: its records up to another one are gone, dropped or with a history that was begun anew."""
+    cut = cut_from(layout, gone)
+    when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
+    at, begins = (StreamToken.scalar(layout.stream_id, position) for position in (n, gone))
+    return BeyondRetention(
+        f"{schema.full_name} can't be shown as of {at}: its history begins behind {begins}{when}",
+        hint="The history was begun anew then, by `millstream pipeline rebuild --from source`; what was left of the old one lies beside it, set aside. "
+        "Ask for a later moment."
+        if anew
+        else "Ask for a later moment: `history_retention` says how much of the past is kept.",
+        first=int(gone),
+    )
+
+
+def rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
+    """That a table's history was begun anew, and the copy that it begins with hasn't landed; `known` says what that waits for."""
+    waits = next((table.waits for table in known if table.table_id == schema.table_id), "")
+    return LakeBehind(
+        f"{schema.full_name} is being rebuilt from its source: {waits or 'its copy has yet to land'}",
+        hint="Ask again when its copy has landed; `millstream tables` shows how far that is.",
+        table=schema.full_name,
+    )
 
 
 def _before(layout: LakeLayout, asked: str) -> BeyondRetention:
