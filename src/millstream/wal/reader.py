@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Final
 
 from millstream.codec.log_frame import FrameKind, RecordsFrame
@@ -36,6 +35,7 @@ from millstream.wal.index import (
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.mark import writer_cuts
 from millstream.wal.meanwhile import HistoryWatch, Meanwhile
+from millstream.wal.merging import Place, by_shard_or_group, group_records
 from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
 from millstream.wal.source import (
     GroupSize,
@@ -282,7 +282,7 @@ class StreamReader:
     def read_between(
         self, after: Seq, upto: Seq, *, table: TableId | None = None, offsets: bool = False
     ) -> Iterator[TableRecords]:
-        """The records of `(after, upto]`, frame by frame, shards merged by their operations' numbers.
+        """The records of `(after, upto]`, commit group by commit group; those of one table in the order of their numbers.
 
         Raises:
             OffsetExpired: retention has dropped part of it.
@@ -326,21 +326,26 @@ class StreamReader:
         *,
         offsets: bool = False,
     ) -> Iterator[TableRecords]:
-        """The records of each shard between its bounds."""
+        """The records of each shard between its bounds; those of one table in the order of their numbers."""
         wanted = None if table is None else frozenset((table,))
         frames = heapq.merge(
             *(self._frames_of(shard, *bounds[shard], mark) for shard, mark in marks.items()),
             key=lambda found: (found[2].group_last_seq, found[2].first_seq),
         )
         sources: dict[ShardId, SegmentSource] = {}
+
+        def records(place: Place, tables: frozenset[TableId] | None) -> Iterator[TableRecords]:
+            return self._records(sources, place, marks[place[0]], tables, bounds[place[0]], offsets=offsets)
+
         with Meanwhile(self.extent, marks):
-            if self._on_damage is not None:
-                for place in frames:
-                    yield from self._records(sources, place, marks[place[0]], wanted, bounds[place[0]], offsets=offsets)
-                return
-            for (shard, _), of_segment in groupby(frames, key=lambda place: (place[0], place[1].path)):
-                for run in runs_of(self._scanned(sources, of_segment, marks[shard], wanted), wanted):
-                    yield from sources[shard].run_records(run, *bounds[shard], wanted, offsets=offsets)
+            for shard, places in by_shard_or_group(frames, wanted, alone=len(marks) == 1):
+                if shard is None:
+                    yield from group_records(list(places), wanted, records)
+                elif self._on_damage is not None:
+                    yield from (found for place in places for found in records(place, wanted))
+                else:
+                    for run in runs_of(self._scanned(sources, places, marks[shard], wanted), wanted):
+                        yield from sources[shard].run_records(run, *bounds[shard], wanted, offsets=offsets)
 
     def read(
         self,
@@ -430,10 +435,7 @@ class StreamReader:
         until = Seq(self.first_seq() - 1)
         ends = (until, until)
         """Of the group before, and of this one."""
-        frames = heapq.merge(
-            *(self._frames_of(shard, until, persisted, mark) for shard, mark in marks.items()),
-            key=lambda found: found[2].group_last_seq,
-        )
+        frames = self._all_frames(marks, until, persisted)
         for _, segment, entry in frames:
             if entry.group_last_seq != ends[1]:
                 ends = (ends[1], entry.group_last_seq)
@@ -495,9 +497,7 @@ class StreamReader:
             self._indexes[shard] = ShardIndex(self._files, shard_folder(self._folder, shard), shard, self._on_damage)
         return self._indexes[shard]
 
-    def _frames_of(
-        self, shard: ShardId, after: Seq, upto: Seq, mark: DurableMark
-    ) -> Iterator[tuple[ShardId, SegmentFile, FrameEntry]]:
+    def _frames_of(self, shard: ShardId, after: Seq, upto: Seq, mark: DurableMark) -> Iterator[Place]:
         """A shard's records frames with rows in `(after, upto]`."""
         checked = False
         for segment, entry in self._index(shard).from_seq(after, mark):
@@ -513,6 +513,10 @@ class StreamReader:
                 yield shard, segment, entry
             if entry.group_last_seq >= upto and not entry.more:
                 return
+
+    def _all_frames(self, marks: Mapping[ShardId, DurableMark], after: Seq, upto: Seq) -> Iterator[Place]:
+        of_shards = (self._frames_of(shard, after, upto, mark) for shard, mark in marks.items())
+        return heapq.merge(*of_shards, key=lambda found: found[2].group_last_seq)
 
     def _source(
         self,
@@ -539,10 +543,7 @@ class StreamReader:
 
     def _groups(self, after: Seq, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> Iterator[GroupSize]:
         """The commit groups behind `after`, in order, over all shards."""
-        frames = heapq.merge(
-            *(self._frames_of(shard, after, persisted, mark) for shard, mark in marks.items()),
-            key=lambda found: found[2].group_last_seq,
-        )
+        frames = self._all_frames(marks, after, persisted)
         current: GroupSize | None = None
         with Meanwhile(self.extent, marks):
             for _, _, entry in frames:
@@ -558,7 +559,7 @@ class StreamReader:
     def _scanned(
         self,
         sources: dict[ShardId, SegmentSource],
-        places: Iterable[tuple[ShardId, SegmentFile, FrameEntry]],
+        places: Iterable[Place],
         mark: DurableMark,
         wanted: frozenset[TableId] | None,
     ) -> Iterator[ScannedFrame]:
@@ -571,7 +572,7 @@ class StreamReader:
     def _records(
         self,
         sources: dict[ShardId, SegmentSource],
-        place: tuple[ShardId, SegmentFile, FrameEntry],
+        place: Place,
         mark: DurableMark,
         wanted: frozenset[TableId] | None,
         numbers: tuple[Seq | None, Seq | None],
