@@ -252,8 +252,8 @@ class ApplicationLog(Protocol):
     ) -> Ack:
         """As `LogAppender.append_async`."""
 
-    def persisted_upto(self) -> Seq:
-        """All numbers up to it are durable, or never will be."""
+    def shown_upto(self) -> Seq:
+        """The greatest number known up to which any reader may read, whichever writer's records they are."""
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
         """What the durable log has of an application's session; `SessionsNeedOneWriter` where this writer knows none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -27,7 +28,11 @@ from tests.commands import SCRIPT, Command
 import millstream
 from millstream.app.home import Home
 from millstream.app.locks import holder, writer_role
+from millstream.app.writing import shared_writer
 from millstream.app.writing.appending import append_socket
+from millstream.app.writing.shared_writer import SharedWriter
+from millstream.catalog import Catalog
+from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.errors import (
     AppendOutcomeUnknown,
     ConfigError,
@@ -43,7 +48,9 @@ from millstream.errors import (
 )
 from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.ingest.local import AppendClient
+from millstream.model.positions import StreamToken
 from millstream.testing.pytest_plugin import Database
+from millstream.testing.sequencing import UnreliableAnnouncements
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 
@@ -588,3 +595,31 @@ def test_a_process_with_a_name_of_its_own_writes_beside_the_others(tmp_path: Pat
             vector = opened.token("web", vector=True)
             read = [row for batch in opened.read("web", table="clicks", upto=vector) for row in batch.to_pylist()]
             assert len(read) == 3 * 600
+
+
+def test_an_ack_can_be_read_at_once_beside_a_writer_that_stands_still(
+    tmp_path: Path, postgres: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody's turn ever comes, and the other writer hears nothing: it stays where it was when it joined.
+    monkeypatch.setattr(shared_writer, "FOLLOW_EVERY_S", 3600.0)
+    home = make_home(
+        tmp_path / "web",
+        f'[catalog]\nurl = {json.dumps(postgres.dsn)}\n[writer]\nname = "a"\nlease = "4h"\n{WEB}',
+    )
+    with millstream.open(home) as opened, Catalog(postgres.dsn) as catalog:
+        assert not opened.append("web", "clicks", {"id": 0}).token.ahead
+        place, stream = Home(home), catalog.stream("web").id
+        deaf = UnreliableAnnouncements(PostgresAnnouncements(catalog.database, stream), random.Random(0), lost=1.0)
+        with SharedWriter.open(
+            catalog, stream, str(place.wal_folder("web")), name="still", location=place.identity().id,
+            lease_s=14_400, announcements=deaf,
+        ):  # fmt: skip
+            for number in range(1, 11):
+                ack = opened.append("web", "clicks", {"id": number})
+                read = [row["id"] for batch in opened.read("web", upto=ack.token) for row in batch.to_pylist()]
+                assert read == list(range(number + 1))
+                assert list(opened.read("web", after=ack.token)) == []
+                minimum = StreamToken(ack.token.stream, ack.token.minimum)
+                assert sum(batch.num_rows for batch in opened.read("web", upto=minimum)) <= number
+                assert opened.token("web").minimum >= minimum.minimum
+            assert ack.token.ahead

@@ -53,7 +53,7 @@ class Log:
     async def append_async(self, ops: Any, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         return self.append(ops, deadline_s=deadline_s, acks=acks)
 
-    def persisted_upto(self) -> Seq:
+    def shown_upto(self) -> Seq:
         return Seq(sum(ops.row_count for ops in self.taken))
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:

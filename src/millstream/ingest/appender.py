@@ -294,13 +294,13 @@ class Appender:
         return known, fitted(known, rows)
 
     def _outcomes(self, prepared: PreparedBatch, ack: Ack) -> list[Appended | MillstreamError]:
-        shown = self._log.persisted_upto()
+        shown = self._log.shown_upto()
         return prepared.outcomes(ack, lambda numbers: self._token(numbers.last, shown))
 
     def _token(self, last: Seq, shown: Seq) -> StreamToken:
         if shown >= last:
             return StreamToken.scalar(self._stream, last)
-        # Others are behind: who reads by vectors needn't wait for them.
+        # Other writers are behind: a vector token can be read at once, and so can its minimum by a linear reader.
         return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
 
 

@@ -119,9 +119,9 @@ class Dispatcher:
         """As `LogWriter.session`."""
         return self._log.session(name, deadline_s=deadline_s)
 
-    def persisted_upto(self) -> Seq:
+    def shown_upto(self) -> Seq:
         """As `LogWriter.persisted_upto`."""
-        return self._log.persisted_upto()
+        return self._log.shown_upto()
 
     def close(self) -> None:
         """Answer what is on its way, and take nothing more for sinks; they are closed, the log isn't."""
@@ -207,7 +207,7 @@ class Dispatcher:
             logger.warning("a sink failed, and may", sink=sink, code=error.code, error=error.message)
 
     def _ack(self, routed: _Routed) -> Ack:
-        nothing = Ack({}, SeqRange(Seq(self.persisted_upto() + 1), 0))
+        nothing = Ack({}, SeqRange(Seq(self.shown_upto() + 1), 0))
         each = tuple(nothing if outcome is None else outcome for outcome in routed.each)
         if len(each) == 1 and isinstance(each[0], MillstreamError):
             raise each[0]

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
@@ -108,6 +109,7 @@ class LogWriter:
         self._delays = options.group_commit_delay_s > 0
         self._commits = committer if keyed is None else keyed
         self._queue = self._empty_queue()
+        self._shown_upto, self._seen_upto = shown_upto, Seq(0)
         self._levels = LevelsOfWriter(committer, self._queue, options, stream, high_water, shown_upto)
         self._thread = threading.Thread(target=self._run, name=f"wal-writer-{stream.hex[:8]}", daemon=True)
         self._thread.start()
@@ -248,6 +250,15 @@ class LogWriter:
     def persisted_upto(self) -> Seq:
         """Every number up to it is durable or will never be."""
         return self._committer.persisted_upto
+
+    def shown_upto(self) -> Seq:
+        """The greatest number known up to which any reader may read; among several writers it is the slowest one's position."""
+        if not self._committer.is_shared:
+            return self._committer.persisted_upto
+        # What others' marks say, or that they can't be read, refuses no append that is durable.
+        with suppress(MillstreamError, OSError):
+            self._seen_upto = max(self._seen_upto, self._shown_upto())
+        return self._seen_upto
 
     def token(self) -> StreamToken:
         """The newest consistent cut."""
