@@ -24,13 +24,7 @@ import structlog
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.pace import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
-from millstream.capture.copying.reader import (
-    Bounds,
-    ChunkReader,
-    Fetched,
-    TableChanged,
-    TableGone,
-)
+from millstream.capture.copying.reader import Bounds, ChunkReader, Fetched, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
@@ -44,7 +38,7 @@ from millstream.capture.stream.hold import StreamHold
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import DiskFull, MillstreamError, NoFreeSlot
+from millstream.errors import CodecError, DiskFull, MillstreamError, NoFreeSlot, SourceError
 from millstream.failpoints import hit
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
@@ -293,8 +287,14 @@ class TableCopies:
             raise self._workers.error
         if not self._copies:
             return ()
+        entries: list[Entry] = []
         with self._lock:
-            return [entry for copy in list(self._copies.values()) for entry in self._ready_of(copy)]
+            for copy in list(self._copies.values()):
+                try:
+                    entries += list(self._ready_of(copy))
+                except (CodecError, SourceError) as error:
+                    self._failed(copy, error)
+        return entries
 
     def _ready_of(self, copy: Copy) -> Iterator[Entry]:
         if copy.stage is Stage.WAITING:

@@ -1,0 +1,145 @@
+"""`tables retry` while the cause is still there: the table is set aside again, by name, and nothing else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage, make_config
+
+from millstream.app.tables import retry_table
+from millstream.catalog import TableState
+from millstream.errors import UsageError
+from millstream.model.ids import ShardId
+from millstream.model.schema import Column
+from millstream.testing.postgres import EmbeddedPostgres
+
+ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text); INSERT INTO orders VALUES (1, 'x')"
+
+
+def retry(stage: Stage) -> None:
+    assert "copy" in retry_table(stage.catalog, stage.catalog.stream("shop").id, "public.bad")
+
+
+@pytest.fixture
+def role(stage: Stage) -> Iterator[str]:
+    """A role that may replicate, and read the one of two tables."""
+    name = f"reader_{stage.config.slot}"
+    stage.sql(ORDERS, f"CREATE ROLE {name} LOGIN REPLICATION", f"GRANT SELECT ON orders TO {name}")
+    yield name
+    stage.sql(f"DROP OWNED BY {name}", f"DROP ROLE {name}")
+
+
+@pytest.fixture
+def ascii_stage(postgres_server: EmbeddedPostgres, stage: Stage) -> Iterator[Stage]:
+    """A database whose texts may hold any bytes."""
+    name = f"ascii_{stage.config.slot}"
+    with postgres_server.connect() as connection:
+        connection.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' TEMPLATE template0 LOCALE 'C'")
+    stage.dsn = postgres_server.dsn(name)
+    stage.config = make_config(stage.dsn, stage.folder, name)
+    yield stage
+    postgres_server.drop_database(name)
+
+
+def unreadable(stage: Stage, role: str, *extra: str) -> None:
+    """A table that the role may not read, in a publication that was made for it."""
+    stage.sql(
+        "CREATE TABLE bad (id int PRIMARY KEY); INSERT INTO bad VALUES (1)",
+        *extra,
+        f"CREATE PUBLICATION {stage.config.publication} FOR TABLE orders, bad",
+    )
+    stage.config = replace(stage.config, dsn=stage.dsn.replace("postgres@", f"{role}@"))
+
+
+def fails_again(stage: Stage, change: Callable[[int], str], reason: str) -> None:
+    """Retried while idle, with changes behind it, and while a capture runs: it is set aside, `orders` goes on, and so after a restart."""
+    before = stage.catch_up().set_aside
+    assert list(before) == ["public.bad"]
+    assert reason in before["public.bad"]
+    for number in (10, 20):
+        retry(stage)
+        if number == 20:
+            stage.sql(change(number))
+        stage.sql(f"INSERT INTO orders VALUES ({number}, 'y')")
+        assert reason in stage.catch_up().set_aside["public.bad"], "a retry that fails"
+        assert stage.state("public.orders") is TableState.STREAMING
+    running = stage.start()
+    wait_until(stage.slot_active, "it streams")
+    retry(stage)
+    stage.sql(change(30), "INSERT INTO orders VALUES (30, 'y')")
+    wait_until(lambda: stage.state("public.bad") is TableState.SET_ASIDE, "it is set aside again")
+    wait_until(lambda: ("30",) in stage.log.replay()["public.orders"], "the other goes on")
+    assert running.error is None
+    running.stop()
+    found = stage.catch_up().set_aside
+    assert list(found) == ["public.bad"], "the request is used up: a restart knows of none"
+    assert reason in found["public.bad"]
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_a_column_of_a_reserved_name(stage: Stage) -> None:
+    stage.sql(ORDERS, 'CREATE TABLE bad (id int PRIMARY KEY, "__seq" int)', "INSERT INTO bad VALUES (1, 1)")
+    stage.catch_up()
+    stage.sql("INSERT INTO bad VALUES (2, 2)")
+    fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n}, 1)", "column __seq bears a name")
+
+
+def test_rows_that_may_not_be_read(stage: Stage, role: str) -> None:
+    unreadable(stage, role)
+    fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "permission denied")
+
+
+def test_rows_that_row_security_hides(stage: Stage, role: str) -> None:
+    unreadable(stage, role, f"GRANT SELECT ON bad TO {role}", "ALTER TABLE bad ENABLE ROW LEVEL SECURITY")
+    fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "row-level security")
+
+
+def test_a_table_that_no_publication_sends(stage: Stage, role: str) -> None:
+    stage.sql(
+        f"CREATE TABLE bad (id int PRIMARY KEY); GRANT SELECT ON bad TO {role}",
+        f"CREATE PUBLICATION {stage.config.publication} FOR TABLE orders",
+    )
+    stage.config = replace(stage.config, dsn=stage.dsn.replace("postgres@", f"{role}@"))
+    fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "must be owner")
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_rows_that_are_no_text(ascii_stage: Stage, keyed: bool) -> None:
+    key = "id int PRIMARY KEY" if keyed else "id int"
+    full = "" if keyed else "; ALTER TABLE bad REPLICA IDENTITY FULL"
+    ascii_stage.sql(ORDERS, f"CREATE TABLE bad ({key}, v text){full}", r"INSERT INTO bad VALUES (1, E'\xff\xfe')")
+    fails_again(ascii_stage, lambda n: f"INSERT INTO bad VALUES ({n}, E'\\xff')", "UTF-8")
+
+
+def test_a_change_that_is_no_text(ascii_stage: Stage) -> None:
+    """Its rows can be copied again; the next such change sets it aside anew."""
+    ascii_stage.sql(ORDERS, "CREATE TABLE bad (id int PRIMARY KEY, v text)")
+    ascii_stage.catch_up()
+    for number in range(2):
+        ascii_stage.sql(rf"INSERT INTO bad VALUES ({number}, E'\xff\xfe')")
+        assert "UTF-8" in ascii_stage.catch_up().set_aside["public.bad"]
+        ascii_stage.sql("DELETE FROM bad")
+        retry(ascii_stage)
+        assert not ascii_stage.catch_up().set_aside
+    assert ascii_stage.log.replay().get("public.bad", {}) == {}
+
+
+def test_a_name_that_applications_write(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stream = stage.catalog.stream("shop").id
+    text = (Column("x", pa.string()),)
+    stage.catalog.application_table(
+        stream, "public", "bad", shard=ShardId(0), grow=lambda found: replace(found, columns=text)
+    )
+    stage.sql("CREATE TABLE bad (id int PRIMARY KEY); INSERT INTO bad VALUES (1)")
+    for number in range(2, 4):
+        assert "applications write" in stage.catch_up().set_aside["public.bad"]
+        with pytest.raises(UsageError, match="they would be one in the lake"):
+            retry_table(stage.catalog, stream, "public.bad")
+        stage.sql(f"INSERT INTO orders VALUES ({number}, 'y')")
+    assert stage.log.replay()["public.orders"].keys() == {("1",), ("2",)}
