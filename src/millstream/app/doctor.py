@@ -19,6 +19,7 @@ from millstream.app.home import Home
 from millstream.app.initialize import holds_password
 from millstream.app.replicating.examining import examine_nodes
 from millstream.app.replicating.roles import Roles
+from millstream.app.status import live_progress, tables_of
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.writer_facts import examine_writers
 from millstream.errors import MillstreamError, UnknownStream
@@ -78,6 +79,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         yield from _one(f"writers of {name}", partial(_writers, home, name))
         if stream.region or stream.merge or home.regions_on_disk(name):
             yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
+        yield from _tables(home, name)
         if stream.source is None:
             yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
             continue
@@ -232,6 +234,42 @@ def _writers(home: Home, name: str) -> str:
     if fact.role is not Role.LEADS:
         return f"none here: {fact.leader or 'another node'} leads"
     return examine_writers(home, name)
+
+
+def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
+    """What was set aside, by capture or by the lake; one line where nothing was."""
+    from millstream.catalog import examine_catalog
+
+    check = f"tables of {name}"
+    try:
+        catalog_is = examine_catalog(home.catalog_place())
+        if catalog_is.revision is None or catalog_is.revision != catalog_is.known:
+            yield Diagnosis(check, "ok", "looked at once there is a catalog of today's schema")
+            return
+        with home.open_catalog() as catalog:
+            stream = next((row.id for row in catalog.streams() if row.name == name), None)
+            tables = [] if stream is None else tables_of(catalog, stream, *live_progress(home, name))
+    except (MillstreamError, OSError) as error:
+        yield _failed(check, error, "home")
+        return
+    aside = [table for table in tables if table["state"] == "set_aside"]
+    for table in aside:
+        yield Diagnosis(
+            check,
+            "table_set_aside",
+            f"{table['name']} is set aside: {table['reason']}",
+            "table",
+            table["hint"] or f"Mend the cause, then run `{_retry(home, name, table['name'])}`.",
+            table=table["name"],
+        )
+    if not aside:
+        yield Diagnosis(check, "ok", f"none of {len(tables)} is set aside")
+
+
+def _retry(home: Home, stream: str, table: str) -> str:
+    """The command, as a shell takes it."""
+    of = ["--stream", stream] if len(home.config.streams) > 1 else []
+    return shlex.join(["millstream", "tables", "retry", table, *of])
 
 
 def _regions(home: Home, name: str, stream: StreamConfig) -> str:

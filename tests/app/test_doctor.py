@@ -1,0 +1,96 @@
+"""`doctor`: what it says of a home, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.in_process import command
+
+from millstream.app import doctor as doctors
+from millstream.app.doctor import Diagnosis, examine
+from millstream.app.home import Home
+from millstream.app.status import held_scope
+from millstream.catalog import TableState
+
+CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A home of three tables, one of them set aside by capture."""
+    (tmp_path / "millstream.toml").write_text(CONFIG)
+    home = Home(tmp_path)
+    home.prepare()
+    with home.open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        source = catalog.resolve_source(stream, 7, "shop", 1)
+        catalog.table_for(stream, source, 1, "public", "orders", state=TableState.STREAMING)
+        catalog.table_for(stream, source, 2, "public", "Bad One", state=TableState.SET_ASIDE, reason="a value")
+        catalog.table_for(stream, source, 3, "public", "log", state=TableState.HISTORY_ONLY, reason="no key")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def _no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Java, Spark and compiled code are looked at elsewhere, and take their time."""
+    for name in ("_java", "_compiled"):
+        monkeypatch.setattr(doctors, name, lambda *_: "there")
+    monkeypatch.setattr(doctors, "_spark", lambda: "there")
+
+
+def tables(home: Home) -> list[Diagnosis]:
+    return [found for found in examine(home, lambda _line: None) if found.check == "tables of shop"]
+
+
+def doctor(home: Home, *words: str) -> tuple[int, str]:
+    done = command("--home", str(home.path), "doctor", *words)
+    return done.returncode, done.stdout.decode()
+
+
+def test_a_table_that_capture_set_aside_is_wrong_with_the_command_to_run(home: Home) -> None:
+    (found,) = tables(home)
+    assert (found.code, found.blocks, found.table) == ("table_set_aside", "table", 'public."Bad One"')
+    assert found.message == 'public."Bad One" is set aside: a value'
+    assert found.fix == "Mend the cause, then run `millstream tables retry 'public.\"Bad One\"'`."
+    told = json.loads(doctor(home, "--json")[1])
+    assert not told["healthy"]
+    assert {"check": "tables of shop", "code": "table_set_aside"}.items() <= _of(told, "tables of shop").items()
+    (home.path / "millstream.toml").write_text(CONFIG + CONFIG.replace("shop", "other"))
+    assert "--stream shop" in tables(Home(home.path))[0].fix
+
+
+def test_a_table_set_aside_alone_makes_the_exit_code(home: Home) -> None:
+    (home.path / "millstream.toml").write_text("[streams.shop]\n")  # no source that has to answer
+    assert doctor(home)[0] == 3
+    with home.open_catalog() as catalog:
+        bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")
+        catalog.set_state(bad.id, TableState.STREAMING)
+    assert doctor(home)[0] == 0
+
+
+def test_a_table_that_the_lake_set_aside_is_wrong_with_its_own_hint(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        orders = catalog.find_table(stream, "public", "orders")
+        catalog.put_fact(held_scope(stream), str(int(orders.id)), {"reason": "a file is gone", "hint": "Rebuild it."})
+    bad, lake = sorted(tables(home), key=lambda found: found.table)
+    assert bad.table == 'public."Bad One"'
+    assert (lake.message, lake.fix) == ("public.orders is set aside: lake: a file is gone", "Rebuild it.")
+
+
+def test_without_such_tables_nothing_is_wrong_with_them(home: Home, tmp_path: Path) -> None:
+    with home.open_catalog() as catalog:
+        bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")
+        catalog.set_state(bad.id, TableState.STREAMING)
+    assert [(found.code, found.message) for found in tables(home)] == [("ok", "none of 3 is set aside")]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "millstream.toml").write_text(CONFIG)
+    assert [found.code for found in tables(Home(tmp_path / "new"))] == ["ok"], "before the first run"
+    assert not Home(tmp_path / "new").has_catalog(), "nothing is made"
+
+
+def _of(told: dict[str, Any], check: str) -> dict[str, Any]:
+    return next(found for found in told["findings"] if found["check"] == check)
