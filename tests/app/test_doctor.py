@@ -71,6 +71,26 @@ def test_a_table_set_aside_alone_makes_the_exit_code(home: Home) -> None:
     assert doctor(home)[0] == 0
 
 
+def test_it_ends_with_a_count_and_quiet_leaves_out_what_is_right(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home.path / "millstream.toml").write_text("[streams.shop]\n")
+    told = json.loads(doctor(home, "--json")[1])["findings"]
+    *lines, last = doctor(home)[1].splitlines()
+    assert last == f"{len(told)} checks: {len(told) - 1} right, 0 notes, 1 wrong"
+    assert sum(line.startswith("ok ") for line in lines) == len(told) - 1
+
+    code, said = doctor(home, "--quiet")
+    assert code == 3
+    assert [line.split()[0] for line in said.splitlines()] == ["wrong", "Mend"]
+    with home.open_catalog() as catalog:
+        bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")
+        catalog.set_state(bad.id, TableState.STREAMING)
+    assert doctor(home, "--quiet") == (0, "")
+    note = Diagnosis("home", "some_note", "worth a word")
+    monkeypatch.setattr(doctors, "_tables", lambda *_: iter([note]))
+    assert doctor(home, "--quiet") == (0, "note    home: worth a word\n")
+    assert doctor(home)[1].endswith(f"{len(told)} checks: {len(told) - 1} right, 1 note, 0 wrong\n")
+
+
 def test_a_table_that_the_lake_set_aside_is_wrong_with_its_own_hint(home: Home) -> None:
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id

@@ -101,9 +101,10 @@ def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
 
 @click.command()
 @click.option("--sql", "as_sql", is_flag=True, help="Print one SQL script for whoever administers the database.")
+@click.option("--quiet", is_flag=True, help="Print only notes and what is wrong, without the count.")
 @json_option
 @pass_session
-def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
+def doctor(session: Session, as_sql: bool, quiet: bool, as_json: bool) -> None:
     """Check home, disk, catalog, Java, Spark, lake and source; say what to run to mend what is wrong (exit code 3)."""
     from millstream.app.doctor import examine, repair_script
 
@@ -116,11 +117,16 @@ def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
             note(diagnosis.fix)
         sys.exit(3 if unasked else 0)
     found = []
-    for diagnosis in examine(home, note):
+    for diagnosis in examine(home, (lambda _line: None) if quiet else note):
         found.append(diagnosis)
-        if not as_json:
+        if not as_json and not (quiet and diagnosis.is_ok):
             _print_diagnosis(diagnosis)
     wrong = [diagnosis for diagnosis in found if diagnosis.blocks != "nothing"]
+    if not as_json and not quiet:
+        right = sum(diagnosis.is_ok for diagnosis in found)
+        notes = len(found) - right - len(wrong)
+        checks, noted = "check" + "s" * (len(found) != 1), "note" + "s" * (notes != 1)
+        say(f"{len(found)} {checks}: {right} right, {notes} {noted}, {len(wrong)} wrong")
     if as_json:
         print_json({"healthy": not wrong, "findings": [diagnosis.as_dict() for diagnosis in found]})
     sys.exit(3 if wrong else 0)
