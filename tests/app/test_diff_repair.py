@@ -70,6 +70,37 @@ def test_a_repair_that_is_killed_is_done_by_the_next_run(postgres: Database, tmp
     assert told(found, "public.items")["rows"] == {"source": 402, "lake": 402}
 
 
+def test_columns_of_reserved_names_are_compared_with_those_that_hold_them(postgres: Database, tmp_path: Path) -> None:
+    with postgres.connect() as source:
+        source.execute('CREATE TABLE items ("__seq" int PRIMARY KEY, "__op" text, "__op_" date)')
+        source.execute("INSERT INTO items SELECT i, 'copied', '2020-01-01' FROM generate_series(1, 50) i")
+        source.execute('CREATE TABLE bag ("__offset" text); ALTER TABLE bag REPLICA IDENTITY FULL')
+        source.execute("INSERT INTO bag VALUES ('a'), ('a')")
+        home = LandedHome(tmp_path / "shop", postgres.dsn)
+        home.catch_up()
+        source.execute("UPDATE items SET __op = 'streamed' WHERE __seq < 5; DELETE FROM items WHERE __seq = 9")
+        source.execute("UPDATE items SET __seq = 90, __op_ = 'infinity' WHERE __seq = 10")
+        home.catch_up()
+        same = diff_stream(home.home)
+        assert same.exit_code == 0, same.as_dict()
+        assert told(same, "public.items")["notes"] == []
+        damage = ("UPDATE items SET __op = 'unseen' WHERE __seq = 1", "DELETE FROM items WHERE __seq = 2")
+        behind_captures_back(source, "items", *damage)
+    found = diff_stream(home.home)
+    assert told(found, "public.items")["differences"] == [
+        {
+            "key": {"__seq_": "1"},
+            "what": "values",
+            "columns": {"__op__": {"lake": "streamed", "source": "unseen"}},
+        },
+        {"key": {"__seq_": "2"}, "what": "missing_in_source"},
+    ]
+    assert [(one.how, one.keys) for one in ask_repairs(home.home, found).tables] == [("keys", 2)]
+    home.catch_up()
+    mended = diff_stream(home.home)
+    assert mended.exit_code == 0, mended.as_dict()
+
+
 def test_waiting_for_a_repair_needs_somebody_who_does_it(postgres: Database, tmp_path: Path) -> None:
     home = damaged_home(postgres, tmp_path)
     found = diff_stream(home.home, tables=["public.items"], limit=5)

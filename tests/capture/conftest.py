@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.capture.capture_stage import Stage, staged
+from tests.capture.capture_stage import Stage, make_config, staged
+
+from millstream.testing.postgres import EmbeddedPostgres
 
 HERE = Path(__file__).parent
 DEFAULT_VERSION = 18
@@ -18,6 +20,18 @@ DEFAULT_VERSION = 18
 def stage(postgres: Any, tmp_path: Path) -> Iterator[Stage]:
     with staged(postgres.dsn, tmp_path, postgres.name) as made:
         yield made
+
+
+@pytest.fixture
+def ascii_stage(postgres_server: EmbeddedPostgres, stage: Stage) -> Iterator[Stage]:
+    """A database whose texts may hold any bytes."""
+    name = f"ascii_{stage.config.slot}"
+    with postgres_server.connect() as connection:
+        connection.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' TEMPLATE template0 LOCALE 'C'")
+    stage.dsn = postgres_server.dsn(name)
+    stage.config = make_config(stage.dsn, stage.folder, name)
+    yield stage
+    postgres_server.drop_database(name)
 
 
 @pytest.hookimpl(trylast=True)

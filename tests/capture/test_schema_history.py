@@ -293,7 +293,8 @@ def staged(server: EmbeddedPostgres, folder: Path, name: str) -> Iterator[Stage]
     server.drop_database(name)
 
 
-def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(stage: Stage) -> None:
+def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(ascii_stage: Stage) -> None:
+    stage = ascii_stage
     stage.sql(
         "CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t SELECT i, 'old' FROM generate_series(1, 5) i",
         "CREATE TABLE others (id int PRIMARY KEY); INSERT INTO others VALUES (1)",
@@ -301,22 +302,26 @@ def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(stage: S
     stage.catch_up()
     stage.sql(
         "UPDATE t SET v = 'before' WHERE id = 1",
-        "ALTER TABLE t ADD __seq int",
+        "ALTER TABLE t ADD more int",
         "INSERT INTO others VALUES (2)",
-        "INSERT INTO t VALUES (6, 'while', 1); UPDATE t SET v = 'while' WHERE id = 2; DELETE FROM t WHERE id = 3",
+        r"INSERT INTO t VALUES (6, E'\xff', 1); UPDATE t SET v = 'while' WHERE id = 2; DELETE FROM t WHERE id = 3",
         "UPDATE t SET id = 40 WHERE id = 4",
         "INSERT INTO others VALUES (3)",
     )
     reason = stage.catch_up().set_aside["public.t"]
-    assert "column __seq bears a name" in reason
+    assert "UTF-8" in reason
     assert set(stage.log.replay()["public.others"]) == {("1",), ("2",), ("3",)}, "the others go on"
     raw = [row["message"] for table, _, row in stage.log.records() if table.schema.kind is TableKind.RAW]
     changes = [decode_raw(message) for message in raw]
     assert [type(change) for _, change in changes] == [Update, Insert, Update, Delete, Update], "nothing of it is lost"
     told = [[c.name for c in relation.columns] for relation, _ in changes]
-    assert told == [["id", "v"], *[["id", "v", "__seq"]] * 4], "each under the definition of its moment"
+    assert told == [["id", "v"], *[["id", "v", "more"]] * 4], "each under the definition of its moment"
     # It comes back when it's asked for, with what was written until then and since.
-    stage.sql("ALTER TABLE t RENAME __seq TO number", "INSERT INTO t VALUES (7, 'still waiting', 2)")
+    stage.sql(
+        "ALTER TABLE t RENAME more TO number",
+        "UPDATE t SET v = 'text' WHERE id = 6",
+        "INSERT INTO t VALUES (7, 'still waiting', 2)",
+    )
     assert "public.t" in stage.catch_up().set_aside
     retry_table(stage.catalog, stage.catalog.stream("shop").id, "public.t")
     stage.sql("UPDATE t SET v = 'after' WHERE id = 5")

@@ -18,8 +18,9 @@ from millstream.capture.source import Connection, SourceTable, list_tables, on_s
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
 from millstream.errors import MillstreamError
-from millstream.model.names import TablePatterns
+from millstream.model.names import TablePatterns, quote_ident
 from millstream.model.pgtypes import NUMERIC_OID, is_text_for_want_of_better
+from millstream.model.records import log_names
 
 _SETTING: Final = "ALTER SYSTEM "
 
@@ -169,6 +170,18 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
                 *_identity_remedy(connection, table),
             )
         )
+    names = [column.name for column in table.relation.columns]
+    findings += [
+        Finding(
+            "column_renamed",
+            f"{table.full_name}.{quote_ident(name)} bears a name that Millstream gives to a column of its own: it is captured as {captured}",
+            "nothing",
+            table.full_name,
+            f"Nothing has to be done; ask for {captured} in queries.",
+        )
+        for name, captured in zip(names, log_names(names), strict=True)
+        if captured != name
+    ]
     return findings + [
         Finding(
             "column_is_text",

@@ -28,6 +28,7 @@ from millstream.capture.publication import Restriction
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
+from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity
 
 
@@ -79,24 +80,32 @@ def _sent(table: SourceTable) -> list[AttributeFacts]:
 
 
 def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
-    """Names of columns that were dropped since the table's rows were last copied, by what was known before this look."""
+    """The log's names of columns that were dropped since the table's rows were last copied, by what was known before this look."""
     live = {column.number for column in table.layout}
-    return {*known.get("gone", ()), *(name for number, name, _, _ in known["columns"] if number not in live)}
+    return {*known.get("gone", ()), *(name for number, name in _known_names(known).items() if number not in live)}
+
+
+def _known_names(known: dict[str, Any]) -> dict[int, str]:
+    """The log's names of the columns, by number, as they were."""
+    columns = {number: name for number, name, _, _ in known["columns"]}
+    return dict(zip(columns, log_names(list(columns.values())), strict=True))
 
 
 def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
     before = {number: (name, type_oid, modifier) for number, name, type_oid, modifier in known["columns"]}
     generated, written_by = known.get("generated", ()), known.get("written_by", {})
-    gone = _gone(known, table)
+    gone, had = _gone(known, table), _known_names(known)
+    sent = _sent(table)
+    names = log_names([column.name for column in sent])
     files = {oid: file for oid, (_, _, file) in known.get("partitions", {}).items()}
     rewritten = table.relfilenode != known["relfilenode"] or any(
         files.get(str(p.oid), p.relfilenode) != p.relfilenode for p in table.partitions
     )
-    for column in _sent(table):
+    for column, log_name in zip(sent, names, strict=True):
         if column.number in generated:
             yield f"column {column.name} was generated, and is one like others now"
         elif column.number not in before:
-            if column.name in gone:
+            if log_name in gone:
                 yield f"column {column.name} was dropped and added again"
             elif column.filled:
                 yield f"column {column.name} was added with a value for existing rows"
@@ -104,6 +113,8 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]
             name, type_oid, modifier = before[column.number]
             if name != column.name:
                 yield f"column {name} was renamed to {column.name}"
+            elif had[column.number] != log_name:
+                yield f"column {name} is captured as {log_name} now"
             elif type_oid != column.type_oid or ((rewritten or table.partitioned) and modifier != column.type_modifier):
                 yield f"column {name} got another type"
             elif rewritten and written_by.get(str(column.number), column.written_by) != column.written_by:

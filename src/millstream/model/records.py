@@ -10,6 +10,7 @@ Two shapes of a table's rows exist, and only two:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final
@@ -73,8 +74,28 @@ RECORD_PREFIX: Final = (
 
 RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
 RESERVED_COLUMNS: Final = RECORD_COLUMNS | {field.name for field in LOG_ROW_PREFIX} | {OPERATION_ORDINAL.name}
-"""Names that a table's own column can't have: it would stand beside one of these."""
+"""Names that a table's own column can't have, in upper case neither: it would stand beside one of these. See `log_names`."""
 RECORD_OFFSET: Final = pa.field("__offset", pa.int64(), nullable=False)
+
+
+def log_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names under which columns of a source's table stand in the log and the lake, in the same order.
+
+    They are the source's own, but for a reserved one in whatever case: it gets a `_` behind it, or as many as make it a name that no
+    other of the columns has.
+    """
+    taken = {name.lower() for name in names}
+    if taken.isdisjoint(RESERVED_COLUMNS):
+        return tuple(names)
+    found = []
+    for name in names:
+        kept = name
+        if name.lower() in RESERVED_COLUMNS:
+            while kept.lower() in taken:
+                kept += "_"
+            taken.add(kept.lower())
+        found.append(kept)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)  # asked for with every batch; the metadata is JSON

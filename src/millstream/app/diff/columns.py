@@ -35,9 +35,17 @@ class ComparedColumn:
     """A column that both sides have (or that the lake hasn't been told of: `lake` is then None)."""
 
     name: str
+    """The lake's."""
     type_oid: int
     type_modifier: int
     lake: pa.DataType | None
+    named: str = ""
+    """What the source calls it, where that is another name (`log_names`)."""
+
+    @property
+    def source_name(self) -> str:
+        """Its name at the source."""
+        return self.named or self.name
 
     @property
     def _floating(self) -> bool:
@@ -54,7 +62,7 @@ class ComparedColumn:
 
     def source_sql(self) -> str:
         """The value as PostgreSQL writes it into a record's text."""
-        name = pg_name(self.name)
+        name = pg_name(self.source_name)
         if self._floating and (self.type_oid in _FLOAT_OIDS or element_oid(self.type_oid) in _FLOAT_OIDS):
             # A real's shortest digits are other ones than those of the same value as a double.
             array = "[]" if pa.types.is_list(self.lake) else ""
@@ -105,7 +113,7 @@ class RowTexts:
 
     Args:
         columns: all that are compared.
-        key: names of the key's; empty for a bag of rows.
+        key: names of the key's, as the lake has them; empty for a bag of rows.
         ranges: into how many ranges of the key's hash (of the row's, for a bag) the rows fall.
         hash_name: what hashes; both sides have to have it.
     """
@@ -133,12 +141,12 @@ class RowTexts:
         """
         record = _record(column.source_sql() for column in self.columns)
         key = "NULL" if not self.key or self._key_is_number else _record(c.source_sql() for c in self._key_columns())
-        names = ", ".join(pg_name(column.name) for column in self.columns)
+        names = ", ".join(pg_name(column.source_name) for column in self.columns)
         # OFFSET 0 keeps the planner from writing the texts out again wherever they are used.
         inner = f"SELECT {record}::pg_catalog.text AS {_T}, {key}::pg_catalog.text AS {_K}{', ' * bool(names)}{names} FROM {rows} OFFSET 0"
         hashed = f"SELECT {_pg_hash(_T, self.hash_name, utf8=utf8)} AS {_H}, * FROM ({inner}) q OFFSET 0"
         if self._key_is_number:
-            place = f"pg_catalog.abs({pg_name(self.key[0])}::pg_catalog.int8 % {self.ranges})"
+            place = f"pg_catalog.abs({pg_name(self._key_columns()[0].source_name)}::pg_catalog.int8 % {self.ranges})"
         elif self.key:
             place = f"{_pg_hash(_K, self.hash_name, utf8=utf8)} % {self.ranges}"
         else:

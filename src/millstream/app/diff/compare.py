@@ -33,6 +33,7 @@ from millstream.errors import LakeBehind, LogError, MillstreamError
 from millstream.lake.query.sql import LakeSession
 from millstream.model.names import TablePatterns, parse_qualified_name, qualified_name
 from millstream.model.positions import Lsn, Seq, format_lsn
+from millstream.model.records import log_names
 from millstream.wal.reader import StreamReader
 
 if TYPE_CHECKING:
@@ -336,12 +337,14 @@ class _Comparison:
         table = published.table
         lake = self._lake_table(session, row)
         types = {} if lake is None else lake.types()
+        sent = table.relation.columns
+        named = dict(zip([c.name for c in sent], log_names([c.name for c in sent]), strict=True))
         columns = tuple(
-            ComparedColumn(c.name, c.type_oid, c.type_modifier, types.get(c.name)) for c in table.relation.columns
+            ComparedColumn(named[c.name], c.type_oid, c.type_modifier, types.get(named[c.name]), c.name) for c in sent
         )
         if lake is not None:
             _note_columns(columns, types, done)
-        key = done.key = tuple(column.name for column in table.key)
+        key = done.key = tuple(named.get(column.name, column.name) for column in table.key)
         untold = [column.name for column in columns if column.name in key and column.lake is None]
         if lake is not None and untold:
             done.state = Compared.NOT_COMPARED

@@ -25,6 +25,7 @@ from millstream.codec.pgoutput import table_schema
 from millstream.errors import SourceError
 from millstream.model.ids import SourceId, TableId
 from millstream.model.positions import Lsn, parse_lsn
+from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity, TableSchema
 from millstream.protocol.table_copy import Key, Snapshot, extend_xid
 
@@ -373,14 +374,16 @@ def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSc
 def _copy_query(
     table: SourceTable, key_names: Sequence[str], bounds: Bounds, condition: str, rows_max: int | None
 ) -> sql.Composed:
-    """The COPY of a chunk. Bounds are by the index's order of columns, keys asked for by the schema's."""
+    """The COPY of a chunk. Bounds are by the index's order of columns, keys asked for by the schema's: `key_names`, as the log has them."""
     columns = sql.SQL(", ").join(sql.Identifier(c.name) for c in table.relation.columns)
     only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
     query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
     conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
-    types = {c.name: sql.SQL(c.type) for c in table.key}
-    compared = {c.name: _as_compared(c) for c in table.key}
-    names = [c.name for c in table.key]
+    sent = [c.name for c in table.relation.columns]
+    named = dict(zip(sent, log_names(sent), strict=True))
+    names = [named.get(c.name, c.name) for c in table.key]
+    types = {name: sql.SQL(c.type) for name, c in zip(names, table.key, strict=True)}
+    compared = {name: _as_compared(c) for name, c in zip(names, table.key, strict=True)}
     key = _row(list(compared.values())) if table.key else None
     if key is not None:
         if bounds.keys:

@@ -29,12 +29,12 @@ from millstream.codec.pgoutput.messages import (
     Update,
     parse_message,
 )
-from millstream.errors import ProtocolViolation, TableUndecodable
+from millstream.errors import ProtocolViolation
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.pgtypes import log_type
 from millstream.model.positions import Lsn
-from millstream.model.records import RESERVED_COLUMNS
+from millstream.model.records import log_names
 from millstream.model.schema import Column, PgType, TableKind, TableSchema
 
 HEARTBEAT_PREFIX: Final = "millstream/heartbeat"
@@ -212,10 +212,11 @@ def with_type_names(relation: Relation, names: Mapping[int, str]) -> Relation:
 
 
 def relation_columns(relation: Relation) -> tuple[Column, ...]:
-    """The log's columns for a relation, by the type table of docs/reference/types.md."""
+    """The log's columns for a relation, in its order, by docs/reference/types.md; `log_names` says where a name differs."""
+    names = log_names([c.name for c in relation.columns])
     return tuple(
-        Column(c.name, log_type(c.type_oid, c.type_modifier), PgType(c.type_oid, c.type_modifier, c.type_name))
-        for c in relation.columns
+        Column(name, log_type(c.type_oid, c.type_modifier), PgType(c.type_oid, c.type_modifier, c.type_name))
+        for name, c in zip(names, relation.columns, strict=True)
     )
 
 
@@ -232,33 +233,25 @@ def table_schema(
     Args:
         relation: as the stream gave it.
         source: the source.
-        key: what tells rows apart; None: the identity's columns (under FULL none: say the primary key if there is one).
+        key: what tells rows apart, by the source's names; None: the identity's columns (under FULL none: say the primary key if
+            there is one).
         table_id: the catalog's number; 0 where it isn't known yet.
         version: the same.
-
-    Raises:
-        TableUndecodable: a column bears a name of those that Millstream adds.
     """
-    clashes = [c.name for c in relation.columns if c.name in RESERVED_COLUMNS]
-    if clashes:
-        reason = f"column {clashes[0]} bears a name that Millstream gives to a column of its own"
-        raise TableUndecodable(
-            f"{relation.qualified_name} can't be captured: {reason}",
-            hint="Rename the column, or leave the table out with a pattern.",
-            table=relation.qualified_name,
-            relation_oid=relation.oid,
-            reason=reason,
-        )
-    identity = tuple(c.name for c in relation.columns if c.in_identity)
+    columns = relation_columns(relation)
+    named = {c.name: column.name for c, column in zip(relation.columns, columns, strict=True)}
+    identity = tuple(named[c.name] for c in relation.columns if c.in_identity)
     if key is None:
         key = () if relation.replica_identity == "f" else identity
+    else:
+        key = tuple(named.get(name, name) for name in key)
     return TableSchema(
         table_id=table_id,
         version=version,
         source=source,
         namespace=relation.namespace,
         name=relation.name,
-        columns=relation_columns(relation),
+        columns=columns,
         identity=identity,
         key=key,
         replica_identity=relation.replica_identity,

@@ -14,7 +14,7 @@ from millstream.model.ids import SourceId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows
 from millstream.model.pgtext import INEXACT, array_of, text_parser
 from millstream.model.positions import Lsn
-from millstream.model.records import Op, append_row_schema
+from millstream.model.records import Op, append_row_schema, log_names
 from millstream.model.schema import TableKind, TableSchema
 
 
@@ -76,7 +76,8 @@ def undecodable(relation: Relation, reason: str) -> TableUndecodable:
 def check_schema(relation: Relation, schema: TableSchema) -> TableSchema:
     """The schema itself; a directory that gives a table other columns than its relation has broken its promise."""
     if schema.kind is TableKind.TABLE:
-        assert [c.name for c in schema.columns] == [c.name for c in relation.columns], relation.qualified_name
+        names = log_names([c.name for c in relation.columns])
+        assert tuple(c.name for c in schema.columns) == names, relation.qualified_name
     return schema
 
 
@@ -130,9 +131,8 @@ class RowsBuilder:
             if values is not None and record.key_only:
                 values = key_only(record.relation, values)
             unchanged = self._append_values(record.relation, values)
-            before = (
-                None if record.old is None else _old_values(record.relation, check_width(record.relation, record.old))
-            )
+            if record.old is not None:
+                before = self._old_values(record.relation, check_width(record.relation, record.old))
         self.unchanged.append(unchanged or None)
         self.before.append(before)
 
@@ -147,6 +147,15 @@ class RowsBuilder:
                 assert value is None or isinstance(value, bytes)
                 column.append(decode_text(relation, value))
         return unchanged
+
+    def _old_values(self, relation: Relation, old: Row) -> list[tuple[str, str | None]]:
+        found = []
+        for sent, column, value in zip(relation.columns, self.schema.columns, old, strict=True):
+            if value is UNCHANGED or not sent.in_identity:
+                continue
+            assert value is None or isinstance(value, bytes)
+            found.append((column.name, decode_text(relation, value)))
+        return found
 
     def finish(self) -> TableRows:
         """The rows in `append_row_schema`."""
@@ -191,13 +200,3 @@ def key_only(relation: Relation, row: Row) -> Row:
     """An old key with nulls outside of the identity, whatever was sent there."""
     pairs = zip(relation.columns, row, strict=True)
     return tuple(value if column.in_identity else None for column, value in pairs)
-
-
-def _old_values(relation: Relation, old: Row) -> list[tuple[str, str | None]]:
-    found = []
-    for column, value in zip(relation.columns, old, strict=True):
-        if value is UNCHANGED or not column.in_identity:
-            continue
-        assert value is None or isinstance(value, bytes)
-        found.append((column.name, decode_text(relation, value)))
-    return found
