@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from millstream.app.control import ask
 from millstream.app.home import PIPELINE, Home
 from millstream.app.locks import Role, holder, writer_role, writer_roles
+from millstream.app.writing.trouble import capture_trouble
 from millstream.app.writing.writer_facts import writer_facts
 from millstream.errors import ConfigError, LogError, MillstreamError
 from millstream.model.ids import StreamId
@@ -168,9 +169,12 @@ def _stream(
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": tables_of(catalog, stream, captured, landing, lake_paths(home, name, stream)),
         "errors": {
-            part: facts["error"]
-            for part, facts in (("capture", capture), ("pipeline", pipeline))
-            if facts is not None and facts.get("error")
+            part: error
+            for part, error in (
+                ("capture", capture_trouble(catalog, stream, capture)),
+                ("pipeline", (pipeline or {}).get("error")),
+            )
+            if error
         },
     }
 

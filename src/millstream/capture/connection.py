@@ -125,7 +125,13 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
     where = describe_dsn(dsn)
     kinds: tuple[tuple[tuple[str, ...], type[SourceError], str], ...] = (
         (
-            ("password authentication failed", "no password supplied", "pg_hba.conf", "authentication failed"),
+            (
+                "password authentication failed",
+                "no password supplied",
+                "pg_hba.conf",
+                "authentication failed",
+                "is not permitted to log in",
+            ),
             SourceAuthenticationFailed,
             "Check user and password in the DSN (or the environment, or ~/.pgpass) and pg_hba.conf on the server.",
         ),

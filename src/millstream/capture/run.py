@@ -94,10 +94,6 @@ class _Stopped(Exception):
     """No error: capture was asked to end while it waited for its slot."""
 
 
-def _nothing() -> None:
-    """There is nothing to look at before each item."""
-
-
 def run_capture(
     config: CaptureConfig,
     catalog: Catalog,
@@ -106,6 +102,7 @@ def run_capture(
     stop: threading.Event,
     until_caught_up: bool = False,
     on_progress: Callable[[CaptureProgress], None] | None = None,
+    on_wait: Callable[[MillstreamError], None] | None = None,
     clock: Clock | None = None,
 ) -> CaptureOutcome:
     """Capture until `stop` is set, or until all that the source had committed at the call is durable.
@@ -117,6 +114,7 @@ def run_capture(
         stop: ends capture: what is in flight becomes durable, is confirmed, and the call returns.
         until_caught_up: end when the source's present is durable, every table copied, and the slot confirmed there.
         on_progress: called about once a second, on this thread.
+        on_wait: called with why, on this thread, before each wait for another attempt.
         clock: for waiting between attempts; real time by default.
 
     Returns:
@@ -126,7 +124,7 @@ def run_capture(
         MillstreamError: what can't be mended by trying again: the first connection failed, the slot is lost, the log is
             closed … Broken connections and a full disk are waited for instead.
     """
-    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, clock).run()
+    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait, clock).run()
 
 
 @dataclass(slots=True)
@@ -151,6 +149,7 @@ class _Capture:
         stop: threading.Event,
         until_caught_up: bool,  # noqa: FBT001 - private, called once
         on_progress: Callable[[CaptureProgress], None] | None,
+        on_wait: Callable[[MillstreamError], None] | None,
         clock: Clock | None,
     ) -> None:
         self._config = config
@@ -158,7 +157,7 @@ class _Capture:
         self._log = log
         self._stop = stop
         self._until_caught_up = until_caught_up
-        self._on_progress = on_progress
+        self._on_progress, self._on_wait = on_progress, on_wait or (lambda _: None)
         self._clock = clock
         self._stream: StreamId = catalog.stream(config.stream).id
         self._scope = f"capture/{self._stream}"
@@ -217,6 +216,7 @@ class _Capture:
                 if isinstance(error, SlotActive):
                     wait_s = min(wait_s, _SLOT_ACTIVE_MAX_S)
                 logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))
+                self._on_wait(error)
                 self._wait(wait_s)
                 if self._stop.is_set():
                     return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=self._config.slot, error=error)
@@ -275,7 +275,7 @@ class _Capture:
                 reached = self._catalog.move_reached(source, slot.confirmed)
             if self._until_caught_up and self._target is None:
                 self._target = insert_lsn(control)
-            before_each = _nothing
+            before_each: Callable[[], None] = lambda: None  # noqa: E731 - nothing to look at before each item
             if identity.on_standby:
                 watch = stack.enter_context(closing(TimelineWatch(config.dsn, identity)))
                 watch.check()

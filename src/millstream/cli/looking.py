@@ -104,12 +104,20 @@ def _print_stream(stream: dict[str, Any]) -> None:
         say(f"  {waits}")
     for holder, facts in stream["log"]["cut_off"].items():
         say(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
-    for part, error in stream["errors"].items():
-        say(f"  {part}: {error['code']}: {error['message']}", fg="red")
+    _print_errors(stream["errors"])
     if stream["tables"]:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
         _print_hints(stream["tables"])
+
+
+def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
+    """What keeps parts of a stream from getting on, and what to do about it."""
+    for part, error in errors.items():
+        how = {None: "", False: " waits, and tries again", True: " has given up"}[error.get("gave_up")]
+        say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
+        if error.get("hint"):
+            say(f"    {error['hint']}")
 
 
 def _print_nodes(stream: dict[str, Any]) -> None:

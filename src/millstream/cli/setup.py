@@ -194,6 +194,7 @@ def slot() -> None:
 def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     """Drop a stream's slot: gives the source back its disk. What changes from then on can't be had; the next run copies anew."""
     from millstream.app.wiring import capture_config
+    from millstream.app.writing.trouble import forget_given_up
     from millstream.capture import drop_slot
     from millstream.cli.context import human_bytes
 
@@ -210,8 +211,9 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
         )
     home.prepare()
     with home.open_catalog() as catalog:
-        catalog.resolve_stream(name)
+        row = catalog.resolve_stream(name)
         held = drop_slot(capture, catalog)
+        forget_given_up(catalog, row)
     note(
         f"there was no slot {capture.slot}" if held is None else f"dropped {capture.slot}; it held {human_bytes(held)}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from millstream.errors._root import MillstreamError, Retry
 
 
@@ -10,6 +12,8 @@ class SourceError(MillstreamError):
 
     code = "source"
     retry = Retry.OPERATOR
+    mends_at_source: ClassVar[bool] = True
+    """Whether a change at the source alone mends it, with nothing lost: a running capture tries it again until then."""
 
 
 class SourceUnreachable(SourceError):
@@ -24,6 +28,7 @@ class SourceDsnInvalid(SourceError):
     """The DSN can't be parsed, or names a service or file that isn't there."""
 
     code = "source_dsn_invalid"
+    mends_at_source = False
     exit_code = 2
 
 
@@ -59,6 +64,7 @@ class SourceVersionUnsupported(SourceError):
     """The server is older than 14 (or isn't PostgreSQL)."""
 
     code = "source_version_unsupported"
+    mends_at_source = False
     default_hint = "PostgreSQL 14 to 18 can be captured."
 
 
@@ -100,18 +106,21 @@ class SlotLost(SourceError):
     """The slot that this stream followed is gone or invalidated: changes since then can't be had."""
 
     code = "slot_lost"
+    mends_at_source = False
 
 
 class SlotAhead(SourceError):
     """The slot was confirmed (or recreated) above what the log holds: the changes between can't be had."""
 
     code = "slot_ahead"
+    mends_at_source = False
 
 
 class SourceReplaced(SourceError):
     """Another system, database or an unrelated timeline answers under this DSN."""
 
     code = "source_replaced"
+    mends_at_source = False
 
 
 class SourceOnStandby(SourceError):

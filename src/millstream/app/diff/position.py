@@ -120,8 +120,11 @@ def _wait_for_log(waiting: Waiting, lsn: Lsn) -> None:
                 needs=format_lsn(lsn),
             )
         if waiting.over:
+            error = facts.get("error") or {}
+            why = f"; capture waits: {error['message']}" if error else ""
             raise LakeBehind(
-                f"capture stands at {format_lsn(Lsn(durable))}, the comparison needs {format_lsn(lsn)}; time has run out",
+                f"capture stands at {format_lsn(Lsn(durable))}, the comparison needs {format_lsn(lsn)}; time has run out{why}",
+                hint=error.get("hint") or None,
                 needs=format_lsn(lsn),
             )
         if time.monotonic() - beaten > _BEAT_EVERY_S:

@@ -170,9 +170,13 @@ class Application:
             summary="200 while writes are taken; 503 while the server ends, or nobody takes them yet.",
             responses=unready,
         )
-        def get_readiness() -> Response:
-            ready, why = health.ready()
-            return JSONResponse({"ready": True, "detail": why}) if ready else response_of(plain_problem(503, why))
+        async def get_readiness(request: Request) -> Response:
+            ready, why = await asyncio.to_thread(health.ready)
+            # Who may read nothing is told whether it is ready, not what keeps capture from going on.
+            errors = await asyncio.to_thread(health.errors) if await self._may_read(request.scope) else []
+            if not ready:
+                return response_of(plain_problem(503, why) | ({"errors": errors} if errors else {}))
+            return JSONResponse({"ready": True, "detail": why, "errors": errors})
 
         @app.get(
             "/metrics",

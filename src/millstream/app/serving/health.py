@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.app.replicating.roles import Roles
 from millstream.app.status import collect_status
 from millstream.app.writing.appending import append_socket, will_write
+from millstream.app.writing.trouble import troubles
 from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
@@ -49,7 +50,12 @@ class Health:
         healthy = all(parts.values()) and not found["problems"]
         # Restarting wouldn't help these, so they don't make anything unhealthy.
         waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "set_aside"]
-        return healthy, {"healthy": healthy, **parts, "problems": found["problems"], "set_aside": waiting}
+        facts = {"healthy": healthy, **parts, "problems": found["problems"], "set_aside": waiting}
+        return healthy, {**facts, "errors": self.errors()}
+
+    def errors(self) -> list[dict[str, Any]]:
+        """What keeps streams from getting on while writes are taken, each with `stream`, `part`, `code`, `message`, `hint` and `gave_up`."""
+        return troubles(self._home)
 
     def ready(self) -> tuple[bool, str]:
         """Whether writes are taken now: whoever writes the home listens, or this process may write itself. And why they aren't."""

@@ -34,6 +34,7 @@ class _Status(Collector):
         )
         yield from _nodes([stream for stream in status["streams"] if stream.get("replication")])
         streams = [stream for stream in status["streams"] if stream.get("id")]
+        yield _errors(streams)
         yield from _lags(streams)
         yield from _replays(streams)
         yield _gauge(streams, "millstream_log_bytes", "Bytes of the log on disk.", lambda s: s["log"]["bytes"])
@@ -89,6 +90,19 @@ def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 
 def _behind_of_own(key: str, stream: dict[str, Any]) -> Any:
     return (stream["replication"]["following"] or {}).get(key)
+
+
+def _errors(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
+    """One series for each part of a stream that doesn't get on, which tells why."""
+    names = ["stream", "part", "code", "reason", "hint", "gave_up"]
+    text = "1 for what keeps a stream from getting on; gave_up: whether it isn't tried again by itself."
+    family = GaugeMetricFamily("millstream_stream_error", text, labels=names)
+    for stream in streams:
+        for part, error in stream["errors"].items():
+            gave_up = str(bool(error.get("gave_up"))).lower()
+            told = [str(error.get(key, "")) for key in ("code", "message", "hint")]
+            family.add_metric([stream["name"], part, *told, gave_up], 1.0)
+    return family
 
 
 def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:

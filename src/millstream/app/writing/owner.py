@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +30,18 @@ from millstream.app.writing.appending import append_socket
 from millstream.app.writing.buffered import buffer_name, open_buffer
 from millstream.app.writing.stream_writer import StreamWriter, operation_taker, stream_writer
 from millstream.app.writing.taking import BufferTaking
+from millstream.app.writing.trouble import forget_given_up, note_given_up
 from millstream.app.writing.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
-from millstream.errors import DiskFull, Fenced, MillstreamError, ReadOnly, Retry, UnknownStream, WriterClosed
+from millstream.errors import (
+    DiskFull,
+    Fenced,
+    MillstreamError,
+    ReadOnly,
+    Retry,
+    SourceError,
+    UnknownStream,
+    WriterClosed,
+)
 from millstream.ingest.local import AppendServer
 from millstream.model.ids import StreamId
 
@@ -47,6 +58,8 @@ logger = structlog.get_logger("millstream.owner")
 
 _BACKOFF_FIRST_S: Final = 0.5
 _BACKOFF_MAX_S: Final = 30.0
+_WELL_S: Final = 10.0
+"""After it got on for so long, or with another cause, the waits begin with the shortest again."""
 _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "reached": 0,
     "tables": [],
@@ -76,6 +89,7 @@ class OwnedStream:
         self.facts_at_end: dict[str, Any] | None = None
         """How it ended, JSON-able: as `run_owner` gives it back."""
         self.error: MillstreamError | None = None
+        """Why it waits, or was given up; None while it gets on."""
         self.gave_up = False
         self.crash: Exception | None = None
         """A broken invariant: our bug, which ends the process."""
@@ -83,6 +97,10 @@ class OwnedStream:
         """Set when no stream captures any more."""
         self.since_s = time.time()
         self._attempt = 0
+        self._failed_by = ""
+        """The code of the error that `_attempt` counts."""
+        self._well_since_s: float | None = None
+        """Since when capture has got on, on the monotonic clock."""
         self._kept = KeptVectors(home)
         self._unheard: str | None = None
         """Why a region was not heard, as it was told."""
@@ -160,6 +178,7 @@ class OwnedStream:
             self._take_from_buffer(writer, self.config.buffer, stop, until_caught_up=until_caught_up, tell=tell)
             return
         if self.config.source is None:
+            self._gets_on(writer)
             tell()
             # Of a job: for as long as the others take, so that applications can append meanwhile.
             while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
@@ -207,6 +226,7 @@ class OwnedStream:
         def told() -> None:
             nonlocal told_s
             self._attempt = 0
+            self._gets_on(writer)
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
                 tell()
@@ -223,30 +243,45 @@ class OwnedStream:
 
     def _again(self, error: MillstreamError, stop: threading.Event, *, until_caught_up: bool, supervised: bool) -> bool:
         """What to do about an error: whether to begin again, having waited; else the stream is given up, or was stopped."""
-        self.error = error
-        self._attempt = 1 if self.progress is not None else self._attempt + 1
-        self.progress = None
-        mends_itself = error.retry is Retry.BACKOFF or isinstance(error, DiskFull)
-        patient = (error.retry is Retry.REOPEN or mends_itself) and not (
-            until_caught_up and self._attempt >= _ATTEMPTS_OF_A_JOB
-        )
+        was_well = self._well_since_s is not None and time.monotonic() - self._well_since_s >= _WELL_S
+        self._attempt = 1 if was_well or error.code != self._failed_by else self._attempt + 1
+        self._failed_by = error.code
+        self._waits(error)
+        mends_itself = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, DiskFull)
+        # A job ends with what somebody has to do at the source; a service goes on once that is done.
+        if isinstance(error, SourceError) and not until_caught_up:
+            mends_itself = mends_itself or error.mends_at_source
+        patient = mends_itself and not (until_caught_up and self._attempt >= _ATTEMPTS_OF_A_JOB)
         if not patient or stop.is_set():
             self.gave_up = True
+            if not stop.is_set():
+                note_given_up(self.catalog, self.name, error)
             if not supervised:
                 logger.error(
                     "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
                 )
             return False
         wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(self._attempt - 1, 10))
+        wait_s *= random.uniform(0.5, 1.0)  # noqa: S311 - many that lost one server don't come back at once
         logger.warning(
             "the stream begins again",
             stream=self.name,
             code=error.code,
             error=error.message,
             hint=error.hint,
-            in_s=wait_s,
+            in_s=round(wait_s, 2),
         )
         return not stop.wait(wait_s)
+
+    def _gets_on(self, writer: StreamWriter) -> None:
+        """It does what it is there for: what kept it from that is over."""
+        if self._well_since_s is None:
+            self.error, self._well_since_s = None, time.monotonic()
+            forget_given_up(self.catalog, writer.stream)
+
+    def _waits(self, error: MillstreamError) -> None:
+        """It doesn't get on, and why: what was known of its progress is out of date."""
+        self.error, self.progress, self._well_since_s = error, None, None
 
     def facts(self) -> dict[str, Any]:
         """What is known of it now, JSON-able."""
@@ -288,6 +323,7 @@ class OwnedStream:
         from millstream.capture import run_capture
 
         def on_progress(progress: CaptureProgress) -> None:
+            self._gets_on(writer)
             self.progress = progress
             tell()
 
@@ -298,6 +334,7 @@ class OwnedStream:
             stop=stop,
             until_caught_up=until_caught_up,
             on_progress=on_progress,
+            on_wait=self._waits,
         )
 
 
