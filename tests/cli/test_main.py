@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.cli.in_process import command
 
+from millstream.testing.pytest_plugin import Database
+
 HEAVY = (
     "alembic", "deltalake", "duckdb", "fastapi", "numba", "numpy", "pandas", "prometheus_client", "psycopg", "pyarrow", "pydantic",
     "pyspark", "rich", "sqlalchemy", "structlog", "uvicorn",
@@ -173,6 +175,14 @@ def test_init_tells_of_a_source_that_does_not_answer_in_a_sentence(tmp_path: Pat
     done = here("init", str(tmp_path), "--stream", "shop", "--source", "host=127.0.0.1 port=1 dbname=x")
     assert done.returncode == 0, done.stderr
     assert "accepting TCP/IP connections? `doctor` says" in done.stderr
+
+
+def test_init_lists_generated_columns(tmp_path: Path, postgres: Database) -> None:
+    with postgres.connect() as connection:
+        connection.execute("CREATE TABLE made (id int PRIMARY KEY, a int, b int GENERATED ALWAYS AS (a * 2) STORED)")
+    done = here("init", str(tmp_path), "--stream", "shop", "--source", postgres.dsn)
+    assert done.returncode == 0, done.stderr
+    assert "  public.made: b is generated and won't be captured" in done.stderr.splitlines()
 
 
 def test_config_show_names_the_origin_of_every_value(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Nothing is changed here but by `drop_slot`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from psycopg import sql
@@ -12,7 +13,7 @@ from psycopg import sql
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, connect_replication, parse_dsn, translated
 from millstream.capture.doctor_server import Finding, check_server
-from millstream.capture.publication import find_lacks
+from millstream.capture.publication import find_lacks, inserts_name, restriction
 from millstream.capture.slot import drop_slot_of
 from millstream.capture.source import Connection, SourceTable, list_tables, on_standby
 from millstream.catalog import Catalog
@@ -113,7 +114,8 @@ def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding
                 fix="Correct `tables` in millstream.toml.",
             )
         ]
-    findings = [finding for table in tables for finding in _check_table(connection, table)]
+    names = (config.publication, inserts_name(config.publication))
+    findings = [finding for table in tables for finding in _check_table(connection, table, names)]
     where = " at the primary" if on_standby(connection) else ""
     for lack in find_lacks(connection, config.publication, tables):
         blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
@@ -123,7 +125,7 @@ def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding
     return findings
 
 
-def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
+def _check_table(connection: Connection, table: SourceTable, publications: Sequence[str]) -> list[Finding]:
     findings: list[Finding] = []
     name = sql.Identifier(table.namespace, table.name).as_string(connection)
     with translated():
@@ -182,6 +184,8 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
         for name, captured in zip(names, log_names(names), strict=True)
         if captured != name
     ]
+
+    findings += _check_generated(connection, table, publications)
     return findings + [
         Finding(
             "column_is_text",
@@ -195,6 +199,26 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
         for column in relation_columns(table.relation)
         if is_text_for_want_of_better(column)
     ]
+
+
+def _check_generated(connection: Connection, table: SourceTable, publications: Sequence[str]) -> list[Finding]:
+    """The table's generated columns: they aren't captured; those that a publication sends (18+) only half."""
+    generated = [column.name for column in table.layout if column.generated]
+    if not generated:
+        return []
+    sent = set(restriction(connection, publications, table).columns or ()).intersection(generated)
+    lost = [name for name in generated if name not in sent]
+    told = []
+    if lost:
+        told.append(f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} generated and won't be captured")
+    if sent:
+        told.append(f"{', '.join(sorted(sent))}: generated, sent with changes, but existing rows are copied without")
+    fix = (
+        "Set publish_generated_columns of the publication to none, or leave them out of its column list; a query can compute them."
+        if sent
+        else "Nothing has to be done; a query can compute them from the columns that they are made of."
+    )
+    return [Finding("column_generated", f"{table.full_name}: {'; '.join(told)}", "nothing", table.full_name, fix)]
 
 
 def _identity_remedy(connection: Connection, table: SourceTable) -> tuple[str, str]:

@@ -66,15 +66,15 @@ def init(
     if made.variable is not None:
         note(f"The password isn't in it; before other commands:  export {made.variable}=…")
     if source is not None:
-        _list_text_columns(home, dict(made.environ))
+        _list_columns(home, dict(made.environ))
     shown = home.name if home.parent == Path.cwd() else home
     option = "" if home == Path.cwd() else f"--home {shown} "
     then = "run" if source is not None else "append TABLE rows.ndjson"
     note(f"Next:  millstream {option}doctor   then:  millstream {option}{then}")
 
 
-def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
-    """Say which columns will be text in the lake, where the source can be asked."""
+def _list_columns(home: Path, environ: dict[str, str]) -> None:
+    """Say which columns will be text in the lake and which won't be there, where the source can be asked."""
     from millstream.app.config.file import load_config
     from millstream.app.home import Home
     from millstream.app.wiring import capture_config
@@ -89,6 +89,7 @@ def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
         note(f"Columns couldn't be looked at yet: {error}")
         return
     blocking = [found for found in findings if found.blocks == "source"]
+    generated = [found for found in findings if found.code == "column_generated"]
     texts = [found for found in findings if found.code == "column_is_text"]
     for found in blocking:
         end = "" if found.message.endswith((".", "?", "!")) else "."
@@ -97,6 +98,10 @@ def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
         note("These columns will be text in the lake ([streams.S.types] can give numeric ones a precision):")
         for found in texts:
             note(f"  {found.message.removesuffix(' will be text in the lake')}")
+    if generated:
+        note("Generated columns aren't captured; a query can compute them:")
+        for found in generated:
+            note(f"  {found.message}")
 
 
 @click.command()
