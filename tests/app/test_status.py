@@ -143,6 +143,25 @@ def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
     assert line.split() == ["public.log", "history_only", "2", "12.5", "s,", "10", "records", "2.5", "no", "key"]
 
 
+def test_what_is_not_known_is_left_out_and_never_a_dash(home: Home) -> None:
+    """Of a source that is ahead only the bytes are known: it said "- records, 5 B, - behind"."""
+    live = {"streams": {"shop": {"progress": {"source_end": 9, "durable": 4}}}}
+
+    def shown() -> list[str]:
+        return [
+            line.strip() for line in CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output.splitlines()
+        ]
+
+    with ControlServer(home, "owner", {"status": lambda: live}):
+        assert "source → log: 5 B behind" in shown()
+        live["streams"]["shop"]["progress"]["durable"] = 9
+        assert "source → log: nothing waits" in shown()
+    mark = home.wal_folder("shop") / "00000" / "durable.mark"
+    mark.write_bytes(b"\xff" * mark.stat().st_size)
+    assert any(line.startswith("durable not known") for line in shown())
+    assert not any(word in {"-", "None"} for line in shown() for word in line.split())
+
+
 def test_a_replay_is_told_while_it_lasts(home: Home) -> None:
     replay = {
         "segments": {"done": 3, "total": 12}, "records": {"done": 4_000, "total": 16_000},

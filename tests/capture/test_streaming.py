@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
-from tests.capture.beside import wait_until
+from tests.capture.beside import Beside, wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture import run_capture
+from millstream.capture import CaptureOutcome, run_capture
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.wire import SocketWire
 from millstream.capture.watcher import Watcher
@@ -366,6 +366,34 @@ def test_schema_changes_are_followed_by_the_stream_itself(stage: Stage) -> None:
     assert [v[2] for v in versions] == [4, 5, 5, 4]
     assert len({t.schema.table_id for t, *_ in stage.log.records()}) == 1
     assert stage.table("public.purchases").state is TableState.STREAMING
+
+
+def test_a_capture_that_ends_before_its_slot_is_there_speaks_of_none(stage: Stage) -> None:
+    """It told of a slot for which the source keeps WAL, and how to drop it, where there was none."""
+    stage.sql(ORDERS)
+    stop, outcomes = threading.Event(), list[CaptureOutcome]()
+
+    def capture() -> None:
+        outcomes.append(run_capture(stage.config, stage.catalog, stage.log, stop=stop))
+
+    with stage.connect() as others, others.transaction():
+        others.execute("INSERT INTO orders (id) VALUES (1000)")  # the slot waits for it
+        running = Beside(capture)
+        wait_until(lambda: slot_is_asked_for(stage), "it waits for its slot")
+        stop.set()
+        running.ended()
+    (outcome,) = outcomes
+    assert (outcome.slot, outcome.slot_holds_bytes) == ("", None)
+
+
+def slot_is_asked_for(stage: Stage) -> bool:
+    with stage.connect() as connection:
+        return (
+            connection.execute(
+                "SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'CREATE_REPLICATION_SLOT%'"
+            ).fetchone()
+            is not None
+        )
 
 
 def test_a_capture_that_is_told_to_stop_at_once_stops(stage: Stage) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.cli.progress import describe
+import pytest
+
+from millstream.app.run import RunOutcome
+from millstream.cli.progress import RunReport, describe
 
 
 def lake(**progress: Any) -> str:
@@ -34,3 +37,25 @@ def test_a_replay_is_told_by_what_it_began_with() -> None:
     just_begun = {"bytes": {"done": 0, "total": 120 << 20}, "eta_s": None}
     assert lake(**progress, replay=just_begun) == "→ lake: replaying, 0 % of 120.0 MiB, 4,321/s"
     assert lake(**progress, replay=None).startswith("→ lake: 900,000 or fewer records behind")
+
+
+def test_without_a_terminal_each_table_that_is_copied_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them stood in one line, of any length."""
+    copies = {f"public.t{n}": {"state": "reading", "rows": n, "rows_estimate": 10} for n in (1, 2)}
+    progress = {"records": 5, "source_end": 9, "durable": 9, "copies": copies | {"public.t3": {"state": "paused"}}}
+    report = RunReport(terminal=False, until_caught_up=False)
+    report.heard(("capture", "progress", {"stream": "shop", "progress": progress}))
+    assert capsys.readouterr().err.splitlines() == [
+        "shop: 5 records captured, 0 B behind",
+        "copying public.t1: 1 of about 10 rows",
+        "copying public.t2: 2 of about 10 rows",
+        "the copy of public.t3 is paused",
+    ]
+
+
+def test_a_run_that_ends_speaks_of_the_slots_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    report = RunReport(terminal=False, until_caught_up=False)
+    report.conclude(RunOutcome(caught_up=False, interrupted=True))
+    assert "slot" not in capsys.readouterr().err
+    report.conclude(RunOutcome(caught_up=False, interrupted=True, slots={"millstream_shop": 2048}))
+    assert "for the slot millstream_shop, 2.0 KiB now" in capsys.readouterr().err

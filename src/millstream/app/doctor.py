@@ -1,4 +1,7 @@
-"""`doctor`: everything that would keep a home from running, each with what to do. It changes nothing but caches."""
+"""`doctor`: everything that would keep a home from running, each with what to do. It changes nothing but caches.
+
+Object stores get an object of its own, which is read and deleted.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from millstream.app.status import live_progress, tables_of
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.writer_facts import examine_writers
 from millstream.errors import MillstreamError, UnknownStream
+from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.roles import Role
@@ -207,11 +211,20 @@ def _lake(home: Home, name: str, stream: StreamConfig) -> str:
         return _destination(home, name, stream)
     location = home.lake_location(stream)
     if "://" in location:
-        return f"{location} is looked at when something is written"
+        return _object_store(home, name, stream)
     folder = Path(location)
     make_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         return f"{folder} can be written"
+
+
+def _object_store(home: Home, name: str, stream: StreamConfig) -> str:
+    from millstream.app.wiring import lake_layout
+    from millstream.lake.data_files import probe_storage
+
+    layout = lake_layout(home, name, stream, StreamId(UUID(int=0)))  # nothing of the stream's is touched
+    probe_storage(layout)
+    return f"{mask_address(layout.location)}: an object could be written, read and deleted"
 
 
 def _destination(home: Home, name: str, stream: StreamConfig) -> str:

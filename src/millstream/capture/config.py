@@ -115,6 +115,7 @@ class CaptureOutcome:
     set_aside: Mapping[str, str] = field(default_factory=dict)
     """Tables set aside, each with its reason."""
     slot: str = ""
+    """The slot that the source keeps WAL for; empty where it has none of ours, or capture never got to it."""
     slot_holds_bytes: int | None = None
     """WAL that the slot keeps at the source, where it could be asked."""
     error: MillstreamError | None = None

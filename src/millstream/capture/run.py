@@ -196,7 +196,7 @@ class _Capture:
                 if outcome is not None:
                     return outcome
             except _Stopped:
-                return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=self._config.slot)
+                return CaptureOutcome(Lsn(0), caught_up=False, tables=())
             except MillstreamError as error:
                 if self._is_refusal(error):
                     self._choice.give_up(error.message)
@@ -219,7 +219,8 @@ class _Capture:
                 self._on_wait(error)
                 self._wait(wait_s)
                 if self._stop.is_set():
-                    return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=self._config.slot, error=error)
+                    slot = self._config.slot if self._ever else ""
+                    return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=slot, error=error)
 
     def _is_refusal(self, error: MillstreamError) -> bool:
         """Whether the source refuses to give chunks: any error of its own may be one, even if the stream meets it too."""
@@ -567,11 +568,12 @@ class _Capture:
 
     def _outcome(self, session: _Session, control: Connection) -> CaptureOutcome:
         held: int | None = None
+        name = self._config.slot
         try:
             deadline = time.monotonic() + _CONFIRM_S
             while True:
                 slot = read_slot(control, self._config.slot)
-                held = None if slot is None else slot.held_bytes
+                held, name = (None, "") if slot is None else (slot.held_bytes, slot.name)
                 if slot is None or slot.confirmed >= session.applier.confirmed or time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
@@ -593,6 +595,6 @@ class _Capture:
             set_aside={
                 qualified_name(row.namespace, row.name): row.reason for row in rows if row.state is TableState.SET_ASIDE
             },
-            slot=self._config.slot,
+            slot=name,
             slot_holds_bytes=held,
         )

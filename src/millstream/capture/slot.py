@@ -215,7 +215,7 @@ def who_is_waited_for(dsn: str) -> str:
             " FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY xact_start LIMIT 1"
         ).fetchone()
         if row is not None:
-            return f" (process {row[0]}, role {row[1]}, application {row[2] or '-'}, for {row[3]} s)"
+            return f" (process {row[0]}, role {row[1]}, application {row[2] or 'not named'}, for {row[3]} s)"
         prepared = control.execute("SELECT gid, database FROM pg_prepared_xacts ORDER BY prepared LIMIT 1").fetchone()
     return "" if prepared is None else f" (the prepared transaction {prepared[0]} in database {prepared[1]})"
 

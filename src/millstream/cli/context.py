@@ -129,7 +129,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
 def human_bytes(count: float | None) -> str:
     """A size for people."""
     if count is None:
-        return "?"
+        return "unknown"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -140,7 +140,7 @@ def human_bytes(count: float | None) -> str:
 def human_seconds(seconds: float | None) -> str:
     """A time for people."""
     if seconds is None:
-        return "-"
+        return "unknown"
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:

@@ -71,7 +71,7 @@ def _print_stream(stream: dict[str, Any]) -> None:
     say(f": {stream['state']}, writer epoch {writer.get('epoch', 0)}, {reached}")
     _print_nodes(stream)
     landed = stream["tokens"]["landed"]
-    say(f"  durable {stream['tokens']['durable']}{'' if landed is None else f', landed {landed}'}")
+    say(f"  durable {stream['tokens']['durable'] or 'not known'}{'' if landed is None else f', landed {landed}'}")
     for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
         say(
             f"  readers wait for {waits['name']}, a writer whose lease has run out: start it where its log lies ({waits['location']}), or any other of that "
@@ -91,15 +91,18 @@ def _print_stream(stream: dict[str, Any]) -> None:
         if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
             say(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
             continue
-        records = "-" if lag[stage]["records"] is None else f"{lag[stage]['records']:,}"
-        size, age = human_bytes(lag[stage]["bytes"]), human_seconds(lag[stage]["seconds"])
         more = _source_words(stream["source"]) if stage == "capture" else ""
-        say(f"  {words}: {records} records, {size}, {age} behind{more}")
+        say(f"  {words}: {_lag_words(lag[stage])}{more}")
     if stream["replay"] is not None:
         say(f"  replay: {_replay_words(stream['replay'])}")
     if lag["fold"]["seconds"] is not None:
         say(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
-    say(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}{_held(stream)}")
+    size = (
+        "can't be read"
+        if stream["log"]["segments"] is None
+        else f"{stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}"
+    )
+    say(f"  log: {size}{_held(stream)}")
     if waits := _retention_waits(stream):
         say(f"  {waits}")
     for holder, facts in stream["log"]["cut_off"].items():
@@ -109,6 +112,18 @@ def _print_stream(stream: dict[str, Any]) -> None:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
         _print_hints(stream["tables"])
+
+
+def _lag_words(lag: dict[str, Any]) -> str:
+    """How far a stage is behind, in what is known of it: of a source that is ahead neither records nor their age are."""
+    if lag["bytes"] == 0:
+        return "nothing waits"
+    known = [
+        None if lag["records"] is None else f"{lag['records']:,} records",
+        None if lag["bytes"] is None else human_bytes(lag["bytes"]),
+        None if lag["seconds"] is None else human_seconds(lag["seconds"]),
+    ]
+    return ", ".join(filter(None, known)) + " behind"
 
 
 def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
@@ -138,7 +153,7 @@ def _print_part(its: dict[str, Any], of: str = "") -> None:
         if (leads := its["writes_go_to"]) is not None and leads["epoch"]:
             say(f"  leads with epoch {leads['epoch']}")
         for one in its["followers"]:
-            say(f"  followed by {one['node']}: {_behind_words(one)}{human_seconds(one['lag_s'])} old")
+            say(f"  followed by {one['node']}: {_behind_words(one)}{_age_words(one['lag_s'])}")
         return
     if its["role"] == "fenced":
         say(f"  writes go to {its['leader']}; `millstream follow {its['leader']}` has this node follow", fg="red")
@@ -148,11 +163,15 @@ def _print_part(its: dict[str, Any], of: str = "") -> None:
         say(f"  {of}follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here")
         return
     error = own.get("error")
-    age = "of unknown age" if its["age_s"] is None else f"{human_seconds(its['age_s'])} old"
+    age = _age_words(its["age_s"])
     upto = "" if its["persisted_upto"] is None else f"up to {its['persisted_upto']:,}, "
     say(f"  {of}follows {its['leader']}: {upto}{_behind_words(own)}{age} at most")
     if error is not None:
         say(f"  {of}follow: {error['code']}: {error['message']}", fg="red")
+
+
+def _age_words(seconds: float | None) -> str:
+    return "of unknown age" if seconds is None else f"{human_seconds(seconds)} old"
 
 
 def _behind_words(lag: dict[str, Any]) -> str:

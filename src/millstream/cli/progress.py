@@ -26,22 +26,24 @@ _EVERY_S: Final = 10.0
 
 
 class StatusLine:
-    """One line that stands for now: overwritten on a terminal, repeated every ten seconds elsewhere (where it changed)."""
+    """What stands for now: one line that is overwritten on a terminal; elsewhere its lines, every ten seconds, where they changed."""
 
     def __init__(self, *, terminal: bool) -> None:
         self._terminal = terminal
         self._shown = ""
         self._at_s = 0.0
 
-    def show(self, text: str) -> None:
+    def show(self, lines: Sequence[str]) -> None:
         """Show the present state."""
+        text = "  ".join(lines)
         if self._terminal:
             width = (click.get_current_context(silent=True) and 110) or 110
             sys.stderr.write("\r\x1b[K" + readable(text)[:width])
             sys.stderr.flush()
             self._shown = text
         elif text != self._shown and time.monotonic() - self._at_s >= _EVERY_S:
-            note(text)
+            for line in lines:
+                note(line)
             self._shown, self._at_s = text, time.monotonic()
 
     def say(self, text: str) -> None:
@@ -131,8 +133,13 @@ class RunReport:
                 f"the source keeps WAL for the slot {slot}{what}; run again, or give it back with `millstream slot drop`"
             )
 
-    def _summary(self) -> str:
-        return "  ".join(describe(part, facts) for part, streams in self._parts.items() for facts in streams.values())
+    def _summary(self) -> list[str]:
+        return [
+            line
+            for part, streams in self._parts.items()
+            for facts in streams.values()
+            for line in lines_of(part, facts)
+        ]
 
 
 class JsonReport:
@@ -176,7 +183,7 @@ class PartReport:
     def heard(self, facts: dict[str, Any]) -> None:
         """Take progress in, from any thread."""
         if not self._silent:
-            self._line.show(describe(self._part, facts))
+            self._line.show(lines_of(self._part, facts))
 
     def conclude(self, outcome: dict[str, Any], *, must_catch_up: bool) -> int:
         """Say how it ended; the exit code."""
@@ -207,6 +214,12 @@ def _say_paused(tables: Sequence[str]) -> None:
         )
 
 
+def lines_of(part: str, facts: dict[str, Any]) -> list[str]:
+    """One stream of one part: a line for it, and one for each table that is being copied."""
+    copies = ((facts.get("progress") or {}).get("copies") or {}) if part == "capture" else {}
+    return [describe(part, facts), *(_describe_copy(table, copy) for table, copy in copies.items())]
+
+
 def describe(part: str, facts: dict[str, Any]) -> str:
     """One stream of one part, in some words."""
     progress = facts.get("progress") or {}
@@ -216,7 +229,7 @@ def describe(part: str, facts: dict[str, Any]) -> str:
         words = f"{name}: {progress.get('records', 0):,} records captured, {human_bytes(behind)} behind"
         if progress.get("mode") == "catching up":
             words += ", catching up in chunks"
-        return words + "".join(_describe_copy(table, copy) for table, copy in (progress.get("copies") or {}).items())
+        return words
     if not progress:
         return "→ lake: nothing landed yet"
     if progress.get("replay") is not None:
@@ -241,5 +254,5 @@ def _describe_replay(replay: dict[str, Any], rows_per_s: float | None) -> str:
 
 def _describe_copy(table: str, copy: dict[str, Any]) -> str:
     if copy.get("state") == "paused":
-        return f"; the copy of {table} is paused"
-    return f"; copying {table}: {copy_words(copy)}"
+        return f"the copy of {table} is paused"
+    return f"copying {table}: {copy_words(copy)}"

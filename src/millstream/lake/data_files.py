@@ -9,6 +9,7 @@ a dataset, which brings pandas along where that is installed.
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 import time
 import uuid
@@ -23,12 +24,15 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, PostCommitHookProperties
+from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
+from millstream.errors import LakeUnavailable
 from millstream.lake.bounds import Bounds
 from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
+from millstream.model.addresses import mask_address
 from millstream.model.ids import TableId
 
 ROW_GROUP_ROWS: Final = 1 << 16
@@ -86,6 +90,38 @@ def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
     if "://" in path:
         return pafs.PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
     return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
+
+
+def probe_storage(layout: LakeLayout) -> None:
+    """Write a file of its own into the lake's object store, read it and delete it.
+
+    Raises:
+        LakeUnavailable: one of them failed, which the message tells; details: path, step.
+    """
+    name, step = f".millstream-probe-{secrets.token_hex(8)}", "written"
+    said = pa.table({"written_by": ["millstream doctor"]})
+    try:
+        storage = storage_of(layout, layout.location)
+        with storage.open_output_stream(name) as sink:
+            pq.write_table(said, sink)
+        step = "read"
+        with storage.open_input_file(name) as handle, pq.ParquetFile(handle) as file:
+            found = file.read()
+        step = "deleted"
+        storage.delete_file(name)
+    except (DeltaError, OSError, ValueError, pa.ArrowException) as error:
+        raise _unfit(layout, step, " ".join(str(error).split())) from error
+    if not found.equals(said):
+        raise _unfit(layout, "read", "something else came back")
+
+
+def _unfit(layout: LakeLayout, step: str, why: str) -> LakeUnavailable:
+    return LakeUnavailable(
+        f"{mask_address(layout.location)}: an object can't be {step}: {why}",
+        hint="Check `location` and `storage_options` of the lake, and that the credentials may write, read and delete there.",
+        path=layout.location,
+        step=step,
+    )
 
 
 def remove_folder(layout: LakeLayout, path: str) -> None:

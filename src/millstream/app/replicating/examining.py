@@ -35,7 +35,8 @@ class NodeFinding:
 def examine_nodes(home: Home) -> Iterator[NodeFinding]:
     """Look at this node, at each other node and region, and at the object store; nothing where the home is no node.
 
-    Other nodes are asked, which takes a few seconds for each that doesn't answer. Nothing is changed.
+    Other nodes are asked, which takes a few seconds for each that doesn't answer. An object of its own is written into the store, read
+    and deleted; nothing else is changed.
     """
     replication = home.config.replication
     if replication.node is None:
@@ -120,9 +121,12 @@ def _store(home: Home, stream: str, url: str) -> NodeFinding:
     check = f"object store of {stream}"
     try:
         with contextlib.closing(store_of(home, stream)) as store:
+            store.check()
             rank, _, _ = stored_lineage(store)
     except MillstreamError as error:
         return NodeFinding(check, error.message, error)
     return NodeFinding(
-        check, f"{url} answers, " + ("nothing is stored yet" if rank is None else f"has group {rank.group}")
+        check,
+        f"{url}: an object could be written, read and deleted; "
+        + ("nothing is stored yet" if rank is None else f"it has group {rank.group}"),
     )
