@@ -292,7 +292,7 @@ def test_rows_of_a_bag_may_go_before_its_copy_brings_any(
 def test_columns_may_have_names_like_those_that_we_use_ourselves(
     target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
 ) -> None:
-    names = ("gone", "gone_", "number", "seq", "op", "row", "c", "s", "old")
+    names = ("gone", "gone_", "number", "seq", "op", "row", "c", "s", "old", "__seq_", "__op__")
     odd = replace(table, columns=(table.columns[0], *(Column(name, pa.string(), TEXT) for name in names)))
     landed(target, odd, 1, records(odd, ("c", 1, {"id": 1} | dict.fromkeys(names, "x"))))
     landed(target, odd, 2, records(odd, ("u", 2, {"id": 1, "seq": "y", "__unchanged": ["gone", "op"]})))
