@@ -111,6 +111,21 @@ def test_a_value_that_takes_gigabytes_is_refused(workers: QueryWorkers) -> None:
     assert answered(workers)
 
 
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select error(repeat('x', 8000000))",
+        "select cast(repeat('x', 8000000) as int)",
+        f"from read_text('lake://{'x' * 900_000}')",
+    ],
+)
+def test_a_message_with_a_value_of_megabytes_is_shortened(workers: QueryWorkers, sql: str) -> None:
+    """The server holds it whole, and so does the caller."""
+    with pytest.raises(InvalidQuery) as caught:
+        answered(workers, sql)
+    assert 1000 < len(caught.value.message) < 20_000
+
+
 @pytest.mark.parametrize("sql", [PLANS, "select count(*) from range(1000000000000) t(r) where hash(r) = 1"])
 def test_a_query_ends_with_its_time_even_while_it_is_planned(home: Home, sql: str) -> None:
     with closing(QueryWorkers(home, QueryBounds(MEMORY, 64 << 20, 3, home.queries_folder))) as workers:

@@ -32,6 +32,8 @@ _ROOM_BYTES: Final = 512 << 20
 """Memory beside DuckDB's own: plans, batches on their way, tables that are laid over others."""
 _STACK_BYTES: Final = 16 << 20
 """Room for one thread of DuckDB's and one of pyarrow's: their stacks."""
+_TEXT_MAX: Final = 16 << 10
+"""Characters of an error's message, hint or detail: an SQL function can put any value into DuckDB's message."""
 _KEPT_PART: Final = 0.5
 """A worker ends once it keeps this part of its room: allocators don't give everything back, and the next query needs it."""
 
@@ -84,8 +86,7 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
             for part in in_pieces(reader) if request.in_pieces else as_stream(reader):
                 write_frame(out, Frame.PART, part)
     except MillstreamError as error:
-        facts: dict[str, Any] = error.as_dict()
-        write_frame(out, Frame.ERROR, json.dumps(facts, default=str).encode())
+        write_frame(out, Frame.ERROR, json.dumps(_shortened(error.as_dict()), default=str).encode())
     except BrokenPipeError:
         os._exit(0)
     except (MemoryError, pa.ArrowMemoryError):
@@ -95,6 +96,18 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
     except BaseException:  # noqa: BLE001 - told by the server
         traceback.print_exc()
         os._exit(1)
+
+
+def _shortened(facts: dict[str, Any]) -> dict[str, Any]:
+    """An error's facts, with each text within `_TEXT_MAX`: the server and the caller hold them whole."""
+    return {
+        name: _shortened(fact)
+        if isinstance(fact, dict)
+        else f"{fact[:_TEXT_MAX]} …"
+        if isinstance(fact, str) and len(fact) > _TEXT_MAX
+        else fact
+        for name, fact in facts.items()
+    }
 
 
 def _warm() -> None:
