@@ -165,6 +165,14 @@ def test_a_crash_is_an_error_of_the_query_alone(workers: QueryWorkers) -> None:
     assert answered(workers)
 
 
+def test_a_crash_leaves_no_core(workers: QueryWorkers) -> None:
+    """It would hold tables and secrets, and fill the disk with each crash."""
+    answered(workers)
+    (child,) = children()
+    if sys.platform == "linux":
+        assert child.rlimit(psutil.RLIMIT_CORE) == (0, 0)
+
+
 ENDS = """
 import os, signal, sys
 from pathlib import Path

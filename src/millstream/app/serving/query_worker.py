@@ -46,6 +46,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the server decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     start: WorkerStart = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the server that started this process
+    # Any SQL may crash it, and its memory holds tables and the home's configuration.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # where memory runs out, the kernel ends a query before the server
         Path("/proc/self/oom_score_adj").write_text("500")
     _warm()
