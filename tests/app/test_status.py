@@ -33,6 +33,9 @@ from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
 from millstream.protocol.retention import HolderKind
 from millstream.testing.log import plain_ops, plain_table
+from millstream.wal.files import RealFiles
+from millstream.wal.retain import SESSIONS_HOLDER
+from millstream.wal.writing.session_file import write_copy
 from millstream.wal.writing.writer import LogWriter
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
@@ -340,6 +343,23 @@ def test_the_oldest_segment_is_told_with_who_needs_it_and_a_consumer_that_falls_
     assert 'millstream_log_cut_off{holder="mail",kind="consumer",stream="shop"} 1.0' in text
     shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
     assert "cut off: the consumer mail" in shown
+
+
+def test_a_segment_that_the_logs_own_sessions_need_is_shown(home: Home) -> None:
+    """`status` ended in a KeyError as soon as the log was larger or older than retention keeps."""
+    (home.path / "millstream.toml").write_text(
+        f"{CONFIG}[streams.shop.log]\nretention_age = '0s'\nretention_bytes = '0B'\n"
+    )
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
+    write_copy(RealFiles(), str(home.wal_folder("shop")), stream, Seq(0), ())
+    (found,) = collect_status(home)["streams"]
+    assert found["log"]["oldest"]["needed_by"] == ["lake", SESSIONS_HOLDER]
+    shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"])
+    assert shown.exit_code == 0, shown.output
+    assert "retention waits" in shown.output
+    assert "the writer, which hasn't copied" in shown.output
 
 
 def test_a_pipeline_that_never_ran_is_told_to_hold_everything(home: Home) -> None:

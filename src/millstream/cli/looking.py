@@ -219,7 +219,10 @@ def _retention_waits(stream: dict[str, Any]) -> str:
 
 
 def _holder_words(stream: dict[str, Any], holder: str) -> str:
-    kind = stream["log"]["held"][holder]["kind"]
+    held = stream["log"]["held"].get(holder)
+    if held is None:  # the log's own, which `held` leaves out
+        return "the writer, which hasn't copied what it knows of sessions and idempotency keys yet"
+    kind = held["kind"]
     if kind != "backlog":
         return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder}"
     _, _, table_id = holder.partition("/")
