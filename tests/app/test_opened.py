@@ -13,7 +13,7 @@ from tests.commands import Command
 
 import millstream
 from millstream.app.home import Home
-from millstream.errors import HomeNotFound, HomeTooNew, InvalidToken, UnknownStream, UnknownTable
+from millstream.errors import HomeNotFound, HomeTooNew, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable
 from millstream.model.ids import ShardId
 from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.writing.writer import LogWriter
@@ -66,6 +66,17 @@ def test_a_home_gives_records_between_tokens(home: Path) -> None:
             list(opened.read("shop", table="public.nothing"))
         with pytest.raises(InvalidToken):
             list(opened.read("shop", after="00000000.s1"))
+
+
+@pytest.mark.parametrize("bound", ["after", "upto"])
+def test_the_latest_of_rows_at_a_token_from_the_future_is_refused(tmp_path: Path, bound: str) -> None:
+    """A copy that goes on from a token of a log that was put back saw no error, and then lacked what was written up to it."""
+    Home(tmp_path).path.joinpath("millstream.toml").write_text('[streams.clicks.keys]\n"public.clicks" = ["id"]\n')
+    with millstream.open(tmp_path) as opened:
+        ack = opened.append("clicks", "clicks", [{"id": 1}])
+        future = str(ack.token).replace(".s1", ".s1000")
+        with pytest.raises(TokenFromFuture):
+            list(opened.read_latest("clicks", "public.clicks", **{bound: future}))
 
 
 def test_a_home_gives_the_latest_of_rows_a_stretch_after_the_other(tmp_path: Path) -> None:

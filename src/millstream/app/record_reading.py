@@ -78,6 +78,7 @@ def latest_stretches(
     high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
     if start is None:
         reader.extent.check_end(high)
+    reader.extent.check_range(low, high, reader.persisted_upto())
     wanted = table_ids(reader, table)
     one = wanted[0] if len(wanted) == 1 else None
     while low < high:
