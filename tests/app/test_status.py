@@ -8,6 +8,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def _write(home: Home, epoch: Any, stream: StreamId, reservations: Any) -> None:
-    table = plain_table(1)
+    table = replace(plain_table(1), name="orders")
     with LogWriter.open(
         str(home.wal_folder("shop")), stream=stream, shards=[ShardId(0)], epoch=epoch, reservations=reservations
     ) as log:
