@@ -10,6 +10,7 @@ import pytest
 from tests.lake.test_query import land
 
 from millstream.errors import InvalidQuery
+from millstream.lake.known import KnownTable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.sql import LakeSession
 from millstream.model.ids import TableId
@@ -58,3 +59,62 @@ def test_a_column_that_is_a_word_of_sqls_is_said_to_need_quotes(
         with pytest.raises(InvalidQuery) as plain:
             session.query("SELEC 1 FROM orders")
         assert plain.value.hint == ""
+
+
+def test_of_tables_that_capitals_alone_tell_apart_a_statement_is_shown_the_one_that_it_names(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    upper, sold = (
+        replace(orders, table_id=TableId(n), namespace=namespace, name="Orders")
+        for n, namespace in ((9, "public"), (10, "Sales"))
+    )
+    rows = {
+        orders: records(orders, ("c", 1, {"id": 1})),
+        upper: records(upper, ("c", 2, {"id": 2})),
+        sold: records(sold, ("c", 3, {"id": 3})),
+    }
+    land(layout, 3, rows, fold=True)
+    asked = {
+        "FROM orders": 1,
+        'FROM "Orders"': 2,
+        "FROM ORDERS": 1,
+        'FROM public."Orders" -- orders': 2,
+        'FROM "Sales"."Orders"': 3,
+        'FROM history."public.Orders"': 2,
+        "FROM history.\"public.orders\" WHERE note IS DISTINCT FROM 'Orders'": 1,
+        'SELECT id, 1 AS "count" FROM "Orders" AS o': 2,
+    }
+    with LakeSession(layout) as session:
+        for sql, found in asked.items():
+            assert session.query(sql).column("id").to_pylist() == [found], sql
+        assert session.query("SHOW TABLES").num_rows == 4
+        for sql, found in asked.items():
+            assert session.query(sql).column("id").to_pylist() == [found], sql
+        with pytest.raises(InvalidQuery, match=r'public\."Orders" and public\.orders differ by capitals alone'):
+            session.query('FROM "Orders" JOIN orders USING (id)')
+        with pytest.raises(InvalidQuery, match=r"no table public\.ORDERS"):
+            session.query('FROM "ORDERS"')
+        assert session.query("FROM orders").column("id").to_pylist() == [1]
+
+
+def test_a_table_that_has_not_landed_is_not_answered_by_one_of_other_capitals(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    upper, waits = (replace(orders, table_id=TableId(n), name=name) for n, name in ((9, "Orders"), (10, "ORDERS")))
+    known = [
+        KnownTable(TableId(3), "public", "orders", orders),
+        KnownTable(TableId(9), "public", "Orders", upper),
+        KnownTable(TableId(10), "public", "ORDERS", waits, waits="its copy is under way"),
+    ]
+    land(layout, 1, {orders: records(orders, ("c", 1, {"id": 1}))}, fold=True)
+    with LakeSession(layout, known=lambda: known[:2]) as session:
+        for _ in range(2):
+            assert session.query("FROM orders").column("id").to_pylist() == [1]
+            assert session.query('FROM "Orders"').num_rows == 0
+        assert session.query('SELECT id AS "Total" FROM orders').column("Total").to_pylist() == [1]
+        assert session.query('FROM "orderS"').num_rows == 1
+    with (
+        LakeSession(layout, known=lambda: known[::2]) as session,
+        pytest.raises(InvalidQuery, match=r'public\."ORDERS" has nothing in the lake yet: its copy is under way'),
+    ):
+        session.query('FROM "ORDERS"')

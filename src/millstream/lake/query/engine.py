@@ -130,7 +130,17 @@ class Engine:
             self.connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)}")
             self.connection.execute(f"CREATE VIEW {quote(namespace)}.{quote(name)} AS {sql}")
         except duckdb.CatalogException as error:
-            raise LakeError(f"can't be named in a query: {error}") from error
+            raise LakeError("differs from another table by capitals alone: name one of them in a statement") from error
+
+    def drop_views(self, namespace: str, name: str) -> None:
+        """Drop a table's views: of its rows, its records and its versions. Capitals don't matter, to DuckDB neither."""
+        found = self.connection.execute(
+            "SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal AND"
+            " (lower(schema_name) = $1 AND lower(view_name) = $2 OR lower(view_name) = $1 || '.' || $2)",
+            [namespace, name],
+        )
+        for schema, view in found.fetchall():
+            self.connection.execute(f"DROP VIEW {quote(schema)}.{quote(view)}")
 
     def has_view(self, namespace: str, name: str) -> bool:
         """Whether there is one of that name."""

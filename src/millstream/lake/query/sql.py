@@ -40,6 +40,7 @@ from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_curren
 from millstream.lake.moves import open_left_behind
 from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.engine import Engine, quote
+from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
 from millstream.lake.query.standing import beyond, rebuilding, standing_at
@@ -118,6 +119,7 @@ class LakeSession:
         self._held, self._asked_held = held, dict[str, str]()
         self._known, self._asked_known = known, list[KnownTable]()
         self._learned = known is None
+        self._namesakes = Namesakes(self._engine)
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
         self._rows_left = set(self._tables)
@@ -386,6 +388,7 @@ class LakeSession:
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
         text = None if sql is None or CATALOG_WORDS.search(sql) else sql.lower()
+        hidden = self._hide_namesakes(sql or "")
         for left, make, word in (
             (self._rows_left, self._make_rows, ""),
             (self._records_left, self._make_records, HISTORY),
@@ -393,7 +396,7 @@ class LakeSession:
         ):
             if (text is None and word == SCD2 and self._past) or (text is not None and word not in text):
                 continue
-            for folder in sorted(folder for folder in left if text is None or self._stands_in(folder, text)):
+            for folder in sorted(folder for folder in left - hidden if text is None or self._stands_in(folder, text)):
                 left.discard(folder)
                 try:
                     make(folder)
@@ -409,6 +412,16 @@ class LakeSession:
                     self._failures[self._tables[folder].name] = error
         if text is None:
             self._learn()
+
+    def _hide_namesakes(self, sql: str) -> set[str]:
+        """Return the folders of tables that a statement doesn't mean, though DuckDB would take them for one that it means."""
+        hidden, dropped = self._namesakes.choose(sql, self._tables, self._capture_knows)
+        for left in (self._rows_left, self._records_left, self._versions_left):
+            left.update(dropped)
+        for folder in dropped:
+            self._failures.pop(self._tables[folder].name, None)
+        self._learned = self._learned and not dropped
+        return hidden
 
     def _capture_knows(self) -> list[KnownTable]:
         """The source's tables, asked for once."""
@@ -426,7 +439,7 @@ class LakeSession:
         more = False
         for known in self._capture_knows():
             found = mine.get(known.table_id)
-            if known.full_name in names:
+            if known.full_name in names or self._engine.has_view(known.namespace, known.name):
                 continue
             try:
                 if found is not None:
