@@ -101,6 +101,21 @@ def test_a_table_that_the_lake_set_aside_is_wrong_with_its_own_hint(home: Home) 
     assert (lake.message, lake.fix) == ("public.orders is set aside: lake: a file is gone", "Rebuild it.")
 
 
+def test_status_tables_and_doctor_tell_what_to_run_for_a_table_that_capture_set_aside(home: Home) -> None:
+    retry = "run `millstream tables retry 'public.\"Bad One\"'`."
+    for words in (("tables",), ("tables", "ls"), ("status",)):
+        done = command("--home", str(home.path), *words)
+        assert f'public."Bad One": Mend the cause, then {retry}' in done.stderr.decode(), words
+    with home.open_catalog() as catalog:
+        bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")
+        catalog.set_state(bad.id, TableState.SET_ASIDE, "its copy failed", details={"hint": "Grant SELECT."})
+    done = command("--home", str(home.path), "tables")
+    assert f'public."Bad One": Grant SELECT. Then {retry}' in done.stderr.decode()
+    told = json.loads(command("--home", str(home.path), "tables", "--json").stdout)
+    assert {table["name"]: table["hint"] for table in told}['public."Bad One"'] == "Grant SELECT."
+    assert tables(home)[0].fix == f"Grant SELECT. Then {retry}"
+
+
 def test_without_such_tables_nothing_is_wrong_with_them(home: Home, tmp_path: Path) -> None:
     with home.open_catalog() as catalog:
         bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")

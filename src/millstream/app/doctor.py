@@ -22,7 +22,7 @@ from millstream.app.home import Home
 from millstream.app.initialize import holds_password
 from millstream.app.replicating.examining import examine_nodes
 from millstream.app.replicating.roles import Roles
-from millstream.app.status import live_progress, tables_of
+from millstream.app.status import live_progress, tables_of, what_to_run
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.writer_facts import examine_writers
 from millstream.errors import MillstreamError, UnknownStream
@@ -272,17 +272,11 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
             "table_set_aside",
             f"{table['name']} is set aside: {table['reason']}",
             "table",
-            table["hint"] or f"Mend the cause, then run `{_retry(home, name, table['name'])}`.",
+            what_to_run(table, name if len(home.config.streams) > 1 else ""),
             table=table["name"],
         )
     if not aside:
         yield Diagnosis(check, "ok", f"none of {len(tables)} is set aside")
-
-
-def _retry(home: Home, stream: str, table: str) -> str:
-    """The command, as a shell takes it."""
-    of = ["--stream", stream] if len(home.config.streams) > 1 else []
-    return shlex.join(["millstream", "tables", "retry", table, *of])
 
 
 def _regions(home: Home, name: str, stream: StreamConfig) -> str:

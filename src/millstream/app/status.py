@@ -7,6 +7,7 @@ couldn't be read stands under `problems`.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -23,7 +24,7 @@ from millstream.model.positions import Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from millstream.catalog import Catalog, TableRow
     from millstream.wal.backlog import Backlog
@@ -466,7 +467,7 @@ def table_facts(
         "id": int(row.id),
         "state": state,
         "reason": reason,
-        "hint": (held or {}).get("hint", ""),
+        "hint": (held or {}).get("hint") or row.details.get("hint", ""),
         "shard": int(row.shard),
         "copy": copies.get(name),
         "fold_lag_s": None if lag is None else lag["fold_lag_s"],
@@ -477,6 +478,21 @@ def table_facts(
         "disk_bytes": None if landed is None else landed["disk_bytes"],
         "disk_factor": None if landed is None else _disk_factor(landed),
     }
+
+
+def what_to_run(table: Mapping[str, Any], stream: str = "") -> str:
+    """Return what to do about a table, as `table_facts` has it, that is set aside or waits; empty if nothing has to be done.
+
+    Args:
+        table: its facts.
+        stream: the stream's name, if the command has to name it.
+    """
+    hint = str(table["hint"])
+    if table["state"] != "set_aside" or (hint and table["reason"].startswith("lake: ")):
+        return hint
+    of = ["--stream", stream] if stream else []
+    retry = f"run `{shlex.join(['millstream', 'tables', 'retry', table['name'], *of])}`."
+    return f"{hint} Then {retry}" if hint else f"Mend the cause, then {retry}"
 
 
 def _disk_factor(landed: dict[str, Any]) -> float | None:

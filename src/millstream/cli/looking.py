@@ -231,10 +231,12 @@ def _holder_words(stream: dict[str, Any], holder: str) -> str:
 
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:
-    """What to run for tables that were set aside."""
+    """What to run for tables that were set aside, or that wait."""
+    from millstream.app.status import what_to_run
+
     for table in tables:
-        if table["hint"]:
-            note(f"{table['name']}: {table['hint']}")
+        if hint := what_to_run(table):
+            note(f"{table['name']}: {hint}")
 
 
 def _table_row(table: dict[str, Any]) -> list[str]:
