@@ -58,19 +58,19 @@ def adopt_log(
     ends: dict[str, int] = {}
     looked = 0
     files = RealFiles()
-    with contextlib.suppress(MillstreamError):  # damage is told by whoever reads it
-        for shard in shards_and_strays(files, folder)[0]:
-            segments = segments_and_strays(files, shard_folder(folder, shard))[0]
-            if not segments:
+    for shard in shards_and_strays(files, folder)[0]:
+        segments = segments_and_strays(files, shard_folder(folder, shard))[0]
+        if not segments:
+            continue
+        ends[str(int(shard))] = int(segments[-1].base_offset)
+        upto = Offset(noted.get(str(int(shard)), 0))
+        if upto > segments[-1].base_offset:
+            upto = Offset(0)  # it isn't the log that was looked through
+        for segment in segments:
+            if segment.base_offset < upto:
                 continue
-            ends[str(int(shard))] = int(segments[-1].base_offset)
-            upto = Offset(noted.get(str(int(shard)), 0))
-            if upto > segments[-1].base_offset:
-                upto = Offset(0)  # it isn't the log that was looked through
-            for segment in segments:
-                if segment.base_offset < upto:
-                    continue
-                looked += 1
+            looked += 1
+            with contextlib.suppress(MillstreamError):  # readers tell the damage; other segments have their tables
                 for schema in schemas_in(files, shard, segment):
                     versions[schema.table_id, schema.version] = schema
                     shards[schema.table_id] = shard
