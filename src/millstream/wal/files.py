@@ -22,6 +22,7 @@ from millstream.errors import (
     UnexpectedFile,
     UnreadableBytes,
 )
+from millstream.ports import WritableFile
 from millstream.private_files import make_folder, open_private
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -63,6 +64,12 @@ def _is_readable(path: str) -> bool:
 def _naming(error: OSError, path: str) -> OSError:
     """The same error with a path, which a call on a descriptor doesn't name."""
     return error if error.filename is not None else OSError(error.errno, error.strerror, path)
+
+
+def check_is_at(file: WritableFile, path: str) -> None:
+    """Raise an OSError if a path no longer names an open file: what is written to that file is gone when it is closed."""
+    if not file.is_at(path):
+        raise FileNotFoundError(errno.ENOENT, "the file was removed or replaced while its writer had it open", path)
 
 
 class RealFile:
@@ -222,7 +229,10 @@ class RealFiles:
 
     def disk_usage(self, path: str) -> tuple[int, int]:
         """(used, in all), as `df` tells them: blocks that only root may use count as neither."""
-        stat = os.statvfs(path)
+        try:
+            stat = os.statvfs(path)
+        except OSError as error:
+            raise as_told(error) from error
         used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize
         return used, used + stat.f_bavail * stat.f_frsize
 

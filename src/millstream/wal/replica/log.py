@@ -38,7 +38,7 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Files, WritableFile
-from millstream.wal.files import NO_SPACE, RealFiles, as_told, is_refused
+from millstream.wal.files import NO_SPACE, RealFiles, as_told, check_is_at, is_refused
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
 from millstream.wal.replica.arriving import ArrivingShard, WholeFrame, footer_start
@@ -447,6 +447,9 @@ class ReplicaLog:
                     file.truncate(piece.position + piece.size)
                 touched.append(file)
             self._sync(touched)
+            for shard in self._shards.values():
+                if shard.file is not None:
+                    check_is_at(shard.file, segment_path(shard.folder, shard.arriving.base))
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise

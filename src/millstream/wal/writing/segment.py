@@ -26,7 +26,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, Sh
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files, WritableFile
-from millstream.wal.files import NO_SPACE
+from millstream.wal.files import NO_SPACE, check_is_at
 from millstream.wal.layout import SPARE_NAME, segment_path
 from millstream.wal.writing.grouping import FramePlan
 
@@ -255,7 +255,12 @@ class OpenSegment:
         self._file.sync()
 
     def keep(self) -> None:
-        """The group is durable everywhere: what was staged belongs to the log."""
+        """The group is durable everywhere: what was staged belongs to the log.
+
+        Raises:
+            OSError: the file was removed or replaced: no reader finds the group, and it is gone with the writer.
+        """
+        check_is_at(self._file, self.path)
         for entry, head in self._staged:
             self._kept.add(entry, head)
         self.end_offset = self.staged_offset

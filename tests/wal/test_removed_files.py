@@ -1,0 +1,93 @@
+"""A writer whose files are removed or replaced under it acknowledges nothing more."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from tests.wal.replica_pairs import Pair
+from tests.wal.truth import FOLDER
+
+from millstream.errors import AppendOutcomeUnknown, CorruptWal, IoFailed, ReplicaFailed, WriterClosed
+from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.writing.writer import LogWriter
+
+STREAM = StreamId(UUID(int=7))
+
+
+def opened(folder: Path, reservations: MemoryReservations, epoch: int) -> LogWriter:
+    return LogWriter.open(
+        str(folder), stream=STREAM, shards=[ShardId(0)], epoch=Epoch(epoch), reservations=reservations
+    )
+
+
+def append(log: LogWriter) -> None:
+    log.append(plain_ops({1: [(plain_table(1), 3, "x")]}, shard_of={1: 0}))
+
+
+def unlink(segment: Path) -> None:
+    segment.unlink()
+
+
+def put_back(segment: Path) -> None:
+    """An older copy in its place, as a restore does."""
+    copy = segment.with_suffix(".copy")
+    shutil.copy(segment, copy)
+    copy.replace(segment)
+
+
+@pytest.mark.parametrize("harm", [unlink, put_back])
+def test_nothing_is_acknowledged_in_a_segment_that_no_name_leads_to(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    """Its writer went on and acknowledged what was gone with its end."""
+    log = opened(tmp_path, MemoryReservations(), 1)
+    append(log)
+    (segment,) = (tmp_path / "00000").glob("*.wal")
+    harm(segment)
+    with pytest.raises(AppendOutcomeUnknown, match=f"removed or replaced.*{segment.name}"):
+        append(log)
+    with pytest.raises(WriterClosed):
+        append(log)
+    log.close()
+
+
+def test_a_writer_that_opens_after_that_says_what_is_gone(tmp_path: Path) -> None:
+    reservations = MemoryReservations()
+    log = opened(tmp_path, reservations, 1)
+    append(log)
+    (segment,) = (tmp_path / "00000").glob("*.wal")
+    segment.unlink()
+    with pytest.raises(AppendOutcomeUnknown):
+        append(log)
+    log.close()
+    with pytest.raises(CorruptWal):
+        opened(tmp_path, reservations, 2)
+
+
+def test_a_follower_takes_nothing_into_a_segment_that_no_name_leads_to() -> None:
+    """Its leader counted what it acknowledged as held there."""
+    pair = Pair()
+    pair.append()
+    pair.ship()
+    pair.append()
+    for shard in (0, 1):
+        folder = f"{FOLDER}/{shard:05}"
+        (segment,) = (name for name in pair.files.listdir(folder) if name.endswith(".wal"))
+        pair.files.remove(f"{folder}/{segment}")
+    with pytest.raises(ReplicaFailed, match="removed or replaced"):
+        pair.ship()
+
+
+def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
+    """It was a bare FileNotFoundError, and HTTP answered that it was a bug."""
+    log = opened(tmp_path, MemoryReservations(), 1)
+    append(log)
+    shutil.rmtree(tmp_path / "00000")
+    with pytest.raises(IoFailed, match="00000"):
+        append(log)
+    log.close()
