@@ -20,7 +20,7 @@ ADDRESS_HINT: Final = (
     "them from the environment: postgresql://user:${PASSWORD}@host/database."
 )
 
-# What every transaction that may write begins with. Under a stricter default of a role or a database, a transaction would fail where
+# Every transaction that may write begins with this. Under a stricter default of a role or a database, a transaction would fail where
 # two meet, and see what was there when it began in place of what is there now. A default of read only is respected.
 BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"
 
@@ -81,7 +81,7 @@ def parse_address(address: str) -> dict[str, Any]:
         raise ValueError(f"can't be parsed: {fault}") from None
     if not all(port.isdecimal() for port in str(parameters.get("port") or 5432).split(",") if port):
         raise ValueError("has a port that isn't a number")
-    # libpq ends a password at the first `@` or `/`, and a value without quotes at the first space. What follows would be taken for host,
+    # libpq ends a password at the first `@` or `/`, and a value without quotes at the first space. The rest would be taken for host,
     # port or database, and be shown as that.
     if "://" in address and split_url(address.strip()) is None:
         raise ValueError("can be read in two ways: %-encode @, /, ?, # and spaces in it")

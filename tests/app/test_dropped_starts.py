@@ -1,4 +1,4 @@
-"""What was asked for and was dropped by retention is refused, by every option that names a start or an end; nothing begins silently later."""
+"""Every option that names a start or an end refuses one that retention dropped; nothing begins silently later."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Of all that lies in and below a folder, itself too; links count for nothing."""
+    """The modes of all that lies in and below a folder, itself too; links count for nothing."""
     found = [folder, *folder.rglob("*")]
     return {str(path): stat.S_IMODE(path.lstat().st_mode) for path in found if not path.is_symlink()}
 

@@ -148,7 +148,7 @@ def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
 
 
 def test_what_is_not_known_is_left_out_and_never_a_dash(home: Home) -> None:
-    """Of a source that is ahead only the bytes are known: it said "- records, 5 B, - behind"."""
+    """Only the bytes are known of a source that is ahead: it said "- records, 5 B, - behind"."""
     live = {"streams": {"shop": {"progress": {"source_end": 9, "durable": 4}}}}
 
     def shown() -> list[str]:

@@ -1,4 +1,4 @@
-"""What a process holds depends on what is in use: large buffers go back to the system when they are freed."""
+"""A process holds what is in use: large buffers go back to the system when they are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Flight server doesn't do, and requests that can't be told apart: clean errors, without a stack of the server's."""
+"""Methods that the Flight server lacks, and requests that can't be told apart: clean errors, without a stack of the server's."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_mark_that_is_lost_is_still_an_error() -> None:
 
 
 class Shown(NamedTuple):
-    """What a reader was shown at one moment."""
+    """The marks that a reader was shown at one moment."""
 
     cut: Seq
     token: StreamToken

@@ -205,7 +205,7 @@ def test_what_reads_past_damage_shows_only_records_that_lie_in_their_place(
         assert found.items() <= logs.whole.items()
         missing = logs.whole.keys() - found.keys()
         assert {4, 8} >= {len(missing)} or without_mark
-        # Of what lies behind the mark, readers look at nothing.
+        # Readers look at nothing behind the mark.
         assert any("header is that of" in str(error) or "missing" in str(error) for error in told)
     report = verify(logs.folder)
     assert any("header is that of" in loss.why for loss in report.losses)
@@ -326,7 +326,7 @@ def test_repair_puts_nothing_back_that_the_chain_disagrees_with(logs: Logs) -> N
 
 
 def test_reading_beside_it_goes_on(logs: Logs) -> None:
-    """Who reads what lies in front of, or behind, a misplaced segment isn't stopped by it."""
+    """A misplaced segment stops no reader of what lies in front of it or behind it."""
     whole = StreamReader(logs.folder)
     starts = [int(path.stem) for path in segments(logs.folder)]
     number_at = {

@@ -250,7 +250,7 @@ def _writers(home: Home, name: str) -> str:
 
 
 def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
-    """What was set aside, by capture or by the lake; one line where nothing was."""
+    """The tables that capture or the lake set aside; one line where there are none."""
     from millstream.catalog import examine_catalog
 
     check = f"tables of {name}"

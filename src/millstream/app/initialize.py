@@ -196,7 +196,7 @@ class _Dsn:
     url: UrlParts | None
     """None: it is in keyword form."""
     pairs: list[tuple[str, str]]
-    """Of a URL's query, as they are written; of keywords, their values without quotes."""
+    """As they are written in a URL's query; values of keywords stand without quotes."""
     text: str
     passwords: list[str]
     """None or one, as it is."""

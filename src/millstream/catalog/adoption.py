@@ -1,4 +1,4 @@
-"""What a log knows and its catalog doesn't: tables, versions of schemas and numbers of sources, taken over from the log.
+"""Knowledge of a log that its catalog lacks: tables, versions of schemas and numbers of sources, taken over from the log.
 
 A catalog that was lost, or put back from a backup, is older than its log. It would give numbers again that stand in the log's
 records, and rows would come back under another table's name. Everything that a number stands for lies in the log's schemas.
@@ -55,7 +55,7 @@ class Adoption(CatalogPart):
 
         A table of applications goes on as it was. A captured one is copied again, because the log doesn't say whether its copy had ended; one
         whose source the catalog doesn't know has gone: which database it was can't be told from the log, so that database gets a new
-        number, and its tables are new ones. Of two captured tables of one name the older one has gone.
+        number, and its tables are new ones. If two captured tables have one name, the older one has gone.
 
         Returns:
             The tables that the catalog lacked, or lacked a version of.

@@ -62,7 +62,7 @@ class SuggestingGroup(click.Group):
 
 
 def extra_words_hint(error: click.UsageError, home_named: str | None) -> str | None:
-    """What a word that a command doesn't take may have been meant as, a home or a stream; None if `error` is about something else."""
+    """The meaning that a word which a command doesn't take may have had, a home or a stream; None if `error` is about something else."""
     context = error.ctx
     found = re.match(r"Got unexpected extra arguments? \((.+)\)", error.message)
     if context is None or found is None or context.parent is None:

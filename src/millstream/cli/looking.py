@@ -127,7 +127,7 @@ def _lag_words(lag: dict[str, Any]) -> str:
 
 
 def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
-    """What keeps parts of a stream from getting on, and what to do about it."""
+    """The troubles of a stream's parts, and what to do about them."""
     for part, error in errors.items():
         how = {None: "", False: " waits, and tries again", True: " has given up"}[error.get("gave_up")]
         say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
@@ -231,7 +231,7 @@ def _holder_words(stream: dict[str, Any], holder: str) -> str:
 
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:
-    """What to run for tables that were set aside, or that wait."""
+    """The commands for tables that were set aside, or that wait."""
     from millstream.app.status import what_to_run
 
     for table in tables:

@@ -26,7 +26,7 @@ _EVERY_S: Final = 10.0
 
 
 class StatusLine:
-    """What stands for now: one line that is overwritten on a terminal; elsewhere its lines, every ten seconds, where they changed."""
+    """The progress of this moment: one line that is overwritten on a terminal; elsewhere its lines, every ten seconds, where they changed."""
 
     def __init__(self, *, terminal: bool) -> None:
         self._terminal = terminal

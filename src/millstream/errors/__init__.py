@@ -534,7 +534,7 @@ class CatalogUnreachable(CatalogError):
 class CatalogReplaced(CatalogError):
     """The catalog's file, or its `-wal` or `-shm`, was removed or replaced while a process had it open; details: `file`.
 
-    What the process commits after that no other process sees, and it is lost when the process ends. So every call on the open catalog
+    No other process sees the commits after that, and they are lost when the process ends. So every call on the open catalog
     raises this, and a process of `millstream` ends with it.
     """
 

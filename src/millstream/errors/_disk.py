@@ -1,4 +1,4 @@
-"""What the operating system refuses: bytes that a disk can't give back, files of another user."""
+"""Refusals of the operating system: bytes that a disk can't give back, files of another user."""
 
 from __future__ import annotations
 

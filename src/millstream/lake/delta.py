@@ -47,7 +47,7 @@ _FEATURES: Final = {
     "invariants": TableFeatures.Invariants,
     "appendOnly": TableFeatures.AppendOnly,
 }
-"""What a table needs that has timestamps without a time zone. Spark refuses one with columns that are never null and without `invariants`,
+"""The features that a table with timestamps without a time zone needs. Spark refuses one with columns that are never null and without `invariants`,
 which earlier protocol versions imply and delta-rs leaves out."""
 _HOLDER: Final = "holder"
 """Ends the app id under which a folded table's commits say whose its rows are: a folder's name may go to another table."""

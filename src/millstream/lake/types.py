@@ -188,7 +188,7 @@ def from_text(kind: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
     if kind in _INTEGERS and pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,4}$")).as_py() is not False:
         return texts.cast(kind), pa.nulls(len(texts), pa.string())
     if _is_local_time(kind):
-        # Of a column that was one of dates: the key of an older record.
+        # The key of an older record, whose column was one of dates.
         texts = pc.replace_substring_regex(texts, r"^(\d+-\d\d-\d\d)( BC)?$", r"\1 00:00:00\2")
     parse = _decimal_parser(kind) if pa.types.is_decimal(kind) else text_parser(kind)
     held = texts.to_pylist()

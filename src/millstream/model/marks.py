@@ -30,7 +30,7 @@ class DurableMark:
     shards: int = 0
     """How many the writer has: that many folders in the stream's are its own. 0 where an older Millstream moved the mark."""
     elsewhere: Seq | None = None
-    """Of a writer that shares its stream: the lowest position of those whose logs lie in other folders or that were joining, when this
+    """For a writer that shares its stream: the lowest position of those whose logs lie in other folders or that were joining, when this
     was written (`SEQ_MAX` where there are none). None: it is the only one."""
     is_settled: bool = False
     """Nothing of this writer is undecided, and it was given no number since."""

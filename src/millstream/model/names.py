@@ -17,7 +17,7 @@ NAME_BYTES_MAX: Final = 255
 """Size of the name of a table that applications write, of its schema, or of a column, in UTF-8."""
 
 DEFAULT_SCHEMA: Final = "public"
-"""What a name without a schema means."""
+"""The schema of a name that has none."""
 
 _PLAIN: Final = re.compile(r"[a-z_][a-z0-9_]*\Z")
 

@@ -91,7 +91,7 @@ def open_session(options: SparkOptions) -> SparkSession:
     facts = {"spark.app.name": options.app_name, "spark.master": _with_retries(options.master)}
     settings = _defaults(options, work_dir) | facts | dict(options.conf)
     conf = SparkConf(loadDefaults=False).setAll([*settings.items()])
-    # pyspark writes each setting into the JVM's command line, which all users of the machine can read. What is secret is set once it runs.
+    # pyspark writes each setting into the JVM's command line, which all users of the machine can read. Secrets are set once it runs.
     at_launch = SparkConf(loadDefaults=False).setAll([one for one in settings.items() if not _is_secret(*one)])
     try:
         # What the JVM and Python workers print goes to a file: this terminal is for people.

@@ -48,7 +48,7 @@ _DROPPED_FIELDS: Final = struct.Struct("<qq")
 _PLAIN: Final = {_DURABLE: _DURABLE_FIELDS.size, _SHOWN: _SHOWN_FIELDS.size, _DROPPED: _DROPPED_FIELDS.size}
 """Bytes of an area's slots behind their beginning, in version 1."""
 _UNREADABLE: Final = b"\xff" * MARK_SIZE
-"""What stands for a mark on a bad page: a damaged one."""
+"""The stand-in for a mark on a bad page: a damaged one."""
 _ALONE: Final = 1
 _SHARED: Final = 2
 """Versions: of a writer that owns its stream, and of one among several."""

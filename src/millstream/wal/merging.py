@@ -89,7 +89,7 @@ def merged_by_number(shards: Sequence[Iterator[TableRecords]]) -> Iterator[Table
         shards: each shard's records of the table, in order.
 
     Returns:
-        What came together is one piece, under the shard of its first part.
+        Parts that came together are one piece, under the shard of its first part.
     """
     heads = [(head, rest) for rest in shards if (head := next(rest, None)) is not None]
     while len(heads) > 1:

@@ -51,7 +51,7 @@ class _Front:
     size_bytes: int
     """Of all its segments."""
     stream: StreamId | None = None
-    """Whose log it is; None without a mark."""
+    """The stream that the log is of; None without a mark."""
     current: SegmentFile | None = None
     """The segment behind the last of `sealed`."""
 
@@ -174,7 +174,7 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
 def _oldest(files: Files, front: _Front) -> SealedSegment:
     segment = front.sealed[0]
     size = files.size(segment.path)
-    # What it frees, and what is said of it, is by its footer: so it has to be the segment that its name says.
+    # The room it frees, and the words about it, come from its footer: so it has to be the segment that its name says.
     read_header(files, segment, shard=front.shard, stream=front.stream)
     try:
         footer = SegmentFooter.decode_tail(reader_of(files, segment.path), size)

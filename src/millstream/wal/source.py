@@ -83,7 +83,7 @@ class LogSpan:
     schema_frames: tuple[SchemaPlace, ...]
     """The schema frames in front."""
     stream: StreamId
-    """Whose log the segment is of."""
+    """The stream that the segment is of."""
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What is wrong with the addresses of a stream's lake, buffer and sinks: a secret where it would be shown, or a slip that hides one."""
+"""Faults in the addresses of a stream's lake, buffer and sinks: a secret where it would be shown, or a slip that hides one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def clashes_of_addresses(at: KeyPath, stream: StreamConfig) -> Iterator[tuple[Ke
 
 
 def _wrong(kind: str, place: str) -> str | None:
-    """What is wrong with the place of a buffer or a sink; None if nothing is, or its kind is another package's."""
+    """The fault in the place of a buffer or a sink; None if nothing is, or its kind is another package's."""
     shown = mask_address(place)
     if kind == "kafka" and not is_brokers(place):
         return "isn't a list of brokers, host:9092,host:9092; user and password belong into client (`sasl.username`, `sasl.password`)"

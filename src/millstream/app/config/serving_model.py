@@ -96,7 +96,7 @@ class HttpConfig(Section):
     query_memory_bytes_max: SizeAboveZero = Field(
         default="512MiB",
         description="Memory of DuckDB for one query (`query_memory_full` beyond it: answered 422). What doesn't fit goes to the disk where SQL can do with "
-        "that. The query's process may have twice as much and 512 MiB (Linux). What becomes of a table's rows (`read_latest`) is read in stretches that fit in as much.",
+        "that. The query's process may have twice as much and 512 MiB (Linux). `read_latest` reads a table's rows in stretches that fit in as much.",
     )
     query_spill_bytes_max: SizeAboveZero = Field(
         default="4GiB",

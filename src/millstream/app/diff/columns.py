@@ -40,7 +40,7 @@ class ComparedColumn:
     type_modifier: int
     lake: pa.DataType | None
     named: str = ""
-    """What the source calls it, where that is another name (`log_names`)."""
+    """Its name at the source, where that is another one (`log_names`)."""
 
     @property
     def source_name(self) -> str:

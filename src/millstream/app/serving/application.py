@@ -172,7 +172,7 @@ class Application:
         )
         async def get_readiness(request: Request) -> Response:
             ready, why = await asyncio.to_thread(health.ready)
-            # Who may read nothing is told whether it is ready, not what keeps capture from going on.
+            # A caller that may read nothing is told whether it is ready, not why capture waits.
             errors = await asyncio.to_thread(health.errors) if await self._may_read(request.scope) else []
             if not ready:
                 return response_of(plain_problem(503, why) | ({"errors": errors} if errors else {}))

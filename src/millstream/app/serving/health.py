@@ -54,7 +54,7 @@ class Health:
         return healthy, {**facts, "errors": self.errors()}
 
     def errors(self) -> list[dict[str, Any]]:
-        """What keeps streams from getting on while writes are taken, each with `stream`, `part`, `code`, `message`, `hint` and `gave_up`."""
+        """The troubles of streams while writes are taken, each with `stream`, `part`, `code`, `message`, `hint` and `gave_up`."""
         return troubles(self._home)
 
     def ready(self) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""What a server and the processes that run its queries send to each other: pickled requests one way, frames the other.
+"""The messages between a server and the processes that run its queries: pickled requests one way, frames the other.
 
 A frame is a byte for its kind, a little-endian u32 length, and so many bytes. Nothing that comes from such a process is unpickled: it runs what others send.
 """
@@ -33,7 +33,7 @@ class Frame(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What a worker gets when it begins."""
+    """The settings that a worker gets when it begins."""
 
     home: Home
     memory_bytes: int

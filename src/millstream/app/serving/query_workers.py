@@ -41,7 +41,7 @@ _NO_MEMORY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What a caller asks."""
+    """One query of a caller."""
 
     stream: str
     sql: str

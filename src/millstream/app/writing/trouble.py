@@ -45,7 +45,7 @@ def capture_trouble(catalog: Catalog, stream: StreamId, live: dict[str, Any] | N
 
 
 def troubles(home: Home) -> list[dict[str, Any]]:
-    """What keeps streams from getting on: each with `stream`, `part`, `code`, `message`, `hint`, `gave_up`.
+    """The troubles of streams: each with `stream`, `part`, `code`, `message`, `hint`, `gave_up`.
 
     Asks the processes that run and the catalog, not the lake. A catalog that can't be read tells nothing.
     """

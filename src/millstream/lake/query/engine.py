@@ -1,7 +1,7 @@
 """DuckDB as the engine of `query`: a private connection that reads a lake and nothing else, and how it scans Delta tables.
 
 DuckDB decodes a local table's files by itself, which is up to four times as fast as through a dataset; it gets their bytes from `HandedFiles`.
-The files of an object store come by way of a pyarrow dataset. Of the machine's files the connection has its scratch folder and nothing else.
+The files of an object store come by way of a pyarrow dataset. The connection has a scratch folder of the machine's files and nothing else.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Engine:
     def _may_copy(self, statement: str) -> bool:
         """Whether a SELECT has a COPY in its WITH, as DuckDB itself parses it. It may if it has the word and DuckDB can't tell its tree (PIVOT).
 
-        This gives a clear error early, and no safety: a statement can hold another one as text. What the connection can't write, no statement writes.
+        This gives a clear error early, and no safety: a statement can hold another one as text. No statement writes what the connection can't write.
         """
         if _COPY.search(statement) is None:
             return False
@@ -242,7 +242,7 @@ class Engine:
         return source, [name for name in needed if name in have]
 
     def parquet(self, paths: Sequence[str], *, by_name: bool = False) -> str:
-        """What to write after FROM to read local files.
+        """The text after FROM that reads local files.
 
         Args:
             paths: in order.

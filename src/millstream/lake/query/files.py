@@ -31,7 +31,7 @@ class HandedFiles:
         self._paths: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self.failure: MillstreamError | None = None
-        """What the last attempt that failed failed with; DuckDB reports it with a traceback, as text."""
+        """The error of the last attempt that failed; DuckDB reports it with a traceback, as text."""
 
     def hand_over(self, path: str) -> str:
         """The name under which DuckDB may read a local file from now on. It has no character of a pattern."""
@@ -138,7 +138,7 @@ class _OpenFile:
 
 
 def file_system(files: HandedFiles) -> AbstractFileSystem:
-    """The files as DuckDB takes a file system. What isn't defined here raises NotImplementedError: everything that writes, moves or deletes."""
+    """The files as DuckDB takes a file system. Everything that writes, moves or deletes is undefined and raises NotImplementedError."""
     from fsspec import AbstractFileSystem
 
     class ReadOnlyFiles(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types

@@ -9,7 +9,7 @@ from typing import Final
 TEXTS: Final = re.compile(
     r"\$(\w*)\$.*?\$\1\$|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|--[^\n]*(?:\n|\Z)|/\*.*?\*/", re.DOTALL
 )
-"""What stands in quotes or is a comment."""
+"""Text in quotes, and comments."""
 CATALOG_WORDS: Final = re.compile(r"\b(information_schema|pg_catalog|duckdb_\w+|sqlite_master|pg_\w+)\b", re.IGNORECASE)
 """A query with one of these may list tables that it doesn't name."""
 LIST: Final = re.compile(r"\s*(show(\s+all)?\s+tables|show|describe)\s*;?\s*", re.IGNORECASE)

@@ -33,7 +33,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What lies where, once the moves are done."""
+    """The segments by their places, once the moves are done."""
 
     segments: dict[ShardId, list[SegmentFile]]
     """By shard, each under the base offset at which it will lie, with the path at which it lies now."""
@@ -48,7 +48,7 @@ class _Candidate:
     path: str
     header: SegmentHeader
     why: str
-    """What is wrong with where it lies; empty if it was set aside before."""
+    """The fault in its place; empty if it was set aside before."""
 
 
 def place_segments(files: Files, folder: str, shards: Sequence[ShardId], stream: StreamId | None) -> Placement:

@@ -255,7 +255,7 @@ class LogWriter:
         """The greatest number known up to which any reader may read; among several writers it is the slowest one's position."""
         if not self._committer.is_shared:
             return self._committer.persisted_upto
-        # What others' marks say, or that they can't be read, refuses no append that is durable.
+        # Others' marks, readable or not, refuse no append that is durable.
         with suppress(MillstreamError, OSError):
             self._seen_upto = max(self._seen_upto, self._shown_upto())
         return self._seen_upto
