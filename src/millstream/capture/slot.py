@@ -132,7 +132,7 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
     if reached and slot.confirmed > reached:
         raise SlotAhead(
             f"the slot {name} stands at {format_lsn(slot.confirmed)}, the log has only up to {format_lsn(reached)}: it was"
-            " recreated, or somebody else read from it",
+            " recreated, somebody else read from it, or this home is an older copy of one that ran on",
             hint=RECOPY_HINT,
             slot=name,
         )
