@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -116,6 +117,39 @@ def test_a_publication_that_loses_its_updates_and_gets_them_back(stage: Stage) -
     stage.sql(f"ALTER PUBLICATION {publication} SET (publish = 'insert, update, delete, truncate')")
     stage.catch_up()
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+@pytest.mark.usefixtures("stranger")
+def test_while_the_publication_is_missing_its_tables_are_set_aside_and_not_copied_again_and_again(stage: Stage) -> None:
+    publication = stage.config.publication
+    script = f"CREATE PUBLICATION {publication} FOR TABLE orders"
+    stage.sql("DROP TABLE parts, audit_log", script)
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it is copied")
+    before = copied(stage)
+    stage.sql(f"DROP PUBLICATION {publication}", "UPDATE orders SET item = 'unseen'")
+    with stage.connect() as connection:
+        goes_on = connection.info.server_version >= 180000
+    if goes_on:  # before, the server itself ends the stream
+        wait_until(lambda: stage.state("public.orders") is TableState.SET_ASIDE, "it is set aside")
+    time.sleep(4 * stage.config.look_s)
+    assert copied(stage) == before
+    if not goes_on:
+        return
+    row = stage.table("public.orders")
+    assert row.state is TableState.SET_ASIDE
+    assert row.reason.startswith(f"the publication {publication} isn't there")
+    assert "CREATE PUBLICATION" in row.details["hint"]
+    running.end()
+
+    stage.sql(script)
+    stage.catch_up()
+    assert stage.state("public.orders") is TableState.STREAMING
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def copied(stage: Stage) -> int:
+    return sum(chr(row["__op"]) == "r" for _, _, row in stage.log.records())
 
 
 def test_missing_truncates_are_told_and_mended(stage: Stage) -> None:

@@ -25,7 +25,7 @@ from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, Identity, SourceTable, connect_same, insert_lsn, list_tables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, PublicationMissing
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.positions import Lsn
 
@@ -79,7 +79,14 @@ class Tables:
             # It left the publication and will rejoin: changes between were not sent. Noted before it rejoins.
             if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
-        self.coverage = sync_publications(connection, self._config.publication, tables)
+        try:
+            self.coverage = sync_publications(connection, self._config.publication, tables)
+        except PublicationMissing as error:
+            for table in tables:
+                if table.oid in known and table.oid not in before:
+                    self._set_unsent_aside(table, self._directory.table_row(table), error.message, error.hint)
+            self._directory.refresh()
+            raise
         self._streamed = self._streamed or self.coverage.publications
         if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):
             self.renew_at = insert_lsn(connection)
@@ -95,10 +102,7 @@ class Tables:
         """Bring a table's state in step with its identity and with the publications."""
         if table.oid not in self.coverage.oids:
             why = self.coverage.refused.get(table.oid, f"no publication sends it ({self._config.publication})")
-            ours = row.details.get("cause") == NOT_PUBLISHED
-            if row.state is not TableState.SET_ASIDE or (ours and row.reason != why):
-                logger.warning("table set aside", table=table.full_name, reason=why)
-                self._catalog.set_state(row.id, TableState.SET_ASIDE, why, details={"cause": NOT_PUBLISHED})
+            self._set_unsent_aside(table, row, why)
         elif row.state is TableState.SET_ASIDE and row.details.get("cause") == NOT_PUBLISHED:
             if table.usable:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
@@ -111,6 +115,14 @@ class Tables:
             self._catalog.set_state(row.id, TableState.HISTORY_ONLY, NO_IDENTITY)
         elif row.state is TableState.STREAMING:
             self._settle_truncates(table, row)
+
+    def _set_unsent_aside(self, table: SourceTable, row: TableRow, why: str, hint: str = "") -> None:
+        """Set a table aside that no publication sends; it is copied once one does."""
+        ours = row.details.get("cause") == NOT_PUBLISHED
+        if row.state is not TableState.SET_ASIDE or (ours and row.reason != why):
+            logger.warning("table set aside", table=table.full_name, reason=why)
+            details = {"cause": NOT_PUBLISHED, "hint": hint}
+            self._catalog.set_state(row.id, TableState.SET_ASIDE, why, details=details)
 
     def _settle_layout(self, table: SourceTable, row: TableRow, sent: Restriction | None) -> None:
         """Have a table copied again whose existing rows changed with its definition, or with what is sent of them."""
