@@ -13,7 +13,9 @@ from millstream.app import doctor as doctors
 from millstream.app.doctor import Diagnosis, examine
 from millstream.app.home import Home
 from millstream.app.status import held_scope
+from millstream.app.writing.trouble import forget_given_up, note_given_up
 from millstream.catalog import TableState
+from millstream.errors import MillstreamError, SlotAhead, TableUndecodable
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
 
@@ -129,3 +131,24 @@ def test_without_such_tables_nothing_is_wrong_with_them(home: Home, tmp_path: Pa
 
 def _of(told: dict[str, Any], check: str) -> dict[str, Any]:
     return next(found for found in told["findings"] if found["check"] == check)
+
+
+@pytest.mark.parametrize(
+    ("error", "blocks", "code"),
+    [(SlotAhead("the slot is ahead"), "source", 3), (TableUndecodable("a row"), "nothing", 0)],
+)
+def test_capture_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
+    home: Home, error: MillstreamError, blocks: str, code: int
+) -> None:
+    (home.path / "millstream.toml").write_text("[streams.shop]\n")  # no source that has to answer
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        catalog.set_state(catalog.find_table(stream, "public", "Bad One").id, TableState.STREAMING)
+        note_given_up(catalog, "shop", error)
+    (found,) = [found for found in examine(home, lambda _line: None) if found.check == "capture of shop"]
+    assert (found.code, found.blocks, found.message) == (error.code, blocks, f"given up: {error.message}")
+    assert found.fix == error.hint
+    assert doctor(home)[0] == code
+    with home.open_catalog() as catalog:
+        forget_given_up(catalog, stream)
+    assert doctor(home)[0] == 0

@@ -24,8 +24,9 @@ from millstream.app.replicating.examining import examine_nodes
 from millstream.app.replicating.roles import Roles
 from millstream.app.status import live_progress, tables_of, what_to_run
 from millstream.app.wiring import capture_config, place_compiled_code
+from millstream.app.writing.trouble import troubles
 from millstream.app.writing.writer_facts import examine_writers
-from millstream.errors import MillstreamError, UnknownStream
+from millstream.errors import MillstreamError, SlotAhead, SlotLost, SourceReplaced, UnknownStream
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
 from millstream.private_files import is_open_to_others, make_folder
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.model.schema import TableSchema
 
+_TO_DECIDE: Final = frozenset(kind.code for kind in (SlotAhead, SlotLost, SourceReplaced))
+"""Capture ends in these at each start, until somebody decides how to go on."""
 _FREE_BYTES_MIN: Final = 2 << 30
 """Some segments, Spark's scratch space and a first load of tables of a usual size."""
 
@@ -81,6 +84,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
     for name, stream in streams.items():
         yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
         yield from _one(f"writers of {name}", partial(_writers, home, name))
+        yield from _given_up(home, name)
         if stream.region or stream.merge or home.regions_on_disk(name):
             yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
         yield from _tables(home, name)
@@ -247,6 +251,15 @@ def _writers(home: Home, name: str) -> str:
     if fact.role is not Role.LEADS:
         return f"none here: {fact.leader or 'another node'} leads"
     return examine_writers(home, name)
+
+
+def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:
+    """Each part of a stream that was given up when it ran last: wrong if the next run ends in the same."""
+    for trouble in troubles(home):
+        if trouble["stream"] == name and trouble["gave_up"]:
+            code, message = trouble["code"], f"given up: {trouble['message']}"
+            blocks = "source" if code in _TO_DECIDE else "nothing"
+            yield Diagnosis(f"{trouble['part']} of {name}", code, message, blocks, trouble["hint"])
 
 
 def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
