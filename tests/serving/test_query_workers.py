@@ -128,12 +128,13 @@ def test_a_message_with_a_value_of_megabytes_is_shortened(workers: QueryWorkers,
 
 @pytest.mark.parametrize("sql", [PLANS, "select count(*) from range(1000000000000) t(r) where hash(r) = 1"])
 def test_a_query_ends_with_its_time_even_while_it_is_planned(home: Home, sql: str) -> None:
-    with closing(QueryWorkers(home, QueryBounds(MEMORY, 64 << 20, 3, home.queries_folder))) as workers:
+    # Long enough for a process to start in on a busy machine, and far shorter than the plan takes.
+    with closing(QueryWorkers(home, QueryBounds(MEMORY, 64 << 20, 10, home.queries_folder))) as workers:
         answered(workers)
         began_s = time.monotonic()
-        with pytest.raises(QueryTimeout, match="within 3 s"):
+        with pytest.raises(QueryTimeout, match="within 10 s"):
             answered(workers, sql)
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 25
         assert answered(workers)
 
 
