@@ -302,7 +302,7 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
     )
     for t in found:
         for path in t["paths"].values():
-            click.echo(f"{t['name']}: {path}")
+            say(f"{t['name']}: {path}")
     _print_hints(found)
 
 

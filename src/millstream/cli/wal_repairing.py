@@ -95,7 +95,7 @@ def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool
         )
     for move in plan.moves:
         would, to = "would be " if dry_run else "", "set aside" if move.target is None else f"moved to {move.target}"
-        click.echo(f"{would}{to}: {move.path}: {move.why}")
+        say(f"{would}{to}: {move.path}: {move.why}")
     for mend in plan.mends:
         say(f"{'made anew' if not dry_run else 'would be made anew'}: {mend.file}@{mend.byte}: {mend.why}")
     for kept in plan.kept_aside:
