@@ -25,8 +25,8 @@ from millstream.errors import InvalidQuery, LakeError, QueryCrashed, QueryMemory
 from millstream.lake.query.bounds import QueryBounds
 
 MEMORY = 64 << 20
-PLANS = f"select {'.'.join('a' * 12_000)}"
-"""Takes half a minute of planning, in which DuckDB heeds no interrupt."""
+PLANS = f"select {'.'.join('a' * 20_000)}"
+"""Takes more than a minute of planning, in which DuckDB heeds no interrupt."""
 _LISTED = ",".join(map(str, range(100)))
 BOMB = (
     f"from (from (from (select range a, 1 b, 1 x from range(2)) pivot (sum(x) for a in ({_LISTED}) b in ({_LISTED})))"
