@@ -100,11 +100,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.fixture(autouse=True)
-def log_lines_as_before() -> Iterator[None]:
-    """A command that runs in this process says what it logs, and how; tests that look at log lines come behind it."""
-    before = structlog.get_config()
+def process_settings() -> Iterator[None]:
+    """Restore the log's configuration and the umask, which a command that runs in this process sets for all later tests."""
+    log, umask = structlog.get_config(), os.umask(0o077)
+    os.umask(umask)
     yield
-    structlog.configure(**before)
+    structlog.configure(**log)
+    os.umask(umask)
 
 
 @pytest.fixture(scope="session")

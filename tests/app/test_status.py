@@ -61,7 +61,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def _write(home: Home, epoch: Any, stream: StreamId, reservations: Any) -> None:
-    table = replace(plain_table(1), name="orders")
+    table = replace(plain_table(1), name="orders", relation_oid=16384)
     with LogWriter.open(
         str(home.wal_folder("shop")), stream=stream, shards=[ShardId(0)], epoch=epoch, reservations=reservations
     ) as log:

@@ -27,8 +27,18 @@ ROWS = 6
 LOST = 3
 
 
+_answers = 1
+
+
 def say(*words: object) -> None:
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+    os.write(_answers, (" ".join(map(str, words)) + "\n").encode())
+
+
+def keep_log_lines_apart() -> None:
+    """Send everything else that this process prints to stderr: a long log line is several writes, and an answer may fall between."""
+    global _answers  # noqa: PLW0603 - one process, one descriptor
+    _answers = os.dup(1)
+    os.dup2(2, 1)
 
 
 def append_without_end(folder: str, address: str, name: str, lease_s: float) -> int:
@@ -63,6 +73,7 @@ def append_without_end(folder: str, address: str, name: str, lease_s: float) -> 
 
 def main(words: list[str]) -> NoReturn:
     folder, address, name, lease_s = words
+    keep_log_lines_apart()
     try:
         status = append_without_end(folder, address, name, float(lease_s))
     except MillstreamError as error:
