@@ -28,12 +28,14 @@ from millstream.app.writing import shared_writer as writers
 from millstream.app.writing.shared_writer import SharedWriter
 from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
+from millstream.catalog.database import Database as CatalogDatabase
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.errors import CatalogError, LeaseTooShort, LogError, ShardTaken
 from millstream.model.ids import StreamId
 from millstream.model.operations import TableRows
 from millstream.model.positions import Seq, StreamToken
 from millstream.ports import Announcements
+from millstream.protocol.sequencer import Announcement
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.log import plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
@@ -389,9 +391,14 @@ def test_an_idle_writer_lets_readers_pass_as_soon_as_it_hears(
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
     done(home, "capture", "run", "--until-caught-up")
     with (
+        Catalog(postgres.dsn) as catalog,
         second_writer(home, postgres.dsn, lease_s=14_400) as busy,
-        second_writer(home, postgres.dsn, name="third", lease_s=14_400),
-    ):
+        second_writer(
+            home, postgres.dsn, name="third", lease_s=14_400,
+            announcements=(listening := Listening(catalog.database, catalog.stream("shop").id)),
+        ),
+    ):  # fmt: skip
+        assert listening.began.wait(60.0)  # an announcement made before the writer listens is lost
         reader = StreamReader(str(Home(home).wal_folder("shop")))
         for number in range(1, 4):
             last = append(busy, number)
@@ -567,6 +574,20 @@ def test_a_server_that_leaves_a_call_unanswered_holds_up_no_sign_of_life(
         finally:
             for pid in halted:
                 os.kill(pid, signal.SIGCONT)
+
+
+class Listening(PostgresAnnouncements):
+    """Announcements that report when they have begun to listen."""
+
+    def __init__(self, database: CatalogDatabase, stream: StreamId) -> None:
+        super().__init__(database, stream)
+        self.began = threading.Event()
+
+    def hear(self, timeout_s: float) -> list[Announcement]:
+        heard = super().hear(timeout_s)
+        if self._connection is not None:
+            self.began.set()
+        return heard
 
 
 def _appended(writer: SharedWriter, number: int, numbers: list[Seq]) -> bool:
