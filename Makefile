@@ -18,10 +18,10 @@ ifeq ($(strip $(SSL_CERT_DIR)),)
 unexport SSL_CERT_DIR
 endif
 
-.PHONY: help install demo test check format soak bench docs reference lock clean
+.PHONY: help install demo test test-all check format soak bench docs reference lock clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*##/\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
+	@sed -n 's/^\([a-z-]*\):[^#]*##/\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
 	  printf '  make %-9s %s\n' "$$target" "$$text"; done
 
 # Remade when a lock, the project's metadata or the script is newer; the script itself looks at their
@@ -34,21 +34,29 @@ install: $(INSTALLED)  ## fill .venv from the locks
 demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes on the way; leaves its home in demo/
 	@$(BIN)/millstream demo
 
-# Capture meets the oldest server that it knows first, in those of its tests that run on whichever server is chosen (its others
-# start servers of fixed versions, or none); the whole suite, and its summary, come last. Files of tests go to JOBS processes,
-# each with a PostgreSQL and a Spark of its own (2 GiB a process, about).
+# Files of tests are divided among JOBS processes, each with a PostgreSQL and a Spark of its own (about 2 GiB a process).
 JOBS := 2
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+ifndef SEED
+SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+endif
+DRAWN = --seed $(SEED) --hypothesis-seed $(SEED)
 
-test: $(INSTALLED)  ## the whole suite, its servers included (ARGS='-k name' picks, JOBS=4 is for more cores)
+test: $(INSTALLED)  ## the quick tests, servers included (ARGS='-k name' picks among all, JOBS=4 is for more cores)
 ifeq ($(strip $(ARGS)),)
-	@code=0; \
-	$(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) tests/capture --millstream-postgres 14 || code=1; \
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=40 || code=1; \
-	exit $$code
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --tier quick --durations=20
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+# Capture meets the oldest server that it knows first, in those tests that run on whichever server is chosen: the others
+# start servers of fixed versions, or none.
+test-all: $(INSTALLED)  ## every test, sieges and PostgreSQL 14 included, with new seeds (SEED=… repeats them)
+	@echo "make test-all SEED=$(SEED) repeats this run"; \
+	code=0; export HYPOTHESIS_PROFILE=new; \
+	$(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) $(DRAWN) tests/capture --millstream-postgres 14 || code=1; \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(DRAWN) --durations=40 || code=1; \
+	exit $$code
 
 check: $(INSTALLED)  ## format, lint, types, layers, house rules, reference pages, documentation
 	@$(BIN)/python scripts/check.py $(PYTHON_DIRS)

@@ -1,7 +1,10 @@
-"""What every test stands on: how thorough hypothesis is, where Spark's workers find their Python, compiled decoders, and an end to what hangs.
+"""Set up every test: its tier and seeds, hypothesis, Spark's workers, compiled decoders, and an end to tests that hang.
 
-`HYPOTHESIS_PROFILE` chooses; without it, `ci`: the same examples on every run, so that a red build is a change of
-ours. `soak` draws new ones for as long as it is let, and prints what repeats a failure.
+A test's tier follows from what it uses. `--tier quick` leaves out each test that is marked `siege` and each test that uses a
+fixture of `WHOLE_TIER`; `--tier all`, the default, leaves out none. The mark `soak` stands outside the tiers.
+
+Without `--seed N`, simulations and sieges play the same seeds on every run, and the hypothesis profile `ci` the same examples, so that
+a red build shows a change of the code. `make test-all` draws N, prints it, and chooses the profile `new`.
 
 With `CI` set in the environment a failure is printed at once, not only at the end: a run that is cut off has told of it.
 """
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from tests.seeds import Seeds
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,6 +38,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("new", parent=settings.get_profile("ci"), derandomize=False)
 settings.register_profile("soak", parent=settings.get_profile("ci"), derandomize=False, max_examples=100_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "ci")
 
@@ -48,10 +53,19 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)
 
 
+WHOLE_TIER: Final = frozenset({"oldest"})
+"""Fixtures whose tests belong to `make test-all` alone: they start servers of their own, and stop or replace them."""
 TEARDOWN_S: Final = 600
 """How long what a test leaves may take to end; far more than any does."""
 _TOLD_LINES: Final = 80
 _stderr = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that choose tests and seeds."""
+    group = parser.getgroup("millstream")
+    group.addoption("--tier", choices=["quick", "all"], default="all", help="quick leaves out sieges (default: all)")
+    group.addoption("--seed", type=int, default=0, help="added to the seeds of simulations and sieges")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,10 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the server's version or the user has no place for: it isn't skipped, for nothing is missing that could be had."""
+    """Leave out tests of another tier, server version or user. None of them is skipped: nothing is missing that could be had."""
     version = config.getoption("--millstream-postgres")
+    is_quick = config.getoption("--tier") == "quick"
 
     def has_place(item: pytest.Item) -> bool:
+        if is_quick and (item.get_closest_marker("siege") or WHOLE_TIER & set(getattr(item, "fixturenames", ()))):
+            return False
         since = item.get_closest_marker("since_postgres")
         if since is not None and version < since.args[0]:
             return False
@@ -107,6 +124,12 @@ def process_settings() -> Iterator[None]:
     yield
     structlog.configure(**log)
     os.umask(umask)
+
+
+@pytest.fixture(scope="session")
+def seeds(request: pytest.FixtureRequest) -> Seeds:
+    """The seeds of this run's simulations and sieges."""
+    return Seeds(request.config.getoption("--seed"), is_quick=request.config.getoption("--tier") == "quick")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -22,6 +23,28 @@ class Drawn(Protocol):
 
     def play(self) -> None:
         """All of it. Raises where a promise is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seeds:
+    """The seeds of one run of the tests."""
+
+    drawn: int
+    """The number that this run draws from; 0 plays the kept seeds."""
+    is_quick: bool
+    """Whether `make test` runs, which plays fewer of them."""
+
+    def kept_or_new(self, kept: int) -> int:
+        """Return a seed: the kept one, or one that differs from run to run."""
+        return kept + self.drawn
+
+    def kept_and_new(self, kept: int) -> list[int]:
+        """Return the kept seed, and one that differs from run to run if this run draws any: for searches of few seeds."""
+        return [kept, kept + self.drawn] if self.drawn else [kept]
+
+    def count(self, whole: int, *, quick: int) -> int:
+        """Return how many seeds, rounds or examples to play."""
+        return quick if self.is_quick else whole
 
 
 def search(

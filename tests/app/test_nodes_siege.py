@@ -1,4 +1,4 @@
-"""Plays of `nodes_siege`: one a level at every run, new ones for as long as the soak lets them."""
+"""Plays of `nodes_siege`: one a level in `make test-all`, new ones for as long as the soak lets them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 from tests.app.nodes_siege import Intensity, Siege
+from tests.seeds import Seeds
 
 LEVELS = "local", "durable(1)", "object"
 SOAK_MINUTES = float(os.environ.get("MILLSTREAM_SOAK_MINUTES", "60"))
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_was_acknowledged_is_with_the_new_leader_once_whatever_dies_or_is_cut_off(
-    tmp_path: Path, level: str
+    tmp_path: Path, level: str, seeds: Seeds
 ) -> None:
-    siege = Siege(7, level, tmp_path, intensity=Intensity(promotions=1, faults=3, long_s=1.0))
+    siege = Siege(seeds.kept_or_new(7), level, tmp_path, intensity=Intensity(promotions=1, faults=3, long_s=1.0))
     siege.play()
     assert siege.counts["promotions"] == 1
     assert siege.counts["acknowledged"] > 20

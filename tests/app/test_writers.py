@@ -21,6 +21,7 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.writer_process import ROWS
 from tests.commands import Command
+from tests.seeds import Seeds
 
 from millstream.app.doctor import examine
 from millstream.app.home import Home
@@ -660,13 +661,14 @@ def besiege(
     return siege
 
 
-def test_eight_writers_under_siege(tmp_path: Path, server: EmbeddedPostgres) -> None:
+@pytest.mark.siege
+def test_eight_writers_under_siege(tmp_path: Path, server: EmbeddedPostgres, seeds: Seeds) -> None:
     def is_enough(siege: Siege) -> bool:
         outcomes = siege.outcomes()
         has_happened = siege.happened.keys() >= {"start", "kill", "halt", "twice", "crash"}
         return has_happened and outcomes["ack"] > 100 and outcomes["unknown"] + outcomes["refused"] > 0
 
-    assert is_enough(besiege(tmp_path, server, seed=1, seconds=60, is_enough=is_enough))
+    assert is_enough(besiege(tmp_path, server, seed=seeds.kept_or_new(1), seconds=60, is_enough=is_enough))
 
 
 @pytest.mark.soak

@@ -22,6 +22,7 @@ import psycopg
 import pytest
 from tests.e2e.harness import Home, Run, wait_for
 from tests.e2e.verdict import judge
+from tests.seeds import Seeds
 
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.workload import StepInfo, Workload
@@ -200,9 +201,11 @@ def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
 
 @pytest.mark.timeout(2400)
 def test_nothing_is_lost_doubled_or_reordered_whatever_is_killed_when(
-    tmp_path: Path, postgres_server: EmbeddedPostgres
+    tmp_path: Path, postgres_server: EmbeddedPostgres, seeds: Seeds
 ) -> None:
-    besiege(tmp_path, postgres_server, 20, times=TIMES, at_random=RANDOM_KILLS)
+    """Kill at each named point, once in `make test`; three times, and at random moments, in `make test-all`."""
+    times, at_random = seeds.count(TIMES, quick=1), seeds.count(RANDOM_KILLS, quick=0)
+    besiege(tmp_path, postgres_server, seeds.kept_or_new(20), times=times, at_random=at_random)
 
 
 @pytest.mark.soak

@@ -187,6 +187,7 @@ def leftovers(folder: Path) -> int:
     return len(there - live)
 
 
+@pytest.mark.siege
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("times", [2, pytest.param(3, marks=pytest.mark.soak)])

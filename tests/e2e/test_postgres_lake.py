@@ -40,6 +40,7 @@ def lake_in(destination: Database, more: str = "") -> str:
     return f'format = "postgres"\nlocation = "{destination.dsn}"\n{more}'
 
 
+@pytest.mark.siege
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("spark")
 def test_rows_and_events_are_whole_whatever_is_killed_when(

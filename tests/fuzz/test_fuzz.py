@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.fuzz.harness import ROOT, environment
 from tests.fuzz.targets import PLANTED, TARGETS
+from tests.seeds import Seeds
 
 SOAK_S = int(os.environ.get("MILLSTREAM_SOAK_SECONDS") or 900)
 """For each target, each way."""
@@ -32,8 +33,9 @@ def test_valid_inputs_are_decoded(name: str):
         TARGETS[name].decode(seed)
 
 
-def test_changed_inputs_and_those_that_broke_the_rule_once_give_a_value_or_a_typed_error(tmp_path: Path):
-    done = run("tests.fuzz.harness", "--count", "400", findings=tmp_path)
+def test_changed_inputs_and_those_that_broke_the_rule_once_give_a_value_or_a_typed_error(tmp_path: Path, seeds: Seeds):
+    count = str(seeds.count(400, quick=60))
+    done = run("tests.fuzz.harness", "--count", count, "--seed", str(seeds.kept_or_new(0)), findings=tmp_path)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(TARGETS)
 

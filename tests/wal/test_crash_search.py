@@ -1,23 +1,26 @@
-"""Seeds of `crash_search`: a few at every run, ten thousand new ones in the soak."""
+"""Seeds of `crash_search`: a few in `make test`, more and new ones in `make test-all`, ten thousand new ones in the soak."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 import pytest
-from tests.seeds import search
+from tests.seeds import Seeds, search
 from tests.wal.crash_search import Life
 
-SEEDS = 60
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
 WANTED = {"crash", "crash of recovery", "failed disk", "failed recovery", "full disk", "groups", "kill", "retentions"}
 
 
-def test_lives_of_a_log_on_a_disk_that_fails():
-    broken, happened = search(Life, 1, SEEDS)
-    assert not broken, f"python -m tests.wal.crash_search {next(iter(broken))} 1"
-    assert happened.keys() >= WANTED, "the search leaves out what it is for"
+def test_lives_of_a_log_on_a_disk_that_fails(seeds: Seeds):
+    happened = Counter[str]()
+    for first in seeds.kept_and_new(1):
+        broken, counts = search(Life, first, seeds.count(60, quick=15))
+        assert not broken, f"python -m tests.wal.crash_search {next(iter(broken))} 1"
+        happened += counts
+    assert happened.keys() >= WANTED or seeds.is_quick, "the search leaves out what it is for"
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 import pytest
+from tests.seeds import Seeds
 
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -740,8 +741,8 @@ class Chance:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_readers_see_every_record_once_and_in_order_whatever_happens(seed: int):
-    chance = Chance(seed)
+def test_readers_see_every_record_once_and_in_order_whatever_happens(seed: int, seeds: Seeds):
+    chance = Chance(seeds.kept_or_new(seed))
     writers = chance.writers
     for _ in range(60):
         chance.step()

@@ -1,15 +1,15 @@
-"""Seeds of `replica_search`: a few at every run, thousands of new ones in the soak."""
+"""Seeds of `replica_search`: a few in `make test`, more and new ones in `make test-all`, thousands of new ones in the soak."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 import pytest
-from tests.seeds import search
+from tests.seeds import Seeds, search
 from tests.wal.replica_search import ReplicaLife
 
-SEEDS = 12
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
 WANTED = {
     "shipments", "cut", "doubled", "lost", "gaps", "damaged: shipment_unreadable", "follower crashed", "follower failed",
@@ -17,10 +17,13 @@ WANTED = {
 }  # fmt: skip
 
 
-def test_lives_of_followers_whose_disks_fail_and_whose_shipments_are_lost_doubled_and_damaged():
-    broken, happened = search(ReplicaLife, 1, SEEDS)
-    assert not broken, f"python -m tests.wal.replica_search {next(iter(broken))} 1"
-    assert happened.keys() >= WANTED, "the search leaves out what it is for"
+def test_lives_of_followers_whose_disks_fail_and_whose_shipments_are_lost_doubled_and_damaged(seeds: Seeds):
+    happened = Counter[str]()
+    for first in seeds.kept_and_new(1):
+        broken, counts = search(ReplicaLife, first, seeds.count(12, quick=4))
+        assert not broken, f"python -m tests.wal.replica_search {next(iter(broken))} 1"
+        happened += counts
+    assert happened.keys() >= WANTED or seeds.is_quick, "the search leaves out what it is for"
 
 
 @pytest.mark.soak

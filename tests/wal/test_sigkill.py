@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from tests.seeds import Seeds
 
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
@@ -46,8 +47,8 @@ def rows_of(xid: int):
     return 9 if xid % 7 == 0 else 1 + xid % 3 + xid % 2
 
 
-def test_sigkill_at_random_moments_loses_nothing_acknowledged(tmp_path: Path):
-    seed = int(os.environ.get("MILLSTREAM_SEED", "20261121"))
+def test_sigkill_at_random_moments_loses_nothing_acknowledged(tmp_path: Path, seeds: Seeds):
+    seed = seeds.kept_or_new(20261121)
     chance = random.Random(seed)
     folder = str(tmp_path / "wal")
     acknowledged: dict[int, int] = {}
