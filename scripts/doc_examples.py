@@ -115,7 +115,7 @@ def find_option(command: click.Command, context: click.Context, name: str) -> cl
 
 def check_make(targets: list[str]) -> None:
     """Look every target up in the Makefile."""
-    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in targets:
         if target not in known:
             raise WrongExampleError(f"the Makefile has no target {target!r}")
