@@ -21,7 +21,7 @@ from typing import Final
 from bench.figures import say
 from bench.source import DATABASE, Backlog
 from millstream.spark.java import find_java
-from millstream.testing._maven import fetch
+from millstream.testing._servers.maven import fetch
 
 VERSION: Final = "3.6.1.Final"
 _JAVA: Final = Path(__file__).parent / "java"

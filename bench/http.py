@@ -20,7 +20,7 @@ from bench.figures import Figure, asked, compared, measures, say
 from bench.homes import Home
 from bench.places import folder
 from bench.source import DATABASE, postgres
-from millstream.testing._ports import free_port
+from millstream.testing._servers.ports import free_port
 from millstream.testing.postgres import EmbeddedPostgres
 
 CONNECTIONS = 64

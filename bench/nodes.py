@@ -22,7 +22,7 @@ from bench.figures import Figure, asked, compared, interleaved, measures, say
 from bench.places import as_installed, folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, log_in, operation
 from millstream.errors import MillstreamError
-from millstream.testing._ports import free_port
+from millstream.testing._servers.ports import free_port
 from millstream.wal.reader import StreamReader
 
 _MILLSTREAM: Final = str(Path(sys.executable).parent / "millstream")

@@ -17,7 +17,6 @@ import psycopg
 from bench.figures import Figure, compared, measures
 from bench.places import folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, operation
-from millstream.app.writing.shared_writer import SharedWriter
 from millstream.catalog import Catalog
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.model.ids import Epoch, StreamId, WriterId
@@ -25,6 +24,7 @@ from millstream.model.positions import Seq, SeqRange
 from millstream.protocol.sequencer import WriterNumbers
 from millstream.testing import EmbeddedPostgres
 from millstream.wal.writing.options import LogOptions
+from millstream.writers.shared_writer import SharedWriter
 
 WRITERS = 8
 GROUP = 100

@@ -14,9 +14,8 @@ import pyarrow as pa
 
 from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
-from millstream.app.home import Home
-from millstream.app.opened import home_appender
-from millstream.app.writing.appending import HomeAppender
+from millstream.app.local_client import home_appender
+from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -25,6 +24,7 @@ from millstream.protocol.sessions import Sessions
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.session_file import write_copy
+from millstream.writers.appending import HomeAppender
 
 REQUESTS = 40
 """Of a batch: what waits together while an fsync runs."""

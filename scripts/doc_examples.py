@@ -135,7 +135,7 @@ def check_toml(text: str) -> None:
     document = tomllib.loads(text)
     if not is_built("app.config"):
         return
-    model: type[BaseModel] = importlib.import_module("millstream.app.config.model").Config
+    model: type[BaseModel] = importlib.import_module("millstream.config.model").Config
     try:
         model.model_validate(document)
     except ValidationError as error:

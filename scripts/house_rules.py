@@ -1,6 +1,7 @@
 """Rules of this repository that no linter knows. One line a breach, `file:line: what`; exit 1 if there is one.
 
-- A module of `src` has at most 600 lines: past that it is two modules.
+- A module of `src` has at most 600 lines: past that it is two modules. The modules of one folder have at most 6,000 together:
+  past that it gets rooms of its own.
 - No marks of unfinished work, and no function that does nothing.
 - Addresses: only hosts that are named here. Packages and jars are found by their clients' own defaults and the
   user's mirrors, so no registry's address belongs into a file.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = 600
+FOLDER_LINES_MAX = 6_000
 PURE_ROOMS = ("errors", "model", "codec", "protocol", "crdt")
 
 UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
@@ -97,9 +99,17 @@ def contract_breaches() -> Iterator[str]:
             yield f"pyproject.toml:1: millstream.{room} is missing from the import contract 'pure'"
 
 
+def folder_breaches() -> Iterator[str]:
+    """Yield the folders that need rooms of their own."""
+    for folder in sorted({path.parent for path in (ROOT / "src").rglob("*.py")}):
+        lines = sum(path.read_text().count("\n") for path in folder.glob("*.py"))
+        if lines > FOLDER_LINES_MAX:
+            yield f"{folder.relative_to(ROOT)}:1: {lines} lines in its modules; past {FOLDER_LINES_MAX} it gets rooms of its own"
+
+
 def main() -> int:
     """Print every breach; 1 if there is one."""
-    breaches = list(contract_breaches())
+    breaches = [*contract_breaches(), *folder_breaches()]
     for path, text in tracked_text():
         breaches += line_breaches(path, text)
         if path.suffix == ".py":

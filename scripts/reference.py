@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 CLI = ("millstream.cli.main", "cli")
-CONFIG = ("millstream.app.config.model", "Config")
+CONFIG = ("millstream.config.model", "Config")
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "reference"
 GENERATED = re.compile(r"^(<!-- generated: (\w+) -->)\n.*?^(<!-- end of generated text -->)$", re.MULTILINE | re.DOTALL)
 NOT_BUILT = "*Not in this version.*"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from millstream import errors as errors
-    from millstream.app.calls import Latest as Latest
-    from millstream.app.calls import Session as Session
-    from millstream.app.opened import OpenHome as OpenHome
-    from millstream.app.opened import open as open  # noqa: A004 - `millstream.open` is the name of the thing
-    from millstream.app.remote.client import RemoteHome as RemoteHome
-    from millstream.app.remote.client import connect as connect
+    from millstream.app.local_client import OpenHome as OpenHome
+    from millstream.app.local_client import open as open  # noqa: A004 - `millstream.open` is the name of the thing
+    from millstream.client.client import RemoteHome as RemoteHome
+    from millstream.client.client import connect as connect
+    from millstream.client.protocol import Latest as Latest
+    from millstream.client.protocol import Session as Session
     from millstream.codec.buffer_reading import BufferItem as BufferItem
     from millstream.codec.buffer_reading import PlacedReader as PlacedReader
     from millstream.codec.buffered_op import decode_op as decode_op
@@ -41,23 +41,23 @@ _PUBLIC = {
     "BufferMeta": ("millstream.model.buffers", "BufferMeta"),
     "BufferOffset": ("millstream.model.buffers", "BufferOffset"),
     "BufferedOp": ("millstream.model.buffers", "BufferedOp"),
-    "Latest": ("millstream.app.calls", "Latest"),
+    "Latest": ("millstream.client.protocol", "Latest"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
-    "OpenHome": ("millstream.app.opened", "OpenHome"),
+    "OpenHome": ("millstream.app.local_client", "OpenHome"),
     "PlacedReader": ("millstream.codec.buffer_reading", "PlacedReader"),
-    "RemoteHome": ("millstream.app.remote.client", "RemoteHome"),
+    "RemoteHome": ("millstream.client.client", "RemoteHome"),
     "ReadPause": ("millstream.model.buffers", "ReadPause"),
-    "Session": ("millstream.app.calls", "Session"),
+    "Session": ("millstream.client.protocol", "Session"),
     "ShardId": ("millstream.model.ids", "ShardId"),
     "ShardReader": ("millstream.ports", "ShardReader"),
     "StreamToken": ("millstream.model.positions", "StreamToken"),
     "WriteBuffer": ("millstream.ports", "WriteBuffer"),
     "WriteOps": ("millstream.model.operations", "WriteOps"),
-    "connect": ("millstream.app.remote.client", "connect"),
+    "connect": ("millstream.client.client", "connect"),
     "decode_op": ("millstream.codec.buffered_op", "decode_op"),
     "encode_op": ("millstream.codec.buffered_op", "encode_op"),
     "errors": ("millstream.errors", None),
-    "open": ("millstream.app.opened", "open"),
+    "open": ("millstream.app.local_client", "open"),
 }
 
 

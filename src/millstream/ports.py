@@ -328,7 +328,7 @@ class ShardReader(Protocol):
         Raises:
             BufferedOpUndecodable: the next item holds no operation. The place is behind it: the next call goes on.
             BufferOffsetGone: what lay at the place was dropped. Said once.
-            BufferWentBack, BufferReplaced: the buffer ends before the place, or was made anew. Said at every call.
+            BufferTruncated, BufferReplaced: the buffer ends before the place, or was made anew. Said at every call.
             BufferUnavailable: the server can't be asked; the place is what it was.
             BufferMissing, BufferRefused: likewise, until a person has done something.
         """

@@ -20,7 +20,7 @@ from tests.app.homes import make_home
 from tests.app.served import serving
 
 import millstream.aio
-from millstream.app.calls import HomeCalls
+from millstream.client.protocol import HomeCalls
 from millstream.errors import (
     InvalidValue,
     UnknownStream,

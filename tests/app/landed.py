@@ -13,21 +13,21 @@ from typing import Any
 import pyarrow as pa
 from tests.app.homes import wait_for
 
-from millstream.app.home import Home
 from millstream.app.initialize import make_home
-from millstream.app.locks import Role, RoleLock, holder
-from millstream.app.opened import open_other
-from millstream.app.part import Lifeline
-from millstream.app.wiring import lake_layout
-from millstream.app.writing.owner import run_owner
-from millstream.lake.commits import commit_cut, last_cut
+from millstream.app.local_client import open_other
+from millstream.home.config_mapping import lake_layout
+from millstream.home.home import Home
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import TableCommit, has_current
+from millstream.lake.snapshots import commit_cut, last_cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema
+from millstream.processes.child_process import Lifeline
+from millstream.processes.locks import Role, RoleLock, holder
 from millstream.wal.reader import StreamReader
+from millstream.writers.owner import run_owner
 
 
 class LandedHome:

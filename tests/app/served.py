@@ -12,9 +12,9 @@ from typing import Any
 import uvicorn
 from tests.app.homes import wait_for
 
-from millstream.app.home import Home
-from millstream.app.serving.access import Access
-from millstream.app.serving.application import Application
+from millstream.home.home import Home
+from millstream.serving.access import Access
+from millstream.serving.application import Application
 
 
 @contextmanager

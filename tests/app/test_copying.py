@@ -19,9 +19,9 @@ from tests.capture.serial_history import History
 from tests.commands import Command
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.serving.metrics import prometheus_text
 from millstream.app.status import collect_status
+from millstream.home.home import Home
+from millstream.serving.metrics import prometheus_text
 from millstream.testing.pytest_plugin import Database
 
 ROWS = 4000

@@ -11,11 +11,11 @@ from tests.cli.in_process import command
 
 from millstream.app import doctor as doctors
 from millstream.app.doctor import Diagnosis, examine
-from millstream.app.home import Home
 from millstream.app.status import held_scope
-from millstream.app.writing.trouble import forget_given_up, note_given_up
 from millstream.catalog import TableState
 from millstream.errors import MillstreamError, SlotAhead, TableUndecodable
+from millstream.home.home import Home
+from millstream.writers.trouble import forget_given_up, note_given_up
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
 

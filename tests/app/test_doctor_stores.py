@@ -12,7 +12,7 @@ from obstore.store import S3Store
 from tests.app.homes import make_home
 
 from millstream.app.doctor import Diagnosis, examine
-from millstream.app.home import Home
+from millstream.home.home import Home
 from millstream.testing.s3 import EmbeddedS3
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from pyspark.sql.types import StructType
 from tests.app.homes import run
-from tests.app.test_log_export import fill, home_at
+from tests.export.test_log_export import fill, home_at
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.records_json import Cat
 from millstream.errors import OffsetExpired
+from millstream.export.records_json import Cat
+from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, StreamToken
 from millstream.protocol.retention import Bounds, Retention

@@ -8,7 +8,7 @@ import pytest
 from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
-from millstream.app.diff.compare import Compared, diff_stream
+from millstream.diff.compare import Compared, diff_stream
 from millstream.errors import InvalidQuery
 from millstream.testing.pytest_plugin import Database
 

@@ -14,9 +14,9 @@ from tests.app.homes import config, make_home, run, wait_for
 from tests.app.served import serving
 from tests.commands import Command
 
-from millstream.app.home import Home
-from millstream.app.serving.metrics import prometheus_text
 from millstream.app.status import collect_status
+from millstream.home.home import Home
+from millstream.serving.metrics import prometheus_text
 from millstream.testing.postgres import EmbeddedPostgres
 
 HBA = "local all miller scram-sha-256"

@@ -17,27 +17,27 @@ from click.testing import CliRunner
 from tests.app.homes import run
 from tests.commands import Command
 
-from millstream.app.control import ControlServer, ask
-from millstream.app.home import Home
-from millstream.app.opened import open_other
-from millstream.app.retention import sweep
-from millstream.app.serving.metrics import prometheus_text
+from millstream.app.local_client import open_other
 from millstream.app.status import collect_status, held_scope
 from millstream.app.tables import copy_table, list_tables, retry_table
-from millstream.app.wiring import place_compiled_code
-from millstream.app.writing.owner import OwnedStream
-from millstream.app.writing.stream_writer import stream_writer
 from millstream.catalog import TableState
 from millstream.cli.main import cli
 from millstream.errors import CursorExpired, UnknownTable, UsageError
+from millstream.home.config_mapping import place_compiled_code
+from millstream.home.home import Home
+from millstream.home.retention import sweep
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
+from millstream.processes.control import ControlServer, ask
 from millstream.protocol.retention import HolderKind
+from millstream.serving.metrics import prometheus_text
 from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.retain import SESSIONS_HOLDER
 from millstream.wal.writing.session_file import write_copy
 from millstream.wal.writing.writer import LogWriter
+from millstream.writers.owner import OwnedStream
+from millstream.writers.stream_writer import stream_writer
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
-from millstream.errors import BufferOutcomeUnknown, BufferUnavailable, BufferWentBack, Overloaded, RowsTooLarge
+from millstream.errors import BufferOutcomeUnknown, BufferTruncated, BufferUnavailable, Overloaded, RowsTooLarge
 from millstream.model.buffers import BufferOffset, ReadPause
 from millstream.model.ids import ShardId
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
@@ -82,7 +82,7 @@ def test_a_reader_beyond_a_cut_is_told_at_every_call() -> None:
         next_op(reader)
     server.cut_from(NAME, NORTH, metas[1].offset)
     for _ in range(2):
-        with pytest.raises(BufferWentBack):
+        with pytest.raises(BufferTruncated):
             reader.read()
 
 

@@ -16,9 +16,9 @@ import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage, make_config
 
-from millstream.app.config.model import SourceConfig, StreamConfig
 from millstream.capture.connection import connect, describe_dsn, pinned
 from millstream.catalog import Catalog, TableState
+from millstream.config.model import SourceConfig, StreamConfig
 from millstream.errors import MillstreamError, Retry, SourceAuthenticationFailed, SourceTlsFailed
 from millstream.testing.postgres import EmbeddedPostgres
 

@@ -9,7 +9,7 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
-from millstream.capture.directory import CatalogDirectory
+from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, list_tables, read_table
 from millstream.capture.watcher import Tables
 from millstream.catalog import TableRow, TableState

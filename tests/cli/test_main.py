@@ -57,10 +57,10 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_follower_begins_without_what_it_does_not_need() -> None:
     code = (
         "import gc, sys\n"
-        "from millstream.cli.starting import importing, leave_pandas_out\n"
+        "from millstream.cli.startup import importing, leave_pandas_out\n"
         "with importing():\n"
         "    leave_pandas_out()\n"
-        "    import millstream.app.replicating.following, millstream.app.config.model, pyarrow as pa\n"
+        "    import millstream.nodes.following, millstream.config.model, pyarrow as pa\n"
         "assert gc.isenabled() and gc.get_freeze_count()\n"
         "assert pa.array([1]).to_pylist() == [1]\n"
         "print(sorted(set(sys.modules) & {'alembic', 'duckdb', 'fastapi', 'numba', 'obstore', 'pandas', 'sqlalchemy'}))"
@@ -262,8 +262,8 @@ def test_a_home_of_a_newer_format_is_refused_by_every_command(tmp_path: Path) ->
 
 
 def test_two_runs_on_one_home_are_refused(tmp_path: Path) -> None:
-    from millstream.app.home import Home
-    from millstream.app.locks import RoleLock
+    from millstream.home.home import Home
+    from millstream.processes.locks import RoleLock
 
     (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='host=127.0.0.1 port=1'\n")
     home = Home(tmp_path)

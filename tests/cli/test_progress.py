@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from millstream.app.run import RunOutcome
 from millstream.cli.progress import RunReport, describe
+from millstream.processes.run import RunOutcome
 
 
 def lake(**progress: Any) -> str:

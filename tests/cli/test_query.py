@@ -24,13 +24,13 @@ import pytest
 from tests.cli.in_process import command
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.opened import open_reader
-from millstream.app.wiring import lake_layout
+from millstream.app.local_client import open_reader
 from millstream.errors import BeyondRetention, InvalidTime, InvalidToken
-from millstream.lake.commits import commit_cut
+from millstream.home.config_mapping import lake_layout
+from millstream.home.home import Home
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
+from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

@@ -17,12 +17,12 @@ from tests.app.homes import make_home, run
 
 import millstream
 import millstream.cli
-from millstream.app.logs import Words
 from millstream.cli.context import note, print_table, say
 from millstream.cli.main import say_error
 from millstream.cli.results import STYLES, write_result
 from millstream.model.names import quote_ident
 from millstream.model.readable import readable
+from millstream.processes.logs import Words
 
 EVIL = "t\x1b]0;owned\x07\x9b31m\x7f\x85\r\x08\nhint: run something"
 """Sets a terminal's title, its colour, and looks like a line of ours."""
@@ -131,5 +131,5 @@ def test_log_lines_for_people_are_lines() -> None:
 def test_no_command_prints_around_it() -> None:
     folder = Path(millstream.cli.__file__).parent
     printing = re.compile(r"click\.s?echo\(|(?<![\w.])print\(|click\.style\(")
-    allowed = {"context.py", "results.py", "differing.py"}
+    allowed = {"context.py", "results.py", "diff.py"}
     assert {file.name for file in folder.glob("*.py") if printing.search(file.read_text())} == allowed

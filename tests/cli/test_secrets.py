@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from psycopg.pq import Conninfo
 from tests.cli.in_process import command
 
-from millstream.app.config.interpolation import interpolate_dsn
 from millstream.app.initialize import make_home
+from millstream.config.interpolation import interpolate_dsn
 from millstream.errors import UsageError
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.addresses import MASK, mask_address, mask_option

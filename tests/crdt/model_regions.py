@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 from tests.crdt.region_logs import COLUMNS, KEY, MERGE, Said, stream_of
 
-from millstream.app.regions import RegionTable
 from millstream.crdt.reconcile import ReconciliationEngine, RegionState
 from millstream.errors import OffsetExpired, TokenFromFuture
 from millstream.model.ids import Epoch, GroupNumber, RegionId, StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
+from millstream.regions.region_table import RegionTable
 
 TABLE = TableId(1)
 _RECORDS = pa.schema([("__op", pa.string()), ("__seq", pa.int64()), *COLUMNS])

@@ -29,15 +29,15 @@ from tests.crdt.model_regions import ENGINE, Group, ModelLog, ModelReader, Model
 from tests.crdt.region_logs import KEY, MERGE, Said, plainly_merged, region_rows
 from tests.seeds import Violation, main
 
-from millstream.app.region_ends import still_says
 from millstream.crdt.hlc import HybridTime
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState, Vector, behind
 from millstream.crdt.tables import fold
-from millstream.errors import ClockAhead, LostTailMerged
+from millstream.errors import ClockSkew, LostTailMerged
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.roles import Lineage, Promise
+from millstream.regions.ends import still_says
 from millstream.wal.writing.times import GroupTimes
 
 _BEGAN_NS = 1_700_000_000 * 10**9
@@ -355,7 +355,7 @@ class World:
                         region.times.hear(HybridTime(last.wall_ns, last.last_seq, number), f"region {number}")
                     elif last.wall_ns - region.now_ns() > 60 * 10**9:
                         continue
-                except ClockAhead:
+                except ClockSkew:
                     self.count("clocks that weren't heard")
                     continue
                 heard = max(heard, last.wall_ns)

@@ -26,10 +26,10 @@ from typing import Any
 
 from tests.commands import Command, run_command
 
-from millstream.app.home import Home as OpenedHome
-from millstream.app.part import Lifeline
 from millstream.app.pipelines import run_pipelines
 from millstream.errors import EngineError
+from millstream.home.home import Home as OpenedHome
+from millstream.processes.child_process import Lifeline
 
 MILLSTREAM = str(Path(sys.executable).parent / "millstream")
 STARTS_MAX = 5

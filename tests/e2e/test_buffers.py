@@ -18,11 +18,11 @@ from tests.app.homes import done, make_home, run, wait_for
 from tests.commands import Command
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.writing.buffered import open_buffer
 from millstream.errors import StreamReadsBuffer
+from millstream.home.home import Home
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
+from millstream.writers.buffered import open_buffer
 
 _numbers = itertools.count(1)
 APPENDS = 150

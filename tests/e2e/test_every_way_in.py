@@ -21,7 +21,7 @@ from tests.e2e.harness import land
 import millstream
 import millstream.aio
 from millstream.model.positions import StreamToken
-from millstream.testing._ports import free_port
+from millstream.testing._servers.ports import free_port
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 

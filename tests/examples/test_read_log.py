@@ -29,7 +29,7 @@ from millstream.capture import run_capture
 from millstream.catalog import Catalog
 from millstream.codec.log_directory import Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
-from millstream.errors import ReplicasMissing
+from millstream.errors import NotEnoughReplicas
 from millstream.model.floats import render_float4, render_float8
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
@@ -44,7 +44,7 @@ from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.mending.inspect import FrameInfo, inspect
 from millstream.wal.retain import drop_segments
-from millstream.wal.writing.numbers import SharedNumbers
+from millstream.wal.writing.sequence_allocator import SharedNumbers
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,7 +252,7 @@ def test_of_groups_that_others_have_to_hold_only_those_that_are_shown(home: Path
     with log:
         others.hold(1)
         log.append(plain_ops({1: [(plain_table(1), 2, "held")]}, shard_of=SHARD_OF))
-        with pytest.raises(ReplicasMissing):
+        with pytest.raises(NotEnoughReplicas):
             log.append(plain_ops({2: [(plain_table(2), 2, "hidden")]}, shard_of=SHARD_OF), deadline_s=0.01)
         lines = same(home)
         assert ["held" in line for line in lines] == [True, True]

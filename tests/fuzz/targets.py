@@ -26,10 +26,6 @@ from tests.fuzz.session_targets import decode_sessions, session_seeds, with_righ
 from tests.fuzz.shipment_targets import check_message, message_seeds, with_right_start
 from tests.wal.truth import FOLDER, STREAM, Truth
 
-from millstream.app.config.file import load_config
-from millstream.app.config.quantities import duration_s, size_bytes
-from millstream.app.moments import parse_as_of
-from millstream.app.records_json import Cat, to_json
 from millstream.capture.copying import _scan as _copy_scan
 from millstream.capture.copying.text import read_copied
 from millstream.codec.buffered_op import decode_op, encode_op
@@ -57,6 +53,8 @@ from millstream.codec.pgoutput import (
 )
 from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
 from millstream.codec.pgoutput.messages import UNCHANGED, Relation
+from millstream.config.file import load_config
+from millstream.config.quantities import duration_s, size_bytes
 from millstream.errors import (
     CorruptFrame,
     InvalidBody,
@@ -71,6 +69,8 @@ from millstream.errors import (
     UnsupportedFormat,
     UsageError,
 )
+from millstream.export.records_json import Cat, to_json
+from millstream.home.time_parsing import parse_as_of
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import columns_of, rows_of_json, rows_of_lines, valid_columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tests.app.homes import make_home
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.opened import home_appender
-from millstream.app.writing.appending import HomeAppender
+from millstream.app.local_client import home_appender
 from millstream.errors import InvalidValue, MillstreamError
+from millstream.home.home import Home
 from millstream.ingest import valid_rows
 from millstream.ingest.columns import NESTING_MAX, table_of
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
@@ -28,6 +27,7 @@ from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.operations import Appended
 from millstream.model.schema import Column, TableSchema
 from millstream.model.writes import AppendBatch
+from millstream.writers.appending import HomeAppender
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 NOON = dt.datetime(2020, 1, 1, 12, tzinfo=dt.UTC)

@@ -12,8 +12,9 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import LakeTableForeign
-from millstream.lake import commits
-from millstream.lake.commits import (
+from millstream.lake import snapshots as commits
+from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.snapshots import (
     CutTable,
     commit_cut,
     compact_cuts,
@@ -23,7 +24,6 @@ from millstream.lake.commits import (
     first_cut,
     last_cut,
 )
-from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 

@@ -14,22 +14,22 @@ import pytest
 from deltalake import DeltaTable
 
 import millstream.lake.folder as folder_module
-import millstream.lake.moves as moves_module
-import millstream.lake.upkeep as upkeep_module
+import millstream.lake.maintenance as upkeep_module
+import millstream.lake.renames as moves_module
 from millstream.errors import LakeError
-from millstream.lake.commits import commit_cut, last_cut
 from millstream.lake.data_files import new_name, table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history, open_history
-from millstream.lake.known import KnownTable
+from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.lake.maintenance import tend_table
 from millstream.lake.query.sql import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.upkeep import tend_table
+from millstream.lake.snapshots import commit_cut, last_cut
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

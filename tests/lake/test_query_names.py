@@ -10,7 +10,7 @@ import pytest
 from tests.lake.test_query import land
 
 from millstream.errors import InvalidQuery
-from millstream.lake.known import KnownTable
+from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.sql import LakeSession
 from millstream.model.ids import TableId

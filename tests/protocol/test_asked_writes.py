@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.errors import MillstreamError, SessionAhead
+from millstream.errors import MillstreamError, SessionGap
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -80,7 +80,7 @@ def test_numbers_in_an_odd_order_leave_no_gap_behind_them() -> None:
     asked = AskedWrites(sessions)
     for place, number in enumerate((1, 3, 2, AHEAD_MAX + 3)):
         assert asked.ask(WriteId("s", number), 7, place) is None
-    with pytest.raises(SessionAhead):  # one may come again, as nothing is there yet
+    with pytest.raises(SessionGap):  # one may come again, as nothing is there yet
         asked.ask(WriteId("s", 2 * AHEAD_MAX), 7, 4)
     sessions.note(WriteId("t", 2), 7, ack(1), 1)
     assert asked.ask(WriteId("t", 1), 7, 5) is None

@@ -154,8 +154,8 @@ def test_the_claim_decides_before_anybody_is_asked():
 def test_of_two_at_once_the_lower_promise_loses():
     one = Contest()
     one.all_say(a=None, c=4)
-    assert one.step(promoting.Overtaken(Promise(Epoch(1), A))) == [], "lower than its own"
-    one.step(promoting.Overtaken(Promise(Epoch(1), C)))
+    assert one.step(promoting.Superseded(Promise(Epoch(1), A))) == [], "lower than its own"
+    one.step(promoting.Superseded(Promise(Epoch(1), C)))
     assert isinstance(one.error(), PromotionLost)
     assert one.all_say(c=4) == [], "it is over"
 
@@ -165,9 +165,9 @@ def test_who_has_the_claim_stands_again_above_one_that_lost_it():
     one = Contest("object", has_store=True)
     one.all_say(a=None, c=5)
     one.step(promoting.Claimed())
-    effects = one.step(promoting.Overtaken(Promise(Epoch(1), C)))
+    effects = one.step(promoting.Superseded(Promise(Epoch(1), C)))
     assert [survey.node for survey in of(promoting.Survey, effects)] == [A, C]
-    assert one.step(promoting.Overtaken(Promise(Epoch(1), C))) == [], "told twice"
+    assert one.step(promoting.Superseded(Promise(Epoch(1), C))) == [], "told twice"
     one.step(promoting.Answered(C, replace(standing(5, Promise(Epoch(1), C)), is_candidate=True)))
     assert one.step(promoting.Unanswered(A)) == [promoting.Claim(Promise(Epoch(2), B))], "it may not have ended yet"
     one.step(promoting.ClaimFailed(PromotionLost("c was faster")))
@@ -193,7 +193,7 @@ def test_who_has_promised_something_since_it_began_doesnt_stand(node: NodeName, 
     for other in (A, C):
         effects = one.step(promoting.Unanswered(other), 0.0)
     assert of(promoting.Stand, effects)
-    (failed,) = of(promoting.Failed, one.step(promoting.Overtaken(Promise(Epoch(1), node)), 0.0))
+    (failed,) = of(promoting.Failed, one.step(promoting.Superseded(Promise(Epoch(1), node)), 0.0))
     assert isinstance(failed.error, error)
 
 

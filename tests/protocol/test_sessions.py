@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
+from millstream.errors import DedupWindowExpired, IdempotencyKeyReused, SessionExpired, SessionGap
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -61,12 +61,12 @@ class AgainstModel(RuleBasedStateMachine):
         forgotten = number is not None and number <= mark - RESULTS_KEPT
         try:
             found = sent(self.sessions, write_id, given, digest, self.clock)
-        except WriteForgotten:
+        except DedupWindowExpired:
             assert forgotten
-        except WriteIdReused:
+        except IdempotencyKeyReused:
             assert was is not None
             assert was[0] != digest
-        except SessionAhead:
+        except SessionGap:
             assert number is not None
             assert number > mark + AHEAD_MAX
         except SessionExpired:
@@ -198,7 +198,7 @@ def test_what_is_too_many_goes_longest_unused_first_and_says_so(copied: bool) ->
                 sessions.look(WriteId(f"s{i}", number), 7)
         assert sessions.facts(f"s{i}").expired
     for i in (0, 1, 2):
-        with pytest.raises(WriteForgotten):
+        with pytest.raises(DedupWindowExpired):
             sessions.look(WriteId(key=f"k{i}"), 7)
     assert sessions.look(WriteId("s0", 2), 7) == ack(50)
     assert sessions.look(WriteId("s4", 1), 7) == ack(4)
@@ -221,7 +221,7 @@ def test_what_is_too_old_goes() -> None:
         for i in (0, 4999):
             with pytest.raises(SessionExpired):
                 state.look(WriteId(f"old{i}", 1), 7)
-            with pytest.raises(WriteForgotten):
+            with pytest.raises(DedupWindowExpired):
                 state.look(WriteId(key=f"old{i}"), 7)
         assert state.look(WriteId(key="new4999"), 7) == ack(4999)
 
@@ -232,7 +232,7 @@ def test_what_was_forgotten_is_remembered_as_that_for_long(monkeypatch: pytest.M
     for i in range(60_000):
         sent(sessions, WriteId(key=f"k{i}"), ack(i))
     for i in range(60_000 - 16_384, 59_999, 97):
-        with pytest.raises(WriteForgotten):
+        with pytest.raises(DedupWindowExpired):
             sessions.look(WriteId(key=f"k{i}"), 7)
     assert len(b"".join(sessions.copied()())) < 8 * 3 * 16384
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow.flight as fl
 
-from millstream.app.serving.flight import flight_error
-from millstream.app.serving.flight_connections import cut_connections
 from millstream.errors import MillstreamError
 from millstream.replication.flight import FlightTransport, FollowRequest
+from millstream.serving.flight import flight_error
+from millstream.serving.flight_connections import cut_connections
 
 
 class _Headers(fl.ServerMiddleware):  # type: ignore[misc] # pyarrow ships no types

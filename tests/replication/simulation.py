@@ -563,7 +563,7 @@ class Node:
     def stand(self, promise: Promise) -> None:
         """It takes nothing from the leader before any more, and gives nothing under less than its own promise."""
         if promise <= self.fact.promise:
-            self.promote_step(promoting.Overtaken(self.fact.promise))
+            self.promote_step(promoting.Superseded(self.fact.promise))
             return
         for wire in [*self.wires.values(), *([self.wire] if self.wire else [])]:
             wire.cut()
@@ -603,7 +603,7 @@ class Node:
             try:
                 self.give(promise)
             except Fenced:
-                return promoting.Overtaken(self.fact.promise)
+                return promoting.Superseded(self.fact.promise)
         log = self.disk.log
         standing = Standing(self.fact.promise, self.fact.role, self.fact.rank(GroupNumber(log.group)), Seq(log.group))
         return promoting.Answered(self.name, standing)
@@ -611,7 +611,7 @@ class Node:
     def give(self, promise: Promise) -> None:
         if promise > self.fact.promise and self.promotion is not None:
             self.end_catching_up(LinkLost("overtaken"))
-            self.promote_step(promoting.Overtaken(promise))
+            self.promote_step(promoting.Superseded(promise))
         if self.leader is not None and not self.leader.is_fenced:
             if promise > self.fact.promise:
                 self.lead_step(shipping.Heard(promise))

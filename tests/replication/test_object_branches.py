@@ -12,13 +12,13 @@ from uuid import UUID
 import pytest
 from tests.app.homes import wait_for
 
-from millstream.app.replicating.restoring import restore_stream
-from millstream.app.replicating.stores import Fetched, fetch, lineage_document, stored_lineage
 from millstream.codec.checksums import Bytes
 from millstream.errors import LinkLost, StoreUnavailable
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName
+from millstream.nodes.restoring import restore_stream
+from millstream.nodes.stores import Fetched, fetch, lineage_document, stored_lineage
 from millstream.protocol.replication.roles import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.replication.archiver import WalArchiver
@@ -28,8 +28,8 @@ from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
+from millstream.wal.replica.promote import prepare_promotion
 from millstream.wal.replica.shipping import durable_marks
-from millstream.wal.replica.taking_over import prepare_promotion
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.session_file import write_copy
 from millstream.wal.writing.writer import LogWriter

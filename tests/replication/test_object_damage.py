@@ -15,13 +15,13 @@ import pytest
 from tests.app.homes import run, wait_for
 from tests.replication.test_object_branches import STREAM, Scene, write
 
-from millstream.app.home import Home
-from millstream.app.replicating.restoring import restore_stream
 from millstream.codec.log_segment import SegmentHeader
 from millstream.errors import InvalidTime, InvalidToken, StoreDamaged, TimeFromFuture, UsageError
+from millstream.home.home import Home
 from millstream.model.ids import StreamId
 from millstream.model.marks import DroppedMark
 from millstream.model.positions import Offset, Seq
+from millstream.nodes.restoring import restore_stream
 from millstream.protocol.replication.roles import RoleFact
 from millstream.replication.object_scrub import Scrubbed
 from millstream.replication.object_store import ObjectStoreTransport

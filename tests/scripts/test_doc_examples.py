@@ -46,9 +46,9 @@ def checker(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
     program = ModuleType("millstream.cli.main")
     program.cli = cli  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "millstream.cli.main", program)
-    configuration = ModuleType("millstream.app.config.model")
+    configuration = ModuleType("millstream.config.model")
     configuration.Config = Config  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "millstream.app.config.model", configuration)
+    monkeypatch.setitem(sys.modules, "millstream.config.model", configuration)
     monkeypatch.setattr(module, "is_built", lambda _room: True)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "Makefile").write_text("test:\n")

@@ -27,6 +27,19 @@ def test_a_line_that_keeps_the_rules_passes(rules: ModuleType, line: str) -> Non
     assert list(rules.line_breaches(Path("a.py"), line)) == []
 
 
+def test_a_crowded_folder_is_found(rules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "src" / "room"
+    room.mkdir(parents=True)
+    monkeypatch.setattr(rules, "ROOT", tmp_path)
+    for name in "abc":
+        (room / f"{name}.py").write_text("\n" * 2000)
+    assert list(rules.folder_breaches()) == []
+    (room / "d.py").write_text("\n")
+    assert list(rules.folder_breaches()) == [
+        "src/room:1: 6001 lines in its modules; past 6000 it gets rooms of its own"
+    ]
+
+
 def test_a_long_module_and_an_idle_function_are_found(rules: ModuleType) -> None:
     long = "\n" * 601
     idle = 'def idle():\n    """Say nothing."""\n    pass\n'

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tests.app.homes import wait_for
 
-from millstream.app.serving import access as module
-from millstream.app.serving.access import EVERYBODY, Access, Credentials, TokenBook, credentials_of, name_in_certificate
 from millstream.catalog import AccessToken, Catalog
 from millstream.errors import AccessTokenExpired, CatalogUnreachable, Forbidden, Unauthenticated, UsageError
 from millstream.model.access import ALL_STREAMS, Right, Rights, token_parts
+from millstream.serving import access as module
+from millstream.serving.access import EVERYBODY, Access, Credentials, TokenBook, credentials_of, name_in_certificate
 
 READ_SHOP = Rights.parse(["shop=read"])
 

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives import serialization
 from tests.app.homes import done, make_home, run, wait_for
 from tests.serving.servers import Authority, served
 
-from millstream.app.home import Home
-from millstream.app.serving.certificates import Certificates, Renewal
-from millstream.app.serving.exposure import check_protected, is_loopback
 from millstream.errors import CertificateUnusable, Unprotected
+from millstream.home.home import Home
+from millstream.serving.bind_check import check_protected, is_loopback
+from millstream.serving.certificates import Certificates, Renewal
 
 CERTIFICATE = "MILLSTREAM_HTTP__TLS_CERTIFICATE"
 KEY = "MILLSTREAM_HTTP__TLS_KEY"

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from tests.app.homes import make_home
 
-from millstream.app.home import Home
-from millstream.app.serving.access import Access
-from millstream.app.serving.application import Application
 from millstream.catalog import Catalog
+from millstream.home.home import Home
 from millstream.model.access import Rights
+from millstream.serving.access import Access
+from millstream.serving.application import Application
 
 LINES: Final = {"/write", "/api/v2/write"}
 """InfluxDB's clients expect errors of their own form there."""

@@ -21,21 +21,21 @@ from tests.app.homes import done, make_home, wait_for
 from tests.serving.servers import Authority, served
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.opened import home_appender, open_reader
-from millstream.app.replicating.node_calls import ACTION
-from millstream.app.serving import bulk_read
-from millstream.app.serving import flight as module
-from millstream.app.serving.access import Access, Credentials, TokenBook
-from millstream.app.serving.flight import FlightServer, flight_error
+from millstream.app.local_client import home_appender, open_reader
 from millstream.errors import AddressInUse, InvalidValue
+from millstream.home.home import Home
 from millstream.ingest.bulk import Cutter, GetRequest, PutRequest
+from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Rights
 from millstream.model.ids import Epoch
 from millstream.model.operations import Appended
 from millstream.model.records import record_schema
 from millstream.model.replication import Hello, NodeName
 from millstream.replication.flight_wire import FollowRequest
+from millstream.serving import bulk_read
+from millstream.serving import flight as module
+from millstream.serving.access import Access, Credentials, TokenBook
+from millstream.serving.flight import FlightServer, flight_error
 
 KEYED = '[streams.shop]\n[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.web]\n'
 ROWS = pa.schema([pa.field("id", pa.int64()), pa.field("name", pa.string())])

@@ -11,13 +11,13 @@ import pyarrow.flight as fl
 import pytest
 from tests.app.homes import make_home
 
-from millstream.app.home import Home
-from millstream.app.opened import home_appender
-from millstream.app.replicating.node_calls import ACTION
-from millstream.app.serving.access import Access
-from millstream.app.serving.flight import FlightServer
+from millstream.app.local_client import home_appender
 from millstream.errors import InvalidValue, RowsTooLarge
+from millstream.home.home import Home
 from millstream.ingest.bulk import Cutter, PutRequest
+from millstream.leadership.node_calls import ACTION
+from millstream.serving.access import Access
+from millstream.serving.flight import FlightServer
 
 ROWS = pa.record_batch({"id": [1]})
 WHERE = fl.FlightDescriptor.for_path("web", "clicks")

@@ -13,9 +13,7 @@ import pyarrow as pa
 import pytest
 from tests.app.homes import make_home
 
-from millstream.app.home import Home
-from millstream.app.opened import home_appender
-from millstream.app.serving.groups import BATCH_BYTES_MAX, IN_FLIGHT_MAX, Groups, Target
+from millstream.app.local_client import home_appender
 from millstream.errors import (
     AppendOutcomeUnknown,
     InvalidValue,
@@ -24,10 +22,12 @@ from millstream.errors import (
     RowsTooLarge,
     WriterClosed,
 )
+from millstream.home.home import Home
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
 from millstream.model.writes import AppendBatch, WriteId
+from millstream.serving.request_batching import BATCH_BYTES_MAX, IN_FLIGHT_MAX, Groups, Target
 
 CLICKS = Target("web", "public.clicks", 1.0, keep_valid_rows=False)
 STREAM = StreamId(uuid4())

@@ -19,8 +19,8 @@ import httpx
 from tests.app.homes import wait_for
 from tests.serving.serving_process import LINES, Served, rows_of, served, web_home
 
-from millstream.app.locks import holder, writer_role
-from millstream.testing._ports import free_port
+from millstream.processes.locks import holder, writer_role
+from millstream.testing._servers.ports import free_port
 
 SENDERS = 6
 KILLS = 4

@@ -12,8 +12,8 @@ from tests.app.homes import make_home
 from tests.app.served import serving
 
 import millstream
-from millstream.app.serving.origins import Origins
 from millstream.errors import AccessError, ForeignOrigin, UnknownHost, UsageError
+from millstream.serving.origin_check import Origins
 
 ROWS = "/v1/streams/web/tables/clicks"
 LINES = {"content-type": "application/x-ndjson"}

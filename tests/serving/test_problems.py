@@ -7,8 +7,8 @@ import json
 import pytest
 from tests.test_errors import KINDS
 
-from millstream.app.serving.problems import encoded, headers_of, plain_problem, problem_of, status_of
 from millstream.errors import MillstreamError, Retry
+from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of, status_of
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -19,10 +19,10 @@ from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.serving.query_workers import AskedQuery, Asking, QueryWorkers
 from millstream.errors import InvalidQuery, LakeError, QueryCrashed, QueryMemoryFull, QueryTimeout
+from millstream.home.home import Home
 from millstream.lake.query.bounds import QueryBounds
+from millstream.serving.query_workers import AskedQuery, Asking, QueryWorkers
 
 MEMORY = 64 << 20
 PLANS = f"select {'.'.join('a' * 20_000)}"
@@ -55,7 +55,7 @@ def children() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if "millstream.app.serving.query_worker" in child.cmdline():
+            if "millstream.serving.query_worker" in child.cmdline():
                 found.append(child)
     return found
 
@@ -178,8 +178,8 @@ ENDS = """
 import os, signal, sys
 from pathlib import Path
 import psutil
-from millstream.app.home import Home
-from millstream.app.serving.query_workers import Asking, QueryWorkers
+from millstream.home.home import Home
+from millstream.serving.query_workers import Asking, QueryWorkers
 from millstream.lake.query.bounds import QueryBounds
 
 home = Home(Path(sys.argv[1]))

@@ -18,11 +18,11 @@ from tests.app.served import serving
 from tests.serving.servers import served
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.serving.access import Access
-from millstream.app.serving.application import Application
 from millstream.errors import QueryMemoryFull, QuerySpillFull, QueryTimeout
+from millstream.home.home import Home
 from millstream.model.access import Rights
+from millstream.serving.access import Access
+from millstream.serving.application import Application
 
 
 @pytest.fixture

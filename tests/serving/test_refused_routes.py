@@ -15,11 +15,11 @@ from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.opened import home_appender
-from millstream.app.serving.access import Access
-from millstream.app.serving.flight import FlightServer
+from millstream.app.local_client import home_appender
 from millstream.errors import InvalidRoute, MillstreamError, NoRouteMatches
+from millstream.home.home import Home
+from millstream.serving.access import Access
+from millstream.serving.flight import FlightServer
 
 RULES = """
 [streams.web.log]

@@ -12,7 +12,7 @@ from tests.serving.serving_process import served
 
 import millstream
 import millstream.aio
-from millstream.errors import WriteIdReused
+from millstream.errors import IdempotencyKeyReused
 from millstream.model.writes import SessionFacts
 
 
@@ -28,7 +28,7 @@ def test_a_session_goes_on_over_http_and_a_retry_is_there_once(tmp_path: Path) -
             assert not again.duplicate
             again = remote.append("web", "users", {"id": 1}, idempotency_key="k")
             assert again.duplicate
-            with pytest.raises(WriteIdReused):
+            with pytest.raises(IdempotencyKeyReused):
                 remote.append("web", "users", {"id": 2}, idempotency_key="k")
             kept = remote.append("web", "users", [{"id": 3}, {"id": "x"}, {"id": 4}, {}], keep_valid_rows=True)
             assert [row.row for row in kept.rejected] == [1, 3]

@@ -12,15 +12,15 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from tests.app.homes import wait_for
-from tests.app.nodes import STREAM, Node, eventually, nodes
+from tests.nodes.nodes import STREAM, Node, eventually, nodes
 from tests.spark.hand_made import Home, insert
 
 import millstream
-from millstream.app.home import Home as Folder
-from millstream.app.replicating.ages import note_age
-from millstream.app.replicating.roles import Roles, replication_folder
 from millstream.errors import ReplicaTooStale
+from millstream.home.home import Home as Folder
+from millstream.leadership.roles import Roles, replication_folder
 from millstream.model.replication import NodeName
+from millstream.nodes.staleness import note_age
 from millstream.protocol.replication.roles import Role, RoleFact
 
 

@@ -12,10 +12,10 @@ from tests.spark.hand_made import Home
 from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drain
 from tests.spark.test_pipeline import two_tables, write
 
-from millstream.app.config.model import LogConfig
-from millstream.app.retention import sweep
-from millstream.lake.commits import last_cut
+from millstream.config.model import LogConfig
+from millstream.home.retention import sweep
 from millstream.lake.layout import LakeLayout
+from millstream.lake.snapshots import last_cut
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
@@ -23,7 +23,7 @@ from millstream.spark.driver import take_up
 from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
-from millstream.wal.backlog import log_size
+from millstream.wal.lag import log_size
 from millstream.wal.retain import Sweep
 from millstream.wal.writing.writer import LogOptions
 

@@ -12,16 +12,16 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from millstream.lake.commits import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.sql import LakeSession
+from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
-from millstream.testing._maven import fetch
+from millstream.testing._servers.maven import fetch
 
 DELTA = "4.4.0"
 JARS = {

@@ -20,8 +20,8 @@ from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drai
 
 from millstream.catalog import TableState
 from millstream.errors import CheckpointForeign, LakeConflict
-from millstream.lake.commits import last_cut
 from millstream.lake.folded.current import FoldSizes
+from millstream.lake.snapshots import last_cut
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.driver import _said, run_pipeline

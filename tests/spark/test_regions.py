@@ -12,10 +12,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 import millstream
-from millstream.app.home import Home
-from millstream.app.regions import RegionTable
 from millstream.errors import UnknownTable
+from millstream.home.home import Home
 from millstream.model.ids import RegionId
+from millstream.regions.region_table import RegionTable
 from millstream.spark.columns import spark_schema
 from millstream.spark.regions import merged_regions, region_records
 

@@ -20,19 +20,19 @@ from deltalake import DeltaTable
 from tests.spark.test_other_readers import DELTA, JARS
 
 from millstream.errors import LakeSchemaConflict
-from millstream.lake.commits import commit_cut
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.query.sql import LakeSession
 from millstream.lake.rebuild import make_way
+from millstream.lake.snapshots import commit_cut
 from millstream.lake.types import widest
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
-from millstream.testing._maven import fetch
+from millstream.testing._servers.maven import fetch
 
 VIEWS: tuple[View, ...] = ("history", "current", "scd2")
 MOMENT = datetime(2026, 2, 3, 4, 5, 6, 7, tzinfo=UTC)

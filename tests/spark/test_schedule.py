@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.lake.upkeep import KEEP_S
+from millstream.lake.maintenance import KEEP_S
 from millstream.spark.schedule import (
     DISK_FACTOR,
     FOLD_INTERVAL_S,

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.spark.lake_run import config_of
 
-from millstream.app.config.model import LogConfig
-from millstream.app.retention import sweep
 from millstream.catalog import Catalog
+from millstream.config.model import LogConfig
 from millstream.errors import Retry
+from millstream.home.retention import sweep
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Seq, StreamToken

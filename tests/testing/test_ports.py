@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 
-from millstream.testing import _ports
-from millstream.testing._ports import free_port
+from millstream.testing._servers import ports as _ports
+from millstream.testing._servers.ports import free_port
 
 
 def test_each_is_free_and_another_one_and_none_that_the_system_gives_by_itself() -> None:

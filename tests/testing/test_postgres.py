@@ -12,7 +12,9 @@ import psutil
 import psycopg
 import pytest
 
-from millstream.testing import EmbeddedPostgres, PostgresStartError, PostgresUnavailable, _maven, _postgres_binaries
+from millstream.testing import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
+from millstream.testing._servers import maven as _maven
+from millstream.testing._servers import postgres_binaries as _postgres_binaries
 from millstream.testing.postgres import StopMode
 from millstream.testing.pytest_plugin import Database
 

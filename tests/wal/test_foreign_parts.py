@@ -15,9 +15,9 @@ from uuid import UUID
 
 import pytest
 
-from millstream.app.home import Home
 from millstream.cli.main import _report
 from millstream.errors import DiskFull, HomeUnreadable, HomeUnwritable, IoFailed, UnexpectedFile
+from millstream.home.home import Home
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
@@ -33,7 +33,7 @@ NOBODY = 65534
 AS_ANOTHER = """
 import json, os, sys
 from uuid import UUID
-import millstream.cli.wal, millstream.wal.mending.repair, millstream.app.opened
+import millstream.cli.wal, millstream.wal.mending.repair, millstream.app.local_client
 from millstream.errors import MillstreamError
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq

@@ -19,9 +19,9 @@ from millstream.model.operations import TableRows
 from millstream.model.positions import Seq
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
-from millstream.wal import source
+from millstream.wal import segment_reader as source
 from millstream.wal.reader import StreamReader
-from millstream.wal.source import TableRecords
+from millstream.wal.segment_reader import TableRecords
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 FOLDER = "/wal/s"

@@ -20,9 +20,9 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.replica.shipping import durable_marks
 from millstream.wal.shards import lock_shards
 from millstream.wal.writing.commit import GroupCommitter
-from millstream.wal.writing.numbers import SharedNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
+from millstream.wal.writing.sequence_allocator import SharedNumbers
 
 
 class StagedFiles(MemoryFiles):

@@ -16,7 +16,7 @@ import pytest
 from tests.wal.log_writers import Others, one, small, xids
 from tests.wal.test_sessions import write
 
-from millstream.errors import AppendOutcomeUnknown, LevelUnknown, Overloaded, ReplicasMissing, WriterClosed
+from millstream.errors import AckLevelUnavailable, AppendOutcomeUnknown, NotEnoughReplicas, Overloaded, WriterClosed
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import Ack, Repeated
 from millstream.model.replication import AckLevel
@@ -88,9 +88,9 @@ def durable(log: LogWriter, records: int) -> None:
     until(lambda: log.stats().records >= records and log.is_written())
 
 
-def given_up(future: Future[Ack]) -> ReplicasMissing:
+def given_up(future: Future[Ack]) -> NotEnoughReplicas:
     error = future.exception(DEADLINE_S)
-    assert isinstance(error, ReplicasMissing)
+    assert isinstance(error, NotEnoughReplicas)
     return error
 
 
@@ -280,7 +280,7 @@ def test_who_waits_keeps_its_room_in_the_queue() -> None:
         assert held.size_bytes <= 20_000, "the queue's room, and that of a group which was just being written"
         life.others.hold(100)
         for future in waiting:
-            assert future.exception(DEADLINE_S) is None or isinstance(future.exception(), ReplicasMissing)
+            assert future.exception(DEADLINE_S) is None or isinstance(future.exception(), NotEnoughReplicas)
         until(lambda: log.stats().awaited.submissions == 0)
         log.append(small(1000), deadline_s=DEADLINE_S)
 
@@ -291,7 +291,7 @@ def test_tasks_wait_as_threads_do() -> None:
     async def run(log: LogWriter) -> None:
         tasks = [asyncio.create_task(log.append_async(one(xid))) for xid in (1, 2)]
         await asyncio.to_thread(until, lambda: log.stats().awaited.submissions == 2)
-        with pytest.raises(ReplicasMissing):
+        with pytest.raises(NotEnoughReplicas):
             await log.append_async(one(3), deadline_s=0.02)
         assert not any(task.done() for task in tasks)
         life.others.hold(9)
@@ -410,7 +410,7 @@ def test_a_sessions_mark_isnt_told_before_its_writes_are_held() -> None:
     life = Life()
     with life.open(keyed=True) as log:
         given_up(log.submit(write((WriteId("s", 1), 1)), deadline_s=0.02))
-        with pytest.raises(ReplicasMissing):
+        with pytest.raises(NotEnoughReplicas):
             log.session("s", deadline_s=0.02)
         life.others.hold(1, upto=1)
         assert log.session("s", deadline_s=DEADLINE_S).mark == 1
@@ -423,11 +423,11 @@ def test_what_nobody_can_tell_is_refused() -> None:
         options=LogOptions(disk_used_max=1.0),
     )  # fmt: skip
     with log:
-        with pytest.raises(LevelUnknown, match="this machine alone"):
+        with pytest.raises(AckLevelUnavailable, match="this machine alone"):
             log.append(one(1), acks=ONE)
         log.append(one(2), acks=AckLevel.parse("local"))
     assert life.shown() == [2]
-    with pytest.raises(LevelUnknown):
+    with pytest.raises(AckLevelUnavailable):
         LogWriter.open(
             FOLDER, stream=STREAM, shards=[ShardId(0)], epoch=Epoch(2), reservations=life.reservations, files=life.files,
             options=LogOptions(disk_used_max=1.0, acks=ONE),

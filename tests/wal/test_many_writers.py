@@ -37,9 +37,9 @@ from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.shards import lock_shards
 from millstream.wal.writing.commit import GroupCommitter
-from millstream.wal.writing.numbers import SharedNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
+from millstream.wal.writing.sequence_allocator import SharedNumbers
 
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID(int=9))

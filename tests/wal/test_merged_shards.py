@@ -10,9 +10,9 @@ from uuid import UUID
 
 import pytest
 
-from millstream.app.record_reading import read_records
-from millstream.app.records_json import Cat
 from millstream.codec.log_directory import Numbering
+from millstream.export.record_reading import read_records
+from millstream.export.records_json import Cat
 from millstream.model.appends import AppendOp
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import TableRows, WriteOps

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.wal.operation_numbers import Found, Refused, read_log
 from tests.wal.truth import FOLDER, SHARDS, SMALL, STREAM
 
-from millstream.app.home import Home
-from millstream.app.log_export import export_arrow
-from millstream.app.log_import import import_log
 from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable
+from millstream.export.log_export import export_arrow
+from millstream.export.log_import import import_log
+from millstream.home.home import Home
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, TableId, WriterId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
@@ -29,11 +29,11 @@ from millstream.testing.log import MemoryReservations, plain_operations, plain_r
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import list_segments, list_shards, shard_folder
 from millstream.wal.reader import StreamReader
-from millstream.wal.source import TableRecords
+from millstream.wal.segment_reader import TableRecords
 from millstream.wal.writing.commit import GroupCommitter
-from millstream.wal.writing.numbers import BlockNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
+from millstream.wal.writing.sequence_allocator import BlockNumbers
 
 SHARD_OF = {1: 0, 2: 1, 3: 0}
 TABLES = {number: replace(plain_table(number), relation_oid=20_000 + number) for number in SHARD_OF}

@@ -13,11 +13,11 @@ import pytest
 
 from millstream.errors import (
     CorruptWal,
+    DedupWindowExpired,
+    IdempotencyKeyReused,
     MillstreamError,
     SessionExpired,
     SessionsNeedOneWriter,
-    WriteForgotten,
-    WriteIdReused,
 )
 from millstream.ingest.requests import operations_of
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
@@ -32,9 +32,9 @@ from millstream.testing.log import MemoryReservations, plain_rows, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import SESSIONS_HOLDER, Sweep, drop_segments
 from millstream.wal.writing.commit import GroupCommitter, WriterIdentity
-from millstream.wal.writing.keyed import KeyedCommits
-from millstream.wal.writing.numbers import BlockNumbers
+from millstream.wal.writing.deduplication import KeyedCommits
 from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.sequence_allocator import BlockNumbers
 from millstream.wal.writing.session_file import covered_upto, read_copy, session_path
 from millstream.wal.writing.writer import LogWriter
 
@@ -183,11 +183,11 @@ def test_one_that_is_refused_leaves_the_others_alone() -> None:
     committer, keyed = life.open(files)
     keyed.commit([write((s(1), 1))])
     (ack,) = keyed.commit([write((s(2), 1), (s(1), 1), (s(9, "new"), 2), (WriteId(key="k"), 1), text="other")])
-    assert [type(outcome) for outcome in ack.each] == [Ack, WriteIdReused, Ack, Ack]
+    assert [type(outcome) for outcome in ack.each] == [Ack, IdempotencyKeyReused, Ack, Ack]
     (ack,) = keyed.commit([write((s(3), 1), (s(3), 1)), write((WriteId(key="k"), 1))][:1])
     assert [type(outcome) for outcome in ack.each] == [Ack, Repeated]
     one, other = keyed.commit([write((s(4), 1)), write((s(4), 1), text="other")])
-    assert isinstance(other.each[0], WriteIdReused)
+    assert isinstance(other.each[0], IdempotencyKeyReused)
     assert isinstance(one.each[0], Ack)
     committer.abandon()
 
@@ -409,7 +409,7 @@ def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkey
         raise OSError(ENOSPC, "no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.wal.writing.keyed.write_copy", full)
+        patched.setattr("millstream.wal.writing.deduplication.write_copy", full)
         committer, keyed = life.open(earlier)
         keyed.commit([write((s(1, "other"), 9))])
         committer.abandon()
@@ -427,7 +427,7 @@ def test_without_a_copy_each_group_tries_to_make_one(monkeypatch: pytest.MonkeyP
         raise OSError(ENOSPC, "no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.wal.writing.keyed.write_copy", full)
+        patched.setattr("millstream.wal.writing.deduplication.write_copy", full)
         committer, keyed = life.open(files)
         keyed.commit([write((s(1), 1))])
         keyed.after_group()
@@ -502,10 +502,10 @@ def test_a_copy_of_version_1_is_read_for_ever() -> None:
     given = Ack({ShardId(0): (Offset(40), Offset(41)), ShardId(1): (Offset(40), Offset(42))}, SeqRange(Seq(401), 3))
     assert sessions.look(s(1, "ü"), 1004) == given
     assert sessions.look(WriteId(key="l"), 123) == Ack({ShardId(0): (Offset(92), Offset(93))}, SeqRange(Seq(902), 1))
-    with pytest.raises(WriteIdReused):
+    with pytest.raises(IdempotencyKeyReused):
         sessions.look(s(5, "a"), 1)
     with pytest.raises(SessionExpired):
         sessions.look(s(1, "gone"), 1000)
-    with pytest.raises(WriteForgotten):
+    with pytest.raises(DedupWindowExpired):
         sessions.look(WriteId(key="gone"), 7)
     assert b"".join(sessions.copied()()) == copy.state

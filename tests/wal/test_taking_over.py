@@ -10,7 +10,7 @@ import pytest
 from tests.wal.replica_pairs import Pair, rows, ship
 from tests.wal.truth import FOLDER, SMALL
 
-from millstream.errors import LogCutBack, OffsetExpired
+from millstream.errors import LogTruncated, OffsetExpired
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import ShownMark
 from millstream.model.positions import Seq
@@ -21,10 +21,10 @@ from millstream.wal.layout import list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_shown
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.history import SetAside, ends_behind, truncate_to
+from millstream.wal.replica.divergence import SetAside, ends_behind, truncate_to
 from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.promote import prepare_promotion
 from millstream.wal.replica.shipping import ShipSource, durable_marks
-from millstream.wal.replica.taking_over import prepare_promotion
 from millstream.wal.retain import drop_segments
 
 ASIDE = f"{FOLDER}.aside-20260101"
@@ -145,7 +145,7 @@ def test_who_reads_on_in_a_log_that_was_cut_back_and_has_grown_since_is_told_so(
     for _ in range(20):
         pair.truth.commit(pair.leader, pair.truth.ops([(1, 2)], [(3, 1)]))
     ship(ShipSource(FOLDER, files=pair.files), log, 5000)
-    with pytest.raises(LogCutBack, match="another writer"):
+    with pytest.raises(LogTruncated, match="another writer"):
         list(reading)
 
 
@@ -160,12 +160,12 @@ def test_who_reads_a_log_that_is_cut_back_meanwhile_is_told_so_and_how_much_is_l
     reading = StreamReader(FOLDER, files=old).read_between(Seq(0), upto)
     taken = [next(reading).batch for _ in range(read_first)]
     assert truncated(old) is not None
-    with pytest.raises(LogCutBack) as told:
+    with pytest.raises(LogTruncated) as told:
         taken.extend(found.batch for found in reading)
     assert taken == [found.batch for found in whole[: len(taken)]]
     left = told.value.details["persisted_upto"]
     assert 0 < left < upto
-    with pytest.raises(LogCutBack):
+    with pytest.raises(LogTruncated):
         list(chain.from_iterable(map(late.read_span, spans)))
     kept = list(reader.read_between(Seq(0), left))
     assert kept == whole[: len(kept)]
@@ -260,7 +260,7 @@ def test_a_shard_of_which_nothing_stays_says_so_to_whoever_reads_it():
     next(reading)
     cut(old)
     for late in (reading, chain.from_iterable(map(reader.read_span, spans))):
-        with pytest.raises(LogCutBack) as told:
+        with pytest.raises(LogTruncated) as told:
             list(late)
         assert told.value.details["persisted_upto"] == reader.persisted_upto() > 0
     pair.truth.seqs_seen.clear()
@@ -314,7 +314,7 @@ def test_a_whole_log_that_goes_is_empty_and_is_begun_anew():
     reading = reader.read_between(Seq(0), reader.persisted_upto())
     next(reading)
     assert truncate_to(FOLDER, {}, aside=ASIDE, files=old) is not None
-    with pytest.raises(LogCutBack):
+    with pytest.raises(LogTruncated):
         list(reading)
     assert rows(old, pair.truth) == {}
     pair.append(2)

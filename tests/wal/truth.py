@@ -13,9 +13,9 @@ from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.commit import GroupCommitter
-from millstream.wal.writing.numbers import BlockNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
+from millstream.wal.writing.sequence_allocator import BlockNumbers
 
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID("5f0c21aa-0000-4000-8000-000000000001"))

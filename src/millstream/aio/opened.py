@@ -12,20 +12,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from millstream.aio.session import AsyncSession, valid_columns
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, check_deadline, session_of
-from millstream.app.home import Home
-from millstream.app.opened import OpenHome, check_stream, home_appender, level_of, open_lake, write_id_of
+from millstream.app.local_client import OpenHome, check_stream, home_appender, level_of, open_lake, write_id_of
+from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, check_deadline, session_of
 from millstream.errors import MillstreamError, WriterClosed
+from millstream.home.home import Home
 from millstream.ingest.requests import one_request
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.app.writing.appending import HomeAppender
     from millstream.ingest.columns import Rows
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
+    from millstream.writers.appending import HomeAppender
 
 _QUERIES_AT_ONCE: Final = 4
 """DuckDB takes all cores for one already."""

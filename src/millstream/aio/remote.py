@@ -14,8 +14,7 @@ import httpx
 import pyarrow as pa
 
 from millstream.aio.session import AsyncSession, valid_columns
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
-from millstream.app.remote.client import (
+from millstream.client.client import (
     TIMEOUT_S,
     answer_of,
     client_settings,
@@ -24,8 +23,9 @@ from millstream.app.remote.client import (
     request_of,
     tls_of,
 )
-from millstream.app.remote.pieces import Pieces, latest_of
-from millstream.app.remote.steps import (
+from millstream.client.pieces import Pieces, latest_of
+from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
+from millstream.client.steps import (
     Answer,
     Call,
     Lost,

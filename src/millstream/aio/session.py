@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sized
 from typing import TYPE_CHECKING, Final, Protocol
 
-from millstream.app.calls import APPEND_DEADLINE_S, Attempts, Numbers
-from millstream.errors import MillstreamError, SessionAhead, UsageError
+from millstream.client.protocol import APPEND_DEADLINE_S, Attempts, Numbers
+from millstream.errors import MillstreamError, SessionGap, UsageError
 from millstream.ingest.valid_rows import ValidTable, columns_for
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class AsyncSession:
                             table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows, acks=acks
                         )
                     )
-            except SessionAhead as error:
+            except SessionGap as error:
                 # Numbers of writes that were lost are to be used first.
                 if number is not None or not self._numbers.fill(
                     await self._home.session_facts(self._stream, self.name)
@@ -127,7 +127,7 @@ class AsyncSession:
                     keep_valid_rows=keep_valid_rows,
                     acks=acks,
                 )
-            except SessionAhead:
+            except SessionGap:
                 raise
             except MillstreamError as error:
                 await asyncio.sleep(attempts.nap_after(error, number))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from millstream.app.catalog_rows import check_free, put_rows, rows_of
-from millstream.app.home import Home
-from millstream.app.locks import Role, RoleLock, nobody_writes
 from millstream.catalog import Catalog
 from millstream.catalog import tables as t
 from millstream.errors import UsageError
+from millstream.home.catalog_rows import check_free, put_rows, rows_of
+from millstream.home.home import Home
+from millstream.processes.locks import Role, RoleLock, nobody_writes
 
 _MOVES: Final = "moves"
 """The scope under which a home notes that its catalog has come: a move that was cut short behind that only renames the file."""

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 
-from millstream.app.locks import Role, holder
 from millstream.errors import MillstreamError, Retry, UsageError
+from millstream.processes.locks import Role, holder
 from millstream.testing.oracle import (
     check_order,
     check_transactions,

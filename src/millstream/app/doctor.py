@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from millstream.app.home import Home
 from millstream.app.initialize import holds_password
-from millstream.app.replicating.examining import examine_nodes
-from millstream.app.replicating.roles import Roles
 from millstream.app.status import live_progress, tables_of, what_to_run
-from millstream.app.wiring import capture_config, place_compiled_code
-from millstream.app.writing.trouble import troubles
-from millstream.app.writing.writer_facts import examine_writers
 from millstream.errors import MillstreamError, SlotAhead, SlotLost, SourceReplaced, UnknownStream
+from millstream.home.config_mapping import capture_config, place_compiled_code
+from millstream.home.home import Home
+from millstream.leadership.roles import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
+from millstream.nodes.node_checks import examine_nodes
 from millstream.private_files import is_open_to_others, make_folder
 from millstream.protocol.replication.roles import Role
+from millstream.writers.trouble import troubles
+from millstream.writers.writer_facts import examine_writers
 
 if TYPE_CHECKING:
-    from millstream.app.config.model import StreamConfig
+    from millstream.config.model import StreamConfig
     from millstream.model.schema import TableSchema
 
 _TO_DECIDE: Final = frozenset(kind.code for kind in (SlotAhead, SlotLost, SourceReplaced))
@@ -223,7 +223,7 @@ def _lake(home: Home, name: str, stream: StreamConfig) -> str:
 
 
 def _object_store(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.app.wiring import lake_layout
+    from millstream.home.config_mapping import lake_layout
     from millstream.lake.data_files import probe_storage
 
     layout = lake_layout(home, name, stream, StreamId(UUID(int=0)))  # nothing of the stream's is touched
@@ -232,7 +232,7 @@ def _object_store(home: Home, name: str, stream: StreamConfig) -> str:
 
 
 def _destination(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.app.wiring import postgres_target
+    from millstream.home.config_mapping import postgres_target
     from millstream.lake.postgres.land import look
 
     sources: set[tuple[int, str]] = set()
@@ -293,7 +293,7 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
 
 
 def _regions(home: Home, name: str, stream: StreamConfig) -> str:
-    from millstream.app.regions import examine_regions
+    from millstream.regions.region_table import examine_regions
 
     return examine_regions(home, name, stream)
 

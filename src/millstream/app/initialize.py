@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from millstream.app.config.file import FILE_NAME
+from millstream.config.file import FILE_NAME
 from millstream.errors import HomeUnwritable, UsageError
 from millstream.libpq import ADDRESS_HINT, is_address
 from millstream.model.addresses import (

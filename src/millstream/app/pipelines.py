@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.app.catalog_watch import watched_catalog
-from millstream.app.control import ControlServer
-from millstream.app.home import Home
-from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
-from millstream.app.part import Lifeline
-from millstream.app.replicating.roles import Roles, ending_with_lead
-from millstream.app.wiring import pipeline_config, spark_options
 from millstream.errors import LogError, MillstreamError, MissingExtra, Retry
+from millstream.home.catalog_watch import watched_catalog
+from millstream.home.config_mapping import pipeline_config, spark_options
+from millstream.home.home import Home
+from millstream.leadership.roles import Roles, ending_with_lead
 from millstream.model.ids import StreamId
+from millstream.processes.child_process import Lifeline
+from millstream.processes.control import ControlServer
+from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
 
 if TYPE_CHECKING:
-    from millstream.app.config.model import StreamConfig
     from millstream.catalog import Catalog
+    from millstream.config.model import StreamConfig
     from millstream.spark.pipeline import PipelineOutcome, PipelineProgress
 
 logger = structlog.get_logger("millstream.pipeline")

@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from millstream.app.home import PIPELINE, Home
-from millstream.app.locks import RoleLock, holder
 from millstream.app.status import held_scope, held_tables
 from millstream.app.tables import copy_table
-from millstream.app.wiring import lake_layout
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import HomeBusy, LakeError, LakeSchemaConflict, MillstreamError, UnknownTable, UsageError
+from millstream.home.config_mapping import lake_layout
+from millstream.home.home import PIPELINE, Home
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
+from millstream.processes.locks import RoleLock, holder
 
 if TYPE_CHECKING:
-    from millstream.app.config.model import StreamConfig
     from millstream.catalog import Catalog, TableRow
-    from millstream.lake.commits import Cut
+    from millstream.config.model import StreamConfig
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.replay import Replay
+    from millstream.lake.snapshots import Cut
     from millstream.model.schema import TableSchema
 
 From = Literal["history", "source"]
@@ -144,10 +144,10 @@ def replay_table(
 
 
 def _position(layout: LakeLayout, text: str) -> Seq:
-    from millstream.app.moments import parse_as_of
     from millstream.errors import TimeFromFuture
-    from millstream.lake.commits import cut_at_time
+    from millstream.home.time_parsing import parse_as_of
     from millstream.lake.operations import whole_upto
+    from millstream.lake.snapshots import cut_at_time
 
     now = datetime.now(UTC)
     moment = parse_as_of(text, layout.stream_id, now=now)
@@ -160,7 +160,7 @@ def _position(layout: LakeLayout, text: str) -> Seq:
 
 
 def _last_cut(layout: LakeLayout, stream: str) -> Cut:
-    from millstream.lake.commits import last_cut
+    from millstream.lake.snapshots import last_cut
 
     cut = last_cut(layout)
     if cut is None:
@@ -253,8 +253,8 @@ def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
 
 def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:
     """Do what a request asks; the caller holds the pipeline's role."""
-    from millstream.lake.commits import commit_cut, last_cut
     from millstream.lake.rebuild import make_way, prepare_rebuild, rebuild_view
+    from millstream.lake.snapshots import commit_cut, last_cut
 
     cut = last_cut(place.layout) or place.cut
     held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)))

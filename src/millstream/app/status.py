@@ -12,22 +12,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from millstream.app.control import ask
-from millstream.app.home import PIPELINE, Home
-from millstream.app.locks import Role, holder, writer_role, writer_roles
-from millstream.app.writing.trouble import capture_trouble
-from millstream.app.writing.writer_facts import writer_facts
 from millstream.errors import ConfigError, LogError, MillstreamError
+from millstream.home.home import PIPELINE, Home
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
+from millstream.processes.control import ask
+from millstream.processes.locks import Role, holder, writer_role, writer_roles
+from millstream.writers.trouble import capture_trouble
+from millstream.writers.writer_facts import writer_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from millstream.catalog import Catalog, TableRow
-    from millstream.wal.backlog import Backlog
+    from millstream.wal.lag import Backlog
 
     Paths = Callable[[TableRow], dict[str, str]]
     """Returns the path of each of a table's views in the lake, by the view's name."""
@@ -78,7 +78,7 @@ def collect_status(home: Home) -> dict[str, Any]:
 
 def _nodes(home: Home, problems: list[str]) -> dict[str, dict[str, Any]]:
     """By stream what `millstream replicas` says of it; empty where the home is no node, or that can't be read."""
-    from millstream.app.replicating.replicas import list_replicas
+    from millstream.nodes.replicas import list_replicas
 
     try:
         if home.config.replication.node is not None:
@@ -232,7 +232,7 @@ def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems:
     The catalog may say less, by one crash. And it may be that of another node, which landed elsewhere: a node that was promoted has it from the old leader,
     or shares it, until its own pipeline has begun.
     """
-    from millstream.app.wiring import last_cut_of
+    from millstream.home.config_mapping import last_cut_of
 
     try:
         config = home.config.streams.get(name)
@@ -258,7 +258,7 @@ def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
 
 def _counter(home: Home, name: str, durable: Seq | None, problems: list[str]) -> Callable[[Seq], Backlog | None]:
     """Tells what the log has behind a number; None where it can't be read."""
-    from millstream.wal.backlog import Backlogs
+    from millstream.wal.lag import Backlogs
 
     backlogs = Backlogs(str(home.wal_folder(name)))
 
@@ -294,7 +294,7 @@ def _age_s(waiting: Backlog) -> float | None:
 
 
 def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
-    from millstream.wal.backlog import log_size
+    from millstream.wal.lag import log_size
     from millstream.wal.reader import StreamReader
 
     try:
@@ -323,10 +323,10 @@ def _retention(
         is `needed_by`; None where none is sealed. `retention`: the bounds in force, `age_s`, `bytes`, `bytes_max`; None where the
         configuration can't be read or doesn't name the stream.
     """
-    from millstream.app.region_holders import merge_needs
-    from millstream.app.regions import KeptVectors
-    from millstream.app.retention import bounds_of, moved_us, tracker_of
+    from millstream.home.retention import bounds_of, moved_us, tracker_of
     from millstream.protocol.retention import HolderKind
+    from millstream.regions.holders import merge_needs
+    from millstream.regions.region_table import KeptVectors
     from millstream.wal.retain import hold_for_sessions, oldest_sealed
 
     positions = catalog.pipelines(stream)
@@ -395,7 +395,7 @@ def lake_paths(home: Home, name: str, stream: StreamId) -> Paths:
 
     None are there if the tables lie in PostgreSQL, or if the configuration can't be read or doesn't name the stream.
     """
-    from millstream.app.wiring import lake_layout
+    from millstream.home.config_mapping import lake_layout
     from millstream.lake.layout import folder_name
 
     try:

@@ -38,7 +38,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         UnknownTable: the stream has none of that name.
         UsageError: it isn't set aside, or applications write a table of the same name.
     """
-    from millstream.app.writing.taking import ask_again, facts_scope
+    from millstream.writers.buffer_consumer import ask_again, facts_scope
 
     name, held = parse_qualified_name(table), held_tables(catalog, stream)
     done = []

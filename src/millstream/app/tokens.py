@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.app.config.quantities import duration_s
+from millstream.config.quantities import duration_s
 from millstream.errors import UnknownStream, UsageError
 from millstream.model.access import ALL_STREAMS, Right, Rights
 
 if TYPE_CHECKING:
-    from millstream.app.home import Home
     from millstream.catalog import AccessToken
+    from millstream.home.home import Home
 
 _EXPIRES_MAX_US: Final = 36_500 * 86_400 * 1_000_000
 """A hundred years: calendars have an end."""

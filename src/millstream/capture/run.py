@@ -23,8 +23,8 @@ from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProg
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.tables import UNFINISHED, TableCopies
-from millstream.capture.directory import CatalogDirectory
 from millstream.capture.publication import pgoutput_options
+from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.slot import (
     SlotState,
     check_slot,
@@ -46,8 +46,8 @@ from millstream.capture.source import (
     insert_lsn,
 )
 from millstream.capture.stream.applier import Applier
+from millstream.capture.stream.barrier import StreamHold
 from millstream.capture.stream.chunks import ChunkWire, open_chunks
-from millstream.capture.stream.hold import StreamHold
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.stream.wire import Wire, start_replication

@@ -18,9 +18,9 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
-from millstream.capture.directory import NO_IDENTITY, CatalogDirectory
-from millstream.capture.layouts import KnownLayouts
 from millstream.capture.publication import Coverage, Restriction, covered_tables, restrictions, sync_publications
+from millstream.capture.rewrite_detection import KnownLayouts
+from millstream.capture.schema_registry import NO_IDENTITY, CatalogDirectory
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, Identity, SourceTable, connect_same, insert_lsn, list_tables
 from millstream.catalog import Catalog, TableRow, TableState

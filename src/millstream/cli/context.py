@@ -16,7 +16,7 @@ import click
 from millstream.model.readable import readable
 
 if TYPE_CHECKING:
-    from millstream.app.home import Home
+    from millstream.home.home import Home
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Session:
         Args:
             needs_source: False for a command that never connects: the variables of DSNs needn't be set then.
         """
-        from millstream.app.home import Home
+        from millstream.home.home import Home
 
         home = Home.find(self.home_named, needs_source=needs_source)
         home.check_format()

@@ -18,8 +18,8 @@ from millstream.model.readable import readable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from millstream.app.run import RunOutcome
-    from millstream.app.supervise import Event
+    from millstream.processes.run import RunOutcome
+    from millstream.processes.supervise import Event
 
 _EVERY_S: Final = 10.0
 """Between lines where they can't be redrawn."""

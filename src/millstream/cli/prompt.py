@@ -20,16 +20,16 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.output import create_output
 
-from millstream.app.opened import open_lake
-from millstream.cli.answering import answer
+from millstream.app.local_client import open_lake
 from millstream.cli.context import note, print_table
 from millstream.cli.main import say_error
+from millstream.cli.query_output import answer
 from millstream.cli.results import STYLES, Style
 from millstream.errors import MillstreamError, UsageError
 from millstream.lake.query.words import TEXTS
 
 if TYPE_CHECKING:
-    from millstream.app.home import Home
+    from millstream.home.home import Home
     from millstream.lake.query.sql import LakeSession
 
 HELP: Final = r"""Statements end with ; and may take several lines. Tab completes, Ctrl-C cancels, Ctrl-D ends.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millstream.cli.answering import answer
 from millstream.cli.context import Session, pass_session, stream_option
-from millstream.cli.starting import leave_pandas_out
+from millstream.cli.query_output import answer
+from millstream.cli.startup import leave_pandas_out
 
 if TYPE_CHECKING:
     from millstream.cli.results import Style
@@ -42,7 +42,7 @@ def query(
     there is a prompt then, with \? for help.
     """
     leave_pandas_out()
-    from millstream.app.opened import open_lake
+    from millstream.app.local_client import open_lake
 
     home = session.home(needs_source=False)
     style = "json" if as_json else style

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from millstream.cli.context import Session, json_option, note, pass_session, print_json, stream_option
-from millstream.cli.running import pipeline
+from millstream.cli.run import pipeline
 
 if TYPE_CHECKING:
     from millstream.app.rebuild import From

@@ -9,7 +9,7 @@ import click
 from millstream.cli.context import Session, json_option, note, pass_session, print_json, print_table, say, stream_option
 
 if TYPE_CHECKING:
-    from millstream.app.reconciling import Reconciliation
+    from millstream.regions.reconciling import Reconciliation
 
 
 @click.command()
@@ -36,8 +36,8 @@ def reconcile(
     Takes from each region's log what is new there, and keeps the outcome, which `home.merged` goes on from. The tables that the
     configuration merges where none is named.
     """
-    from millstream.app.reconciling import reconcile_stream
-    from millstream.cli.starting import leave_pandas_out
+    from millstream.cli.startup import leave_pandas_out
+    from millstream.regions.reconciling import reconcile_stream
 
     leave_pandas_out()
     found = reconcile_stream(session.own_home(needs_source=False), stream, tables, dry_run=dry_run, limit=limit)

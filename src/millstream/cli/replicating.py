@@ -19,11 +19,11 @@ from millstream.cli.context import (
     print_table,
     say,
 )
-from millstream.cli.running import log_format_option
-from millstream.cli.starting import importing, leave_pandas_out
+from millstream.cli.run import log_format_option
+from millstream.cli.startup import importing, leave_pandas_out
 
 if TYPE_CHECKING:
-    from millstream.app.logs import LogFormat
+    from millstream.processes.logs import LogFormat
 
 
 @click.command()
@@ -60,11 +60,11 @@ def follow(
     """
     with importing():
         leave_pandas_out()
-        from millstream.app.logs import configure_logs
-        from millstream.app.part import Lifeline
-        from millstream.app.replicating.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
         from millstream.model.addresses import mask_address
         from millstream.model.replication import check_node_name
+        from millstream.nodes.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
+        from millstream.processes.child_process import Lifeline
+        from millstream.processes.logs import configure_logs
 
         home = session.own_home(needs_source=False)
     lifeline = Lifeline()
@@ -95,7 +95,7 @@ def follow(
 @pass_session
 def replicas(session: Session, as_json: bool) -> None:
     """Who has the streams of this home, and how far each is behind."""
-    from millstream.app.replicating.replicas import list_replicas
+    from millstream.nodes.replicas import list_replicas
 
     found = list_replicas(session.home(needs_source=False))
     if as_json:
@@ -168,7 +168,7 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
     The old leader is asked to stop first, and gives what it has. Where it doesn't answer, as many other nodes must promise not to take anything from it as the
     streams' level (`acks`) asks for: with `local` all of them, so that --accept-loss is needed where the old leader is dead. What happened can be repeated.
     """
-    from millstream.app.replicating.promoting import promote as promote_stream
+    from millstream.nodes.promoting import promote as promote_stream
 
     home = session.own_home(needs_source=False)
     found = [
@@ -221,8 +221,8 @@ def restore(
     store: str, stream: str, region: int, at: str | None, epoch: int | None, folder: Path, as_json: bool
 ) -> None:
     """Bring a stream back from an object store alone, into FOLDER: a home that has its log, its catalog and its sessions."""
-    from millstream.app.replicating.restoring import restore_stream
     from millstream.model.ids import RegionId
+    from millstream.nodes.restoring import restore_stream
 
     found = restore_stream(store, stream, folder, region=RegionId(region), at=at, epoch=epoch, tell=note)
     if as_json:
@@ -244,7 +244,7 @@ def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bo
     Every byte is verified, so that it costs what reading the store costs. A segment that is damaged or gone is written once more where this
     node, leader or not, still has it in its own log, and hashes in the store show that it is the same. Beside `millstream run`. Exit code 3: something is damaged still.
     """
-    from millstream.app.replicating.scrubbing import scrub_home
+    from millstream.nodes.scrubbing import scrub_home
 
     found = scrub_home(session.home(needs_source=False), streams, dry_run=dry_run, tell=note)
     if as_json:

@@ -58,7 +58,7 @@ def explain(
     ROW is a JSON object, as an application appends it. Without one, everything that may take a row of the table is listed, in the order in
     which it is tried. Nothing is written.
     """
-    from millstream.app.routes import explain_route
+    from millstream.app.route_explain import explain_route
 
     told = _moments(moments)
     asked = {} if row is None and told else _object(row)
@@ -93,8 +93,8 @@ def _leader(found: dict[str, Any]) -> str:
 
 
 def _moments(texts: tuple[str, ...]) -> dict[str, datetime]:
-    from millstream.app.moments import parse_moment
     from millstream.errors import UsageError
+    from millstream.home.time_parsing import parse_moment
 
     found = {}
     now = datetime.now(UTC)
@@ -131,7 +131,7 @@ def reshard(session: Session, shards: int, stream: str | None = None, as_json: b
     What was appended before stays where it is; readers see each key's records in their order across the cut. Works while `millstream run`, or
     an application, writes the home; where nobody does, this process does it. The cut is recorded: `millstream status` shows it.
     """
-    from millstream.app.opened import home_appender
+    from millstream.app.local_client import home_appender
 
     home = session.home(needs_source=False)
     name, _ = home.stream_config(stream)

@@ -75,10 +75,10 @@ def init(
 
 def _list_columns(home: Path, environ: dict[str, str]) -> None:
     """Say which columns will be text in the lake and which won't be there, where the source can be asked."""
-    from millstream.app.config.file import load_config
-    from millstream.app.home import Home
-    from millstream.app.wiring import capture_config
+    from millstream.config.file import load_config
     from millstream.errors import MillstreamError
+    from millstream.home.config_mapping import capture_config
+    from millstream.home.home import Home
 
     try:
         from millstream.capture import check_source
@@ -164,11 +164,11 @@ def config_show(session: Session, as_json: bool) -> None:
     """Print the whole effective configuration, secrets masked, with where each value came from."""
     loaded = session.home(needs_source=False).loaded_config
     if as_json:
-        from millstream.app.config.file import key_text
+        from millstream.config.file import key_text
 
         print_json([{"key": key_text(p), "value": v, "origin": o} for p, v, o in loaded.effective()])
         return
-    from millstream.app.config.file import key_text
+    from millstream.config.file import key_text
 
     sections: dict[tuple[Any, ...], list[str]] = {}
     for path, value, origin in loaded.effective():
@@ -198,10 +198,10 @@ def slot() -> None:
 @pass_session
 def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     """Drop a stream's slot: gives the source back its disk. What changes from then on can't be had; the next run copies anew."""
-    from millstream.app.wiring import capture_config
-    from millstream.app.writing.trouble import forget_given_up
     from millstream.capture import drop_slot
     from millstream.cli.context import human_bytes
+    from millstream.home.config_mapping import capture_config
+    from millstream.writers.trouble import forget_given_up
 
     home = session.home()
     name, stream_config = home.stream_config(stream)

@@ -23,13 +23,13 @@ from millstream.cli.context import (
     say,
     stream_option,
 )
-from millstream.cli.wal_moving import Damage, export, import_, open_past_damage
+from millstream.cli.export_and_import import Damage, export, import_, open_past_damage
+from millstream.cli.formatting import TableWords, say_loss
 from millstream.cli.wal_repairing import repair
-from millstream.cli.wal_words import TableWords, say_loss
 
 if TYPE_CHECKING:
-    from millstream.app.home import Home
-    from millstream.app.records_json import Cat
+    from millstream.export.records_json import Cat
+    from millstream.home.home import Home
 
 _FOLLOW_POLL_S: Final = 0.5
 
@@ -80,8 +80,8 @@ def cat(
     Goes on past damage: what can't be read is said on stderr, and the exit code is 3. `wal export` prints a range by --since
     and --until, and other formats.
     """
-    from millstream.app.record_reading import table_ids
-    from millstream.app.records_json import Cat
+    from millstream.export.record_reading import table_ids
+    from millstream.export.records_json import Cat
     from millstream.model.positions import Offset
 
     del style
@@ -108,7 +108,7 @@ def cat(
 
 def _print_lines(records: Cat, limit: int | None) -> int | None:
     """Print what there is, at most `limit` lines; how many are left to print."""
-    from millstream.app.records_json import to_json
+    from millstream.export.records_json import to_json
 
     if limit == 0:
         return 0
@@ -163,7 +163,7 @@ def ls(session: Session, stream: str | None, as_json: bool) -> None:
 @pass_session
 def inspect_frames(session: Session, seq: str | None, table: str | None, stream: str | None, as_json: bool) -> None:
     """List frames: where they lie and what they hold; goes on past damage (exit code 3)."""
-    from millstream.app.record_reading import table_ids
+    from millstream.export.record_reading import table_ids
     from millstream.model.positions import Seq
     from millstream.wal.mending.inspect import Loss, inspect
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from millstream.cli.context import Session, json_option, note, pass_session, print_json, say, stream_option
-from millstream.cli.wal_words import TableWords
+from millstream.cli.formatting import TableWords
 
 if TYPE_CHECKING:
-    from millstream.app.home import Home
+    from millstream.home.home import Home
     from millstream.model.schema import TableSchema
     from millstream.wal.mending.repair import RepairPlan
 
@@ -58,8 +58,8 @@ def repair(
 
 def _refuse_copies(home: Home, name: str) -> None:
     """What is made anew here would be other bytes than the leader's, and records that are lost here aren't lost there."""
-    from millstream.app.replicating.roles import Roles
     from millstream.errors import ReadOnly
+    from millstream.leadership.roles import Roles
     from millstream.protocol.replication.roles import Role
 
     fact = Roles(home).of(name)

@@ -34,7 +34,7 @@ def writers(context: click.Context) -> None:
 @pass_session
 def ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
     """List a stream's writers: state, epoch, position, and where their logs lie."""
-    from millstream.app.writing.writer_facts import list_writers
+    from millstream.writers.writer_facts import list_writers
 
     found = list_writers(session.home(needs_source=False), stream)
     if as_json:
@@ -71,7 +71,7 @@ def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
     Where its log lies in this home it is recovered instead, and nothing is lost. Elsewhere, its last commit group may be given up, which readers of
     that log may have read. If that log turns up again and the writer is started there, those records are set aside in .torn files.
     """
-    from millstream.app.writing.writer_facts import forget_writer
+    from millstream.writers.writer_facts import forget_writer
 
     if not yes:
         if not sys.stdin.isatty():

@@ -14,7 +14,7 @@ from millstream.errors import (
     BufferOffsetGone,
     BufferReplaced,
     BufferSeekBeyondEnd,
-    BufferWentBack,
+    BufferTruncated,
     CodecError,
     MillstreamError,
     UnknownBufferShard,
@@ -63,7 +63,7 @@ class PlacedReader(ABC):
         self._place, self._ended = offset, False
 
     def check_place(self, first: BufferOffset, end: BufferOffset) -> None:
-        """Raise where nothing can be read at the place any more: `BufferWentBack`, each time; `BufferOffsetGone`, once."""
+        """Raise where nothing can be read at the place any more: `BufferTruncated`, each time; `BufferOffsetGone`, once."""
         if self._place > end:
             raise went_back(self._buffer, self._shard, self._place, end)
         if self._place < first:
@@ -144,9 +144,9 @@ def gone(buffer: str, shard: ShardId, place: BufferOffset, first: BufferOffset) 
     )
 
 
-def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferWentBack:
+def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferTruncated:
     """The end lies before what was read already."""
-    return BufferWentBack(
+    return BufferTruncated(
         f"shard {shard} of write buffer {buffer} ends at {end}, and was read up to {place} before",
         buffer=buffer,
         shard=int(shard),

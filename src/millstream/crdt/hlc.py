@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final, Self
 
-from millstream.errors import ClockAhead, InvalidValue, MergeStateUnreadable
+from millstream.errors import ClockSkew, InvalidValue, MergeStateUnreadable
 
 DRIFT_MAX_NS: Final = 60 * 1_000_000_000
 """How far another node's clock may be ahead: NTP keeps milliseconds, and a minute is a clock that nobody keeps."""
@@ -86,7 +86,7 @@ def observe(
         drift_max_ns: how far ahead of `now_ns` the other's wall time may be.
 
     Raises:
-        ClockAhead: it is further ahead; the clock stays where it was.
+        ClockSkew: it is further ahead; the clock stays where it was.
     """
     check_drift(remote, now_ns, name=name, drift_max_ns=drift_max_ns)
     wall = max(last.wall_ns, remote.wall_ns, now_ns)
@@ -96,11 +96,11 @@ def observe(
 
 
 def check_drift(remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS) -> None:
-    """`ClockAhead`, by the node's name, where a time lies further ahead of a wall clock than is allowed."""
+    """`ClockSkew`, by the node's name, where a time lies further ahead of a wall clock than is allowed."""
     ahead_ns = remote.wall_ns - now_ns
     if ahead_ns > drift_max_ns:
         who = name or f"region {remote.node}"
-        raise ClockAhead(
+        raise ClockSkew(
             f"the clock of {who} is {ahead_ns / 1e9:,.1f} s ahead of this one; up to {drift_max_ns / 1e9:g} s are taken",
             node=who,
             ahead_s=ahead_ns / 1e9,

@@ -25,8 +25,8 @@ from millstream.errors._buffers import BufferOutcomeUnknown as BufferOutcomeUnkn
 from millstream.errors._buffers import BufferRefused as BufferRefused
 from millstream.errors._buffers import BufferReplaced as BufferReplaced
 from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEnd
+from millstream.errors._buffers import BufferTruncated as BufferTruncated
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
-from millstream.errors._buffers import BufferWentBack as BufferWentBack
 from millstream.errors._buffers import SessionsNotKnown as SessionsNotKnown
 from millstream.errors._buffers import StreamReadsBuffer as StreamReadsBuffer
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
@@ -42,16 +42,16 @@ from millstream.errors._http import RequestTimeout as RequestTimeout
 from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._http import TransferIdle as TransferIdle
 from millstream.errors._http import UnknownPath as UnknownPath
+from millstream.errors._ingest import DedupWindowExpired as DedupWindowExpired
+from millstream.errors._ingest import IdempotencyKeyReused as IdempotencyKeyReused
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
-from millstream.errors._ingest import SessionAhead as SessionAhead
 from millstream.errors._ingest import SessionExpired as SessionExpired
+from millstream.errors._ingest import SessionGap as SessionGap
 from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn
-from millstream.errors._ingest import WriteForgotten as WriteForgotten
-from millstream.errors._ingest import WriteIdReused as WriteIdReused
 from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationRefused as DestinationRefused
@@ -77,23 +77,23 @@ from millstream.errors._remote import AnswerCutOff as AnswerCutOff
 from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
 from millstream.errors._remote import ServerUnreachable as ServerUnreachable
-from millstream.errors._replication import ClockAhead as ClockAhead
+from millstream.errors._replication import AckLevelUnavailable as AckLevelUnavailable
+from millstream.errors._replication import ClockSkew as ClockSkew
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
-from millstream.errors._replication import LevelUnknown as LevelUnknown
 from millstream.errors._replication import LinkLost as LinkLost
 from millstream.errors._replication import LostTailMerged as LostTailMerged
 from millstream.errors._replication import MergeStateUnreadable as MergeStateUnreadable
 from millstream.errors._replication import MergeUnsuitable as MergeUnsuitable
 from millstream.errors._replication import NodeNameTaken as NodeNameTaken
 from millstream.errors._replication import NotCaughtUp as NotCaughtUp
+from millstream.errors._replication import NotEnoughReplicas as NotEnoughReplicas
 from millstream.errors._replication import OtherRegion as OtherRegion
 from millstream.errors._replication import OtherStream as OtherStream
 from millstream.errors._replication import PromotionLost as PromotionLost
 from millstream.errors._replication import ReadOnly as ReadOnly
 from millstream.errors._replication import ReplicaFailed as ReplicaFailed
 from millstream.errors._replication import ReplicaGap as ReplicaGap
-from millstream.errors._replication import ReplicasMissing as ReplicasMissing
 from millstream.errors._replication import ReplicationError as ReplicationError
 from millstream.errors._replication import ReplicaTooStale as ReplicaTooStale
 from millstream.errors._replication import RoleUnreadable as RoleUnreadable
@@ -259,10 +259,10 @@ class OffsetExpired(PositionError):
     code = "offset_expired"
 
 
-class LogCutBack(PositionError):
+class LogTruncated(PositionError):
     """A log was cut back while it was read: its node has led, and follows now; what it alone had was set aside. Details: persisted_upto (what is left)."""
 
-    code = "log_cut_back"
+    code = "log_truncated"
     retry = Retry.BACKOFF
     default_hint = (
         "Read again from a token at or below what is left, and forget what was taken behind it. What was set aside lies in data/wal/STREAM.aside-…, "

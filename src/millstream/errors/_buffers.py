@@ -52,13 +52,13 @@ class BufferReplaced(WriteBufferError):
     default_hint = "Restore it; or give the stream a buffer under another `name`, from whose start it then reads."
 
 
-class BufferWentBack(WriteBufferError):
+class BufferTruncated(WriteBufferError):
     """A write buffer ends before the place that was read up to: it was truncated, or restored from an older copy.
 
     Details: buffer, shard, place, end.
     """
 
-    code = "buffer_went_back"
+    code = "buffer_truncated"
     retry = Retry.OPERATOR
     default_hint = "Restore what it held; what was taken from it before is in the log."
 

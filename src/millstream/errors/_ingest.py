@@ -46,17 +46,17 @@ class WriterVersionDiffers(IngestError):
     default_hint = "Give both one version of Millstream, and start again the one that was changed."
 
 
-class WriteIdReused(IngestError):
+class IdempotencyKeyReused(IngestError):
     """A session's number, or an idempotency key, was another write's, with other rows or for another table; details: session and number, or idempotency_key."""
 
-    code = "write_id_reused"
+    code = "idempotency_key_reused"
     default_hint = "Give each write a number or a key of its own, and send a write again with the rows that it had."
 
 
-class WriteForgotten(IngestError):
+class DedupWindowExpired(IngestError):
     """The write is in the log since an earlier call, and where isn't known any more; details: session and number, or idempotency_key."""
 
-    code = "write_forgotten"
+    code = "dedup_window_expired"
     default_hint = "Take it for done: its rows are durable, and nothing was appended now."
 
 
@@ -67,10 +67,10 @@ class SessionExpired(IngestError):
     default_hint = "Look whether its last rows are there, and go on in a session of another name, from number 1."
 
 
-class SessionAhead(IngestError):
+class SessionGap(IngestError):
     """Too many writes of the session with lower numbers haven't come yet; details: session, number, mark."""
 
-    code = "session_ahead"
+    code = "session_gap"
     retry = Retry.BACKOFF
     default_hint = "Send the session's earlier writes first: no number may be left out, and one that was refused is used for the next rows."
 

@@ -91,19 +91,19 @@ class ReplicaTooStale(ReplicationError):
     default_hint = "Read from the leader, or with a larger bound; `millstream replicas` tells why it lags."
 
 
-class ReplicasMissing(ReplicationError):
+class NotEnoughReplicas(ReplicationError):
     """Too few followers, or no object store, have confirmed a write in time: it is durable here, and may be nowhere else."""
 
-    code = "replicas_missing"
+    code = "not_enough_replicas"
     default_hint = (
         "Send it again under the same session or key: it is taken once. `millstream replicas` tells who doesn't answer."
     )
 
 
-class LevelUnknown(ReplicationError):
+class AckLevelUnavailable(ReplicationError):
     """Nobody can say whether what is written is held as an acknowledgement level asks, or it never will be: nothing was written."""
 
-    code = "level_unknown"
+    code = "ack_level_unavailable"
     retry = Retry.OPERATOR
     default_hint = 'Append with acks = "local", to a stream that is kept in a log and has one writer.'
 
@@ -180,10 +180,10 @@ class NodeNameTaken(ReplicationError):
     )
 
 
-class ClockAhead(ReplicationError):
+class ClockSkew(ReplicationError):
     """Another node's clock runs further ahead of this one's than is allowed: what it says would win over everything that is written here meanwhile."""
 
-    code = "clock_ahead"
+    code = "clock_skew"
     retry = Retry.OPERATOR
     default_hint = "Set that node's clock, or this one's, right (NTP): nothing was taken from it meanwhile."
 

@@ -87,7 +87,7 @@ class Appender:
         Raises:
             UsageError: the text is no table's name.
             InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing was appended.
-            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, ReplicasMissing, LevelUnknown: as `ports.LogAppender`.
+            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, NotEnoughReplicas, AckLevelUnavailable: as `ports.LogAppender`.
         """
         (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows, acks), deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
@@ -133,7 +133,7 @@ class Appender:
         """What the durable log has of a session, once that is held as the stream's level says.
 
         Raises:
-            ReplicasMissing: it wasn't until the deadline.
+            NotEnoughReplicas: it wasn't until the deadline.
             SessionsNeedOneWriter: the stream has several writers.
         """
         return self._log.session(name, deadline_s=deadline_s)

@@ -1,4 +1,4 @@
-"""What bulk transfers over Arrow Flight ask for, and a stream of batches cut into appends. Pure: `app.serving` has the server.
+"""What bulk transfers over Arrow Flight ask for, and a stream of batches cut into appends. Pure: `serving` has the server.
 
 A descriptor is a path `[stream, table]`, or a command: a JSON object with what `PutRequest` or `GetRequest` has. A ticket is the latter.
 """

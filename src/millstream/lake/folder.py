@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from millstream.lake.data_files import NewFile, TableFiles, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, add_columns, live_files, open_table, with_features
-from millstream.lake.eras import ALL, Span, first_of, table_of, within
 from millstream.lake.layout import LakeLayout
+from millstream.lake.schema_history import ALL, Span, first_of, table_of, within
 from millstream.lake.types import conform, same_type, union_schema
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq

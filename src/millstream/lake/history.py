@@ -15,10 +15,8 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeUnavailable
-from millstream.lake.commits import last_cut
 from millstream.lake.data_files import TableFiles, swap
 from millstream.lake.delta import OpenTable, create_table, open_table, set_properties
-from millstream.lake.eras import SINCE_PROPERTY, Eras, eras_in, owned_since, schema_property, told_properties
 from millstream.lake.folder import (
     BOUNDED,
     HISTORY_BEGUN_PROPERTY,
@@ -29,8 +27,10 @@ from millstream.lake.folder import (
     write_days,
 )
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name
-from millstream.lake.moves import Places, bring_records, places_of, records_elsewhere
+from millstream.lake.renames import Places, bring_records, places_of, records_elsewhere
 from millstream.lake.scan import read_history
+from millstream.lake.schema_history import SINCE_PROPERTY, Eras, eras_in, owned_since, schema_property, told_properties
+from millstream.lake.snapshots import last_cut
 from millstream.lake.types import conform, lake_columns, to_lake, union_schema
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name

@@ -28,11 +28,11 @@ from millstream.errors import (
     UnknownTable,
     UsageError,
 )
-from millstream.lake.commits import Cut, CutTable
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.folder import BOUNDED, history_from
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name
 from millstream.lake.scan import scan_history
+from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 

@@ -12,9 +12,9 @@ from datetime import date
 from millstream import failpoints
 from millstream.lake.data_files import swap, table_in
 from millstream.lake.delta import live_files, open_table, set_properties
-from millstream.lake.eras import Eras, Share
 from millstream.lake.folder import HISTORY_FROM_PROPERTY, PARTITION, history_from_property
 from millstream.lake.layout import LakeLayout
+from millstream.lake.schema_history import Eras, Share
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

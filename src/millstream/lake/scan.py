@@ -16,10 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.commits import cuts_between
 from millstream.lake.delta import OpenTable, lake_errors, live_files
-from millstream.lake.eras import ALL, Share
 from millstream.lake.layout import LakeLayout
+from millstream.lake.schema_history import ALL, Share
+from millstream.lake.snapshots import cuts_between
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 

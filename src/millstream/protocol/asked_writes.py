@@ -44,7 +44,7 @@ class AskedWrites:
             What it was given, or the place of the new one before it whose repetition it is.
 
         Raises:
-            WriteIdReused, WriteForgotten, SessionAhead, SessionExpired: as `Sessions.look`.
+            IdempotencyKeyReused, DedupWindowExpired, SessionGap, SessionExpired: as `Sessions.look`.
         """
         name, number = write_id.session, write_id.number
         if name is None or number is None:

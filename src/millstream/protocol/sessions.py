@@ -16,12 +16,12 @@ What becomes of a write:
 
     | its number, or key                | same rows as then | others        |
     |-----------------------------------|-------------------|---------------|
-    | known, with what it was given     | answered again    | WriteIdReused |
-    | known, without                    | WriteForgotten    | WriteForgotten|
+    | known, with what it was given     | answered again    | IdempotencyKeyReused |
+    | known, without                    | DedupWindowExpired    | DedupWindowExpired|
     | unknown, at most AHEAD_MAX above  | new               | new           |
-    | unknown, farther above            | SessionAhead      | SessionAhead  |
+    | unknown, farther above            | SessionGap      | SessionGap  |
     | of a session that was forgotten   | SessionExpired    | SessionExpired|
-    | a key that was forgotten          | WriteForgotten    | WriteForgotten|
+    | a key that was forgotten          | DedupWindowExpired    | DedupWindowExpired|
 
 Sessions that were used lately are objects, others a few bytes each. What a write was given becomes an object where it is asked for: who writes
 again in one of many sessions needs only its mark.
@@ -40,7 +40,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
+from millstream.errors import DedupWindowExpired, IdempotencyKeyReused, SessionExpired, SessionGap
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -147,7 +147,7 @@ class Sessions:
             mark: the session's with writes that are about to be noted, where there are some.
 
         Raises:
-            WriteIdReused, WriteForgotten, SessionAhead, SessionExpired: see the table above.
+            IdempotencyKeyReused, DedupWindowExpired, SessionGap, SessionExpired: see the table above.
         """
         if write_id.key is not None:
             return self._look_for_key(write_id.key, digest)
@@ -166,7 +166,7 @@ class Sessions:
                 self.check_same(known, digest, write_id)
                 return given
             if number <= session.mark:
-                raise WriteForgotten(
+                raise DedupWindowExpired(
                     f"write {number} of session {name} was appended; where isn't known any more",
                     session=name,
                     number=number,
@@ -182,7 +182,7 @@ class Sessions:
                 )
             return None
         if number > mark + AHEAD_MAX:
-            raise SessionAhead(
+            raise SessionGap(
                 f"write {number} of session {name} came before write {mark + 1}: at most {AHEAD_MAX} may",
                 session=name,
                 number=number,
@@ -192,15 +192,15 @@ class Sessions:
 
     @staticmethod
     def check_same(known: int, digest: int, write_id: WriteId) -> None:
-        """`WriteIdReused` where a write's digest isn't the one that is known of its id."""
+        """`IdempotencyKeyReused` where a write's digest isn't the one that is known of its id."""
         if known in (digest, NO_DIGEST) or digest == NO_DIGEST:
             return
         if write_id.key is not None:
-            raise WriteIdReused(
+            raise IdempotencyKeyReused(
                 f"the idempotency key {write_id.key} was another write's: its rows, or their table, were others",
                 idempotency_key=write_id.key,
             )
-        raise WriteIdReused(
+        raise IdempotencyKeyReused(
             f"write {write_id.number} of session {write_id.session} was another one: its rows, or their table, were others",
             session=write_id.session,
             number=write_id.number,
@@ -213,7 +213,7 @@ class Sessions:
             self.check_same(found[0], digest, WriteId(key=key))
             return found[1]
         if _hash_of("k", key) in self._expired:
-            raise WriteForgotten(
+            raise DedupWindowExpired(
                 f"a write with the idempotency key {key} was appended; where isn't known any more", idempotency_key=key
             )
         return None

@@ -22,7 +22,7 @@ from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.replication.object_store import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.mark import stream_cut
-from millstream.wal.replica.history import ends_behind
+from millstream.wal.replica.divergence import ends_behind
 from millstream.wal.replica.shipping import ShipSource
 from millstream.wal.writing.session_file import covered_in
 

@@ -30,7 +30,7 @@ from millstream.replication.object_history import History, history_of
 from millstream.replication.object_layout import Layout, group_of, listed_in, message_in, segment_of, shards_of
 from millstream.replication.objects import Objects
 from millstream.wal.layout import list_segments, segment_path, shard_folder
-from millstream.wal.replica.arriving import ArrivingShard
+from millstream.wal.replica.verify import ArrivingShard
 from millstream.wal.scan import reader_of
 
 _PIECE_BYTES: Final = 8 << 20

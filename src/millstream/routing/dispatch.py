@@ -23,7 +23,7 @@ from millstream.model.writes import SessionFacts, WriteKeys
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.deliveries import Deliveries, Delivery
 from millstream.routing.sinks import TOOK
-from millstream.wal.writing.keyed import without
+from millstream.wal.writing.deduplication import without
 from millstream.wal.writing.submissions import parts_of
 
 logger = structlog.get_logger("millstream.routing")

@@ -27,9 +27,9 @@ from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import FoldPlan
 from millstream.lake.folded.versions import has_versions
 from millstream.lake.layout import View, has_current
+from millstream.lake.maintenance import tend_cuts
 from millstream.lake.rebuild import make_way
 from millstream.lake.retain import HistoryBound
-from millstream.lake.upkeep import tend_cuts
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

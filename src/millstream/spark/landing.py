@@ -20,18 +20,18 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
-from millstream.lake.commits import Cut
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
 from millstream.lake.folded.versions import fold_into_versions, rebuild_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
-from millstream.lake.moves import Places
+from millstream.lake.maintenance import Upkeep, UpkeepRules, delete_unneeded, tend_table
 from millstream.lake.postgres.land import LandedTable, Loaded, land
 from millstream.lake.postgres.target import PostgresTarget
 from millstream.lake.rebuild import prepare_rebuild
+from millstream.lake.renames import Places
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.upkeep import Upkeep, UpkeepRules, delete_unneeded, tend_table
+from millstream.lake.snapshots import Cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

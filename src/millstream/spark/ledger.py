@@ -15,8 +15,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from millstream.catalog import Catalog
-from millstream.lake.commits import Cut
 from millstream.lake.layout import TableCommit
+from millstream.lake.snapshots import Cut
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.rates import Rate

@@ -9,7 +9,7 @@ from typing import Any
 
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.layout import LakeLayout, View
-from millstream.lake.upkeep import UpkeepRules
+from millstream.lake.maintenance import UpkeepRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.schedule import DISK_FACTOR, FOLD_INTERVAL_S

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.lake.upkeep import KEEP_S
+from millstream.lake.maintenance import KEEP_S
 
 DISK_FACTOR: Final = 5.0
 FOLD_INTERVAL_S: Final = 30.0

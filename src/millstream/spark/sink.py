@@ -49,12 +49,12 @@ from pyspark.sql.types import (
 
 import millstream
 from millstream import failpoints
-from millstream.errors import EngineError, UsageError, WriteForgotten, WriteIdReused
+from millstream.errors import DedupWindowExpired, EngineError, IdempotencyKeyReused, UsageError
 from millstream.model.replication import AckLevel
 from millstream.spark.staged import Staged, forget_abandoned, parts_of, stage
 
 if TYPE_CHECKING:
-    from millstream.app.calls import HomeCalls
+    from millstream.client.protocol import HomeCalls
 
 _OPTIONS: Final = frozenset(
     {
@@ -228,16 +228,16 @@ class _Sink:
                         keep_valid_rows=self._options.keep_valid_rows,
                         acks=self._options.acks,
                     )
-                except WriteForgotten:
+                except DedupWindowExpired:
                     continue  # it is in the log, since so long ago that nobody knows where
-                except WriteIdReused as error:
+                except IdempotencyKeyReused as error:
                     if named:
                         raise self._another(error, number) from error
                     continue  # it is in the log, from before, with its rows as they came out then
         failpoints.hit("spark.sink.appended")
 
-    def _another(self, error: WriteIdReused, number: int) -> WriteIdReused:
-        return WriteIdReused(
+    def _another(self, error: IdempotencyKeyReused, number: int) -> IdempotencyKeyReused:
+        return IdempotencyKeyReused(
             f"idempotency_id {self._options.idempotency_id} was another write's: {error.message}",
             hint="Give each query and each job an idempotency_id of its own. A query whose rows come out otherwise each time (by a clock, by chance) "
             "and that was broken off in the midst of a batch goes on under another one, which may bring the batch twice.",

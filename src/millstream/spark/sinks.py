@@ -14,13 +14,13 @@ from typing import Protocol
 from pyspark.sql import DataFrame, Row
 from pyspark.sql.functions import lit
 
-from millstream.lake import commits
-from millstream.lake.commits import Cut
+from millstream.lake import snapshots as commits
 from millstream.lake.layout import LakeLayout, TableCommit
-from millstream.lake.moves import places_of
 from millstream.lake.postgres import cuts
 from millstream.lake.postgres.land import begin
 from millstream.lake.postgres.target import PostgresTarget
+from millstream.lake.renames import places_of
+from millstream.lake.snapshots import Cut
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -61,7 +61,7 @@ class Sink(Protocol):
         commit_ts_max: datetime | None,
         held: Mapping[TableId, Seq],
     ) -> Cut:
-        """Commit that every table has everything up to `n`, but for those held: `millstream.lake.commits.commit_cut`."""
+        """Commit that every table has everything up to `n`, but for those held: `millstream.lake.snapshots.commit_cut`."""
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
         """Run the job that lands a batch; a row of `ANSWER_COLUMNS` a table, markers' among them."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from millstream.spark.java import find_java
-from millstream.testing._kafka_jars import JARS
-from millstream.testing._maven import cache_dir, fetch
-from millstream.testing._ports import free_port
-from millstream.testing._processes import EmbeddedServer, ServerProcess, ServerStartError
+from millstream.testing._servers.kafka_jars import JARS
+from millstream.testing._servers.maven import cache_dir, fetch
+from millstream.testing._servers.ports import free_port
+from millstream.testing._servers.processes import EmbeddedServer, ServerProcess, ServerStartError
 
 _STARTS_WITHIN_S: Final = 90.0
 _CLUSTER: Final = "bWlsbHN0cmVhbS1rYWZrYQ"

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import quote, urlencode
 
 from millstream.errors import MillstreamError
-from millstream.testing import _postgres_guardian
-from millstream.testing._ports import free_port
-from millstream.testing._postgres_binaries import (
+from millstream.testing._servers import postgres_guardian
+from millstream.testing._servers.ports import free_port
+from millstream.testing._servers.postgres_binaries import (
     VERSIONS,
     Identity,
     Installation,
@@ -418,7 +418,7 @@ class EmbeddedPostgres:
             "gid": installation.identity.gid,
             "remove": str(self._folder()),
         }
-        script = str(Path(_postgres_guardian.__file__).absolute())
+        script = str(Path(postgres_guardian.__file__).absolute())
         guardian = subprocess.Popen(
             [sys.executable, "-I", "-S", script],
             cwd="/",

@@ -90,7 +90,7 @@ def postgres(postgres_server: "EmbeddedPostgres") -> Iterator[Database]:
 @pytest.fixture(scope="session")
 def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedKafka]":
     """A running Kafka broker for the whole session: a test takes a topic of its own."""
-    from millstream.testing._maven import ArtifactUnavailable
+    from millstream.testing._servers.maven import ArtifactUnavailable
     from millstream.testing.kafka import EmbeddedKafka, kafka_jars
 
     try:

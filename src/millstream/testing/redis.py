@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from millstream.testing._ports import free_port
-from millstream.testing._processes import EmbeddedServer, ServerProcess, ServerStartError
+from millstream.testing._servers.ports import free_port
+from millstream.testing._servers.processes import EmbeddedServer, ServerProcess, ServerStartError
 
 DURABLE: Final = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
 _STARTS_WITHIN_S: Final = 90.0

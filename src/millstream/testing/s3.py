@@ -8,8 +8,8 @@ import urllib.request
 from pathlib import Path
 from typing import Final, Self
 
-from millstream.testing._ports import free_port
-from millstream.testing._processes import ServerProcess, ServerStartError
+from millstream.testing._servers.ports import free_port
+from millstream.testing._servers.processes import ServerProcess, ServerStartError
 
 _STARTS_WITHIN_S: Final = 90.0
 

@@ -29,7 +29,7 @@ from millstream.errors import (
     BufferOffsetGone,
     BufferReplaced,
     BufferSeekBeyondEnd,
-    BufferWentBack,
+    BufferTruncated,
     InvalidValue,
     UnknownBufferShard,
     WriterClosed,
@@ -470,7 +470,7 @@ class WriteBufferConformance:
             next_op(reader)
         stage.remake()
         for _ in range(2):
-            with pytest.raises((BufferWentBack, BufferReplaced, BufferMissing)):
+            with pytest.raises((BufferTruncated, BufferReplaced, BufferMissing)):
                 _until_said(reader)
 
 

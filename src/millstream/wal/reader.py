@@ -20,7 +20,6 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
-from millstream.wal.extent import LogExtent
 from millstream.wal.files import RealFiles
 from millstream.wal.index import (
     HEADS_AHEAD_BYTES,
@@ -34,10 +33,10 @@ from millstream.wal.index import (
 )
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.mark import writer_cuts
-from millstream.wal.meanwhile import HistoryWatch, Meanwhile
 from millstream.wal.merging import Place, by_shard_or_group, group_records
+from millstream.wal.readable_range import LogExtent
 from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
-from millstream.wal.source import (
+from millstream.wal.segment_reader import (
     GroupSize,
     LogSpan,
     SegmentSource,
@@ -50,6 +49,7 @@ from millstream.wal.source import (
     within_offsets,
 )
 from millstream.wal.survey import KnownSchemas
+from millstream.wal.truncation_watch import HistoryWatch, Meanwhile
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 

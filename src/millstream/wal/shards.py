@@ -18,7 +18,7 @@ from millstream.model.positions import Seq
 from millstream.ports import Clock, Files
 from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, missing_shards, read_mark
-from millstream.wal.writing.numbers import GroupNumbers
+from millstream.wal.writing.sequence_allocator import GroupNumbers
 
 _PATIENCE_NS: Final = 10_000_000_000
 _LOOK_S: Final = 0.005

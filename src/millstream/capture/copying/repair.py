@@ -20,15 +20,15 @@ import pyarrow as pa
 import structlog
 
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.reader import Bounds, Chunk, ChunkReader, TableChanged, TableGone, table_of
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import Stage
 from millstream.capture.copying.tables import TableCopies
 from millstream.capture.copying.text import chunk_operation
-from millstream.capture.copying.touches import touches_of, touches_of_spilled
 from millstream.capture.copying.workers import ChunkWorkers, Work
-from millstream.capture.directory import CatalogDirectory
+from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, Identity, SourceTable, connect_same
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState

@@ -7,7 +7,7 @@ import time
 
 from millstream.capture.copying.reader import table_of
 from millstream.capture.copying.text import chunk_operation, truncate_rows
-from millstream.capture.directory import CatalogDirectory
+from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId

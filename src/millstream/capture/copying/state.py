@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from millstream.capture.config import CHUNK_ROWS
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.pace import ChunkSizes
 from millstream.capture.copying.reader import Bounds, Fetched, decode_key, encode_key
 from millstream.capture.copying.text import CopiedRows
+from millstream.capture.copying.throttle import ChunkSizes
 from millstream.capture.source import SourceTable
 from millstream.catalog import ChunkState, CopyChunk, TableRow
 from millstream.model.ids import TableId

@@ -22,19 +22,19 @@ from typing import Any, Final
 import structlog
 
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.pace import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
 from millstream.capture.copying.reader import Bounds, ChunkReader, Fetched, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
 from millstream.capture.copying.text import CopiedRows, chunk_operation
-from millstream.capture.copying.touches import touches_of, touches_of_spilled
+from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
 from millstream.capture.copying.whole import PATIENCE_S, STANDBY_PATIENCE_S, WholeReads
 from millstream.capture.copying.workers import ChunkWorkers, Work
-from millstream.capture.directory import CatalogDirectory
+from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, Identity, SourceTable, connect_same
-from millstream.capture.stream.hold import StreamHold
+from millstream.capture.stream.barrier import StreamHold
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState

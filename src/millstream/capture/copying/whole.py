@@ -25,14 +25,14 @@ from typing import Final
 import structlog
 
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.pace import CopyRate
 from millstream.capture.copying.reader import AGAIN, Begun, Bounds, ChunkReader
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.copying.state import Copy, OpenChunk, Range
 from millstream.capture.copying.text import read_copied
+from millstream.capture.copying.throttle import CopyRate
 from millstream.capture.copying.wire import CopyText
-from millstream.capture.directory import CatalogDirectory
-from millstream.capture.stream.hold import StreamHold
+from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.stream.barrier import StreamHold
 from millstream.capture.stream.spill import SpillFolder
 from millstream.errors import DiskFull, SnapshotWaits, SourceError
 from millstream.failpoints import hit

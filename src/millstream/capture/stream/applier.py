@@ -14,8 +14,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from millstream.capture.directory import CatalogDirectory
-from millstream.capture.stream.hold import StreamHold, cut
+from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.stream.barrier import StreamHold, cut
 from millstream.capture.stream.receiver import Item, Position, Receiver, Run, Spilled, StreamedRelation
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (

@@ -32,7 +32,6 @@ from millstream.lake.delta import (
     set_properties,
     with_features,
 )
-from millstream.lake.eras import holds, newest_schema
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
 from millstream.lake.folded.fold import EXACT, Folded, fold_records
 from millstream.lake.folded.leaves import LEAF_BYTES, Leaves
@@ -42,6 +41,7 @@ from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
 from millstream.lake.scan import count_history, emptied, fold_step, read_history
+from millstream.lake.schema_history import holds, newest_schema
 from millstream.lake.types import conform, lake_columns, same_type, widest
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq

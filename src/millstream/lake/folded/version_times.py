@@ -9,9 +9,9 @@ import pyarrow.compute as pc
 from deltalake import Transaction
 
 from millstream.lake.delta import OpenTable
-from millstream.lake.eras import Eras, holds, table_of
 from millstream.lake.folded.scd2 import BEGAN_BY, VALID_FROM, VALID_TO
 from millstream.lake.scan import read_history
+from millstream.lake.schema_history import Eras, holds, table_of
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
 

@@ -24,7 +24,6 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeSchemaConflict, LakeUnavailable
 from millstream.lake.bounds import boundable
-from millstream.lake.commits import cut_at, cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
     OpenTable,
@@ -36,7 +35,6 @@ from millstream.lake.delta import (
     set_properties,
     with_features,
 )
-from millstream.lake.eras import holds, newest_schema
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.folded.fold import EXACT
 from millstream.lake.folded.leaves import Leaves, in_key_order
@@ -60,6 +58,8 @@ from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
 from millstream.lake.scan import emptied, fold_step, read_history
+from millstream.lake.schema_history import holds, newest_schema
+from millstream.lake.snapshots import cut_at, cuts_between
 from millstream.lake.types import conform, same_type
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq

@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from millstream.errors import BeyondRetention, LakeFilesGone
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of
 from millstream.lake.delta import OpenTable
-from millstream.lake.eras import ALL, Share, within
 from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
 from millstream.lake.folded.fold import EXACT, fold_records
@@ -23,6 +22,7 @@ from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.engine import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
+from millstream.lake.schema_history import ALL, Share, within
 from millstream.lake.types import conform, text_maps
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema

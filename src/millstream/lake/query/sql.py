@@ -30,22 +30,22 @@ from millstream.errors import (
     LakeUnavailable,
     MillstreamError,
 )
-from millstream.lake.commits import Cut, CutTable, cut_from, last_cut
 from millstream.lake.delta import OpenTable, open_table
-from millstream.lake.eras import Era, era_at, first_told, holds, newest_schema
 from millstream.lake.folded.current import current_columns
 from millstream.lake.folder import history_begun, history_from
-from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant, unknown_table
+from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
-from millstream.lake.moves import open_left_behind
 from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.engine import Engine, quote
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
 from millstream.lake.query.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
-from millstream.lake.query.standing import beyond, rebuilding, standing_at
+from millstream.lake.query.snapshot_resolution import beyond, rebuilding, standing_at
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
+from millstream.lake.renames import open_left_behind
+from millstream.lake.schema_history import Era, era_at, first_told, holds, newest_schema
+from millstream.lake.snapshots import Cut, CutTable, cut_from, last_cut
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare
 from millstream.model.positions import Seq, StreamToken

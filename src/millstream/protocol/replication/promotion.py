@@ -108,7 +108,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Overtaken:
+class Superseded:
     """A node has given a promise as high or higher to somebody else; or this one has, as high or not, since it began."""
 
     promise: Promise
@@ -150,7 +150,7 @@ Event = (
     | Stood
     | Claimed
     | ClaimFailed
-    | Overtaken
+    | Superseded
     | CaughtUp
     | CatchUpFailed
     | TookOver
@@ -171,7 +171,7 @@ class Survey:
 class Stand:
     """Follow nobody any more, then note what `RoleFact.standing_for` makes of what is noted at that moment; then `Stood`.
 
-    `Overtaken` where something else is promised then than when the candidate began: who was promised that is ahead.
+    `Superseded` where something else is promised then than when the candidate began: who was promised that is ahead.
     """
 
     promise: Promise
@@ -186,7 +186,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class AskPromise:
-    """Ask a node for its promise; then `Answered`, `Unanswered` or `Overtaken`. A leader ends its writes before it answers."""
+    """Ask a node for its promise; then `Answered`, `Unanswered` or `Superseded`. A leader ends its writes before it answers."""
 
     node: NodeName
     promise: Promise
@@ -289,7 +289,7 @@ class Promotion:
 
     def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one branch an event
         """What to do about an event, at a moment of a clock that never goes back."""
-        if isinstance(event, Overtaken):
+        if isinstance(event, Superseded):
             return self._overtaken(event.promise, now_s)
         if isinstance(event, Refused):
             return [] if self.state in {State.LEADS, State.FAILED} else self._fail(event.error)

@@ -41,11 +41,11 @@ from millstream.ports import Files, WritableFile
 from millstream.wal.files import NO_SPACE, RealFiles, as_told, check_is_at, is_refused
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
-from millstream.wal.replica.arriving import ArrivingShard, WholeFrame, footer_start
 from millstream.wal.replica.groups import GroupEnds, PartialGroups
 from millstream.wal.replica.marks import NOBODY, check_mark, is_newer, moves, placeholder
 from millstream.wal.replica.recovery import fresh_shard, note_sealed, recover_replica
 from millstream.wal.replica.shown import ReplicaShown
+from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_start
 from millstream.wal.shards import lock_shards
 
 LOCK_NAME: Final = ".follower"

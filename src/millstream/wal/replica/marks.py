@@ -18,7 +18,7 @@ from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.layout import segment_path
 from millstream.wal.mark import common_cut, stream_cut
-from millstream.wal.replica.arriving import ArrivingShard
+from millstream.wal.replica.verify import ArrivingShard
 from millstream.wal.scan import Window, reader_of, scan_frames
 
 NOBODY = WriterId(0)

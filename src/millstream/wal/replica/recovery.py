@@ -23,7 +23,7 @@ from millstream.ports import Files
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.place import REPLACED
-from millstream.wal.replica.arriving import ArrivingShard, WholeFrame
+from millstream.wal.replica.verify import ArrivingShard, WholeFrame
 from millstream.wal.scan import Window, read_frame, reader_of
 
 _COPY_BYTES: Final = 1 << 20

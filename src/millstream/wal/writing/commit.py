@@ -43,14 +43,14 @@ from millstream.wal.mark import MarkFile
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.writing.grouping import FramePlan, plan_chunk, plan_group
-from millstream.wal.writing.numbers import GroupNumbers
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, next_header
 from millstream.wal.writing.recover import Recovered, keep_spare, recover
 from millstream.wal.writing.segment import GroupFacts, OpenSegment, WriteFailed
-from millstream.wal.writing.shown import ShownMarks, show_all
+from millstream.wal.writing.sequence_allocator import GroupNumbers
 from millstream.wal.writing.submissions import acks_of, in_columns, shards_of
 from millstream.wal.writing.times import GroupTimes
+from millstream.wal.writing.visibility import ShownMarks, show_all
 
 _Found = TypeVar("_Found")
 

@@ -20,7 +20,7 @@ from millstream.model.operations import Ack
 from millstream.model.positions import Seq
 from millstream.model.replication import AckLevel, Holdings
 from millstream.ports import HighWater
-from millstream.wal.writing.answers import Outcome, Waiting, answer
+from millstream.wal.writing.waiters import Outcome, Waiting, answer
 
 logger = structlog.get_logger("millstream.wal")
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from millstream.errors import MillstreamError, Overloaded, WriterClosed
 from millstream.model.operations import SpilledOp
-from millstream.wal.writing.answers import Waiting
+from millstream.wal.writing.waiters import Waiting
 
 _NEVER: Final = sys.maxsize
 

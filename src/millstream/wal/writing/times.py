@@ -27,6 +27,6 @@ class GroupTimes:
         return self._last_ns
 
     def hear(self, time: HybridTime, name: str) -> None:
-        """Take in a time of elsewhere. `ClockAhead` where it lies too far ahead of this clock."""
+        """Take in a time of elsewhere. `ClockSkew` where it lies too far ahead of this clock."""
         check_drift(time, self._clock.now_ns(), name=name)
         self._heard_ns = max(self._heard_ns, time.wall_ns)

@@ -30,26 +30,26 @@ from millstream.model.writes import SessionFacts
 from millstream.ports import Clock, Files, HighWater, SeqReservations
 from millstream.protocol.sequencer import LedgerView
 from millstream.protocol.sessions import SessionLimits
-from millstream.wal.extent import LogExtent
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.writing.answers import (
-    Awaited,
-    AwaitedAtLevel,
-    Blocked,
-    BlockedAtLevel,
-    Promised,
-    PromisedAtLevel,
-    Waiting,
-    answer,
-)
+from millstream.wal.readable_range import LogExtent
+from millstream.wal.writing.ack_levels import NOTHING, Awaiting, LevelsOfWriter, check_level
 from millstream.wal.writing.commit import GroupCommitter
-from millstream.wal.writing.keyed import KeyedCommits
-from millstream.wal.writing.levels import NOTHING, Awaiting, LevelsOfWriter, check_level
-from millstream.wal.writing.numbers import BlockNumbers, SharedNumbers
+from millstream.wal.writing.deduplication import KeyedCommits
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.queue import SubmissionQueue
+from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
 from millstream.wal.writing.submissions import follow, shards_of
+from millstream.wal.writing.waiters import (
+    AwaitedAtLevel,
+    BlockedAtLevel,
+    FutureWaiter,
+    PromisedAtLevel,
+    TaskWaiter,
+    ThreadWaiter,
+    Waiting,
+    answer,
+)
 
 __all__ = ["LogOptions", "LogWriter", "WriterStats"]
 
@@ -157,7 +157,7 @@ class LogWriter:
             high_water: tells what other machines hold; None: nobody does, and only the level `local` is known.
 
         Raises:
-            LevelUnknown: `options` ask for more than this machine, of one of several writers or without `high_water`.
+            AckLevelUnavailable: `options` ask for more than this machine, of one of several writers or without `high_water`.
             ShardLocked: another process writes one of the shards.
             ShardTaken: one of them is another writer's.
             SequenceUnusable: the shared store can't be right for this log.
@@ -192,7 +192,7 @@ class LogWriter:
     def submit(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Future[Ack]:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
         self._check_shards(ops)
-        waiting = Promised(ops, _held_bytes(ops))
+        waiting = FutureWaiter(ops, _held_bytes(ops))
         if acks is not None or self._levels.is_asked:
             waiting = self._levels.raised(PromisedAtLevel(ops, waiting.size_bytes), acks, deadline_s) or waiting
         self._queue.put(waiting, deadline_s)
@@ -212,7 +212,7 @@ class LogWriter:
                     return self._write_alone(ops)
             finally:
                 self._writing.release()
-        waiting = Blocked(ops, _held_bytes(ops))
+        waiting = ThreadWaiter(ops, _held_bytes(ops))
         self._queue.put(waiting, deadline_s)
         return waiting.wait()
 
@@ -221,7 +221,7 @@ class LogWriter:
     ) -> Ack:
         """Append and return once durable; see `ports.LogAppender.append_async`."""
         self._check_shards(ops)
-        waiting = Awaited(ops, _held_bytes(ops), asyncio.get_running_loop())
+        waiting = TaskWaiter(ops, _held_bytes(ops), asyncio.get_running_loop())
         if acks is not None or self._levels.is_asked:
             raised = AwaitedAtLevel(ops, waiting.size_bytes, waiting.loop)
             waiting = self._levels.raised(raised, acks, deadline_s) or waiting
@@ -276,7 +276,7 @@ class LogWriter:
             name: the other's, for the error.
 
         Raises:
-            ClockAhead: its clock is too far ahead of this one; nothing was taken in.
+            ClockSkew: its clock is too far ahead of this one; nothing was taken in.
         """
         self._committer.times.hear(time, name)
 
@@ -414,7 +414,7 @@ class LogWriter:
 
         Raises:
             SessionsNeedOneWriter: this writer knows none.
-            ReplicasMissing: the level doesn't hold for it, and didn't until the deadline: what wasn't acknowledged would pass for written.
+            NotEnoughReplicas: the level doesn't hold for it, and didn't until the deadline: what wasn't acknowledged would pass for written.
         """
         if self._keyed is None:
             raise _no_sessions()

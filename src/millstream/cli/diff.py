@@ -1,0 +1,198 @@
+"""`diff`: whether the lake is what the source is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from millstream.cli.context import Session, json_option, note, on_terminal, pass_session, print_json, say, stream_option
+from millstream.model.readable import readable
+
+if TYPE_CHECKING:
+    from millstream.diff.compare import Difference, DiffReport, Progress, TableDiff
+    from millstream.diff.repair import RepairAsked
+
+_SHOWN: Final = 10
+"""Differing keys of a table that are printed for people."""
+_SAY_EVERY_S: Final = 5.0
+_VALUE_CHARS_MAX: Final = 60
+
+
+@click.command()
+@click.argument("tables", metavar="[TABLE]...", nargs=-1)
+@stream_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    default=120,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the source's running transactions, and for the lake to get as far.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=10_000,
+    show_default=True,
+    metavar="N",
+    help="Differing keys of a table that --json lists; more are counted.",
+)
+@click.option("--repair", is_flag=True, help="Have capture read the keys that differ again, through the log.")
+@click.option("--wait", is_flag=True, help="With --repair: wait until it has, and compare those tables again.")
+@json_option
+@pass_session
+def diff(
+    session: Session,
+    tables: tuple[str, ...],
+    stream: str | None,
+    timeout_s: float,
+    limit: int,
+    repair: bool,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Compare the lake's tables with the source at one LSN, by key and value, while both move.
+
+    Exit code 3 where a table differs, 1 where one couldn't be compared. All tables where none is named.
+    """
+    from millstream.diff.compare import Compared, diff_stream
+    from millstream.diff.repair import ask_repairs, wait_for_repairs
+
+    if wait and not repair:
+        raise click.UsageError("--wait goes with --repair")
+    home = session.home()
+    teller = _Teller()
+
+    def compare(names: tuple[str, ...]) -> DiffReport:
+        found = diff_stream(
+            home,
+            stream,
+            tables=names,
+            timeout_s=timeout_s,
+            limit=limit,
+            on_progress=teller.progress,
+            on_table=(lambda _table: None) if as_json else teller.table,
+        )
+        teller.clear()
+        return found
+
+    report = compare(tables)
+    facts = report.as_dict()
+    if not as_json:
+        _sum_up(report)
+    differing = tuple(table.name for table in report.tables if table.state is Compared.DIFFERENT)
+    if repair and differing:
+        asked = ask_repairs(home, report)
+        facts["repair"] = [one.as_dict() for one in asked.tables]
+        for one in asked.tables:
+            note(f"{one.table}: {_asked(one)}")
+        if not asked.capture_runs:
+            note("No capture runs: the next `millstream run` does it.")
+        elif wait:
+            wait_for_repairs(home, report, asked, timeout_s=timeout_s, on_wait=teller.say)
+            teller.clear()
+            report = compare(differing)
+            facts["repaired"] = report.as_dict()
+            if not as_json:
+                _sum_up(report)
+    if as_json:
+        print_json(facts)
+    sys.exit(report.exit_code)
+
+
+def _sum_up(report: DiffReport) -> None:
+    facts = report.as_dict()
+    counts = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in facts["counts"].items() if n)
+    note(f"{report.stream} at {facts['lsn']}: {counts or 'no tables'}")
+
+
+def _asked(asked: RepairAsked) -> str:
+    if asked.how == "keys":
+        return f"{asked.keys:,} {'key is' if asked.keys == 1 else 'keys are'} read again"
+    return f"it is copied again: {asked.reason}" if asked.how == "copy" else f"can't be repaired: {asked.reason}"
+
+
+class _Teller:
+    """Says how far it is on stderr: one line that changes on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = on_terminal()
+        self._said_s = time.monotonic()
+        self._doing = ""
+        self._wide = 0
+        self._lock = threading.Lock()
+
+    def progress(self, progress: Progress) -> None:
+        """From any thread."""
+        words = progress.doing
+        if progress.table:
+            share = f"{progress.rows:,} of about {progress.rows_estimate:,} rows"
+            words = f"{progress.table}: {progress.doing}, {share}"
+        self.say(words)
+
+    def say(self, words: str) -> None:
+        """From any thread."""
+        with self._lock:
+            if self._terminal:
+                shown = readable(words)
+                click.echo(f"\r{shown.ljust(self._wide)}", nl=False, err=True)
+                self._wide = len(shown)
+            elif time.monotonic() - self._said_s >= _SAY_EVERY_S and words != self._doing:
+                note(words)
+                self._said_s, self._doing = time.monotonic(), words
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._terminal and self._wide:
+            click.echo(f"\r{' ' * self._wide}\r", nl=False, err=True)
+            self._wide = 0
+
+    def table(self, table: TableDiff) -> None:
+        """What became of a table, on stdout."""
+        with self._lock:
+            self.clear()
+            print_outcome(table)
+
+
+def print_outcome(table: TableDiff) -> None:
+    """A table's outcome for people."""
+    colour = {"equal": "green", "different": "red", "not_compared": "yellow"}.get(table.state.value)
+    words = {"equal": f"equal, {table.rows_source:,} rows"}
+    words["different"] = (
+        f"{table.different:,} {'key differs' if table.different == 1 else 'keys differ'},"
+        f" {table.rows_lake:,} rows in the lake, {table.rows_source:,} in the source"
+    )
+    said = words.get(table.state.value) or f"{table.state.value.replace('_', ' ')}: {table.reason}"
+    say(f"{table.name}: ", nl=False)
+    say(said, fg=colour)
+    for line in table.notes:
+        say(f"  note: {line}")
+    for difference in table.differences[:_SHOWN]:
+        say(f"  {_words(difference)}")
+    if table.different > _SHOWN:
+        say(f"  … and {table.different - _SHOWN:,} more: --json lists them")
+
+
+def _words(difference: Difference) -> str:
+    key = ", ".join(f"{name}={_value(text)}" for name, text in difference.key.items())
+    facts: dict[str, Any] = difference.as_dict()
+    if facts["what"] == "values":
+        return f"{key}: " + "; ".join(
+            f"{name} is {_value(mine)}, {_value(other)} in the source"
+            for name, (mine, other) in difference.columns.items()
+        )
+    if facts["what"] == "count":
+        return f"{key}: {difference.counts[0]} times, {difference.counts[1]} in the source"
+    return f"{key}: {facts['what'].replace('_', ' ').replace('lake', 'the lake').replace('source', 'the source')}"
+
+
+def _value(text: str | None) -> str:
+    if text is None:
+        return "NULL"
+    shown = text if len(text) <= _VALUE_CHARS_MAX else f"{text[:_VALUE_CHARS_MAX]}…"
+    return repr(shown)

@@ -1,0 +1,331 @@
+"""`wal export` and `wal import`: records for other programs, and a log as files that make the same log again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from millstream.cli.context import Session, note, pass_session, stream_option
+
+if TYPE_CHECKING:
+    from millstream.errors import CorruptWal
+    from millstream.export.records_json import Cat
+    from millstream.home.home import Home
+    from millstream.model.ids import TableId
+    from millstream.model.positions import Seq
+    from millstream.wal.reader import StreamReader
+
+
+@click.command()
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["ndjson", "arrow", "csv", "line-protocol"]),
+    default="ndjson",
+    show_default=True,
+    help="arrow is what `wal import` takes.",
+)
+@click.option("--since", metavar="WHEN", help="From here on: a time, a token (not included) or a number.")
+@click.option("--until", metavar="WHEN", help="Up to here: a time, a token or a number.")
+@click.option("--table", metavar="T", help="Only this table, as schema.table.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="A file; a folder for arrow and csv. Else stdout.",
+)
+@click.option(
+    "--values",
+    type=click.Choice(["json", "text"]),
+    default="json",
+    show_default=True,
+    help="For ndjson: numbers as JSON's, or every value as PostgreSQL prints it.",
+)
+@stream_option
+@pass_session
+def export(
+    session: Session,
+    style: str,
+    since: str | None,
+    until: str | None,
+    table: str | None,
+    output: Path | None,
+    values: str,
+    stream: str | None,
+) -> None:
+    """Write records in order: as lines, as CSV, as InfluxDB's line protocol, or as Arrow files without loss.
+
+    A time is that of commits at the source, in whole commit groups. CSV and Arrow of one table go to stdout, of several to a
+    folder, a file each. Text goes on past damage, with exit code 3; Arrow stops at it.
+    """
+    from millstream.app.local_client import open_reader
+    from millstream.errors import UsageError
+    from millstream.export.record_reading import table_ids
+    from millstream.export.records_json import Cat
+
+    home = session.home(needs_source=False)
+    name = home.pick_stream(stream)
+    if output is None and table is None and style in ("arrow", "csv"):
+        raise UsageError(
+            f"{style} of several tables doesn't fit on stdout",
+            hint="Name a folder with --output, or one table with --table.",
+        )
+    damage = Damage()
+    reader = open_past_damage(home, name, damage)
+    after, upto = _bounds(reader, since, until)
+    wanted = None if table is None else frozenset(table_ids(reader, table))
+    if style == "arrow":
+        strict = open_reader(home, name, without_mark=reader.lacks_marks(), of_any_age=True)
+        if output is None:
+            assert wanted is not None
+            _write_stream(strict, after, upto, wanted)
+        else:
+            from millstream.export.log_export import export_arrow
+
+            count = export_arrow(
+                strict, output, stream=name, after=after, upto=upto, tables=wanted, catalog=_catalog_facts(home, name)
+            )
+            note(f"{count:,} records in {output}")
+        return
+    as_text = style == "csv" or values == "text"
+    cat = Cat(
+        name,
+        reader,
+        "text" if as_text else "json",
+        wanted,
+        numbers=(after, upto),
+        moments=style == "line-protocol",
+    )
+    if style == "csv":
+        count = _write_csv(cat, reader, wanted, output)
+    else:
+        with _opened(output) as out:
+            count = _write_lines(cat, style, out)
+    sys.stdout.flush()
+    if output is not None:
+        note(f"{count:,} records in {output}")
+    sys.exit(3 if damage.told else 0)
+
+
+@click.command("import")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@stream_option
+@pass_session
+def import_(session: Session, folder: Path, stream: str | None) -> None:
+    """Make the log of an Arrow export again, in a stream that has no records.
+
+    It is there whole or not at all; repeat it where it was interrupted. Without --stream the export's name is taken.
+    """
+    from millstream.export.log_export import read_export
+    from millstream.export.log_import import import_log
+
+    home = session.home(needs_source=False)
+    name = stream or str(read_export(folder)["stream"])
+    note(f"importing into stream {name} of {home.path}")
+    count = import_log(home, name, folder.absolute())
+    note(f"{count:,} records")
+
+
+class Damage:
+    """Says each damaged place once, on stderr."""
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+
+    def __call__(self, error: CorruptWal) -> None:
+        """Say one."""
+        if error.message not in self.told:
+            self.told.add(error.message)
+            note(f"damaged: {error.message}")
+
+
+def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: bool = False) -> StreamReader:
+    """A reader that leaves out what can't be read, and does without a mark where there is none."""
+    from millstream.app.local_client import open_reader
+
+    if without_mark or open_reader(home, stream, of_any_age=True).lacks_marks():
+        without_mark = True
+        note("without the mark: shown is every valid whole group, durable or not")
+    return open_reader(home, stream, without_mark=without_mark, on_damage=damage, of_any_age=True)
+
+
+def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:
+    """`(after, upto]` of what was asked for, of what is there.
+
+    A time may lie in front of what retention has left, which is said on stderr.
+
+    Raises:
+        OffsetExpired: a token or a number is of what retention has dropped.
+        TokenFromFuture: a token or a number is beyond that.
+        UsageError: it ends before it begins.
+        InvalidTime, InvalidToken: as `parse_as_of`.
+    """
+    from millstream.errors import UsageError
+    from millstream.home.time_parsing import microseconds
+    from millstream.model.positions import Seq
+
+    begin = after = Seq(reader.first_seq() - 1)
+    upto = reader.persisted_upto()
+    first, last = (None if text is None else _asked(reader, text, upto) for text in (since, until))
+    if isinstance(first, datetime) and isinstance(last, datetime):
+        is_backward = first > last
+    else:
+        is_backward = isinstance(first, int) and isinstance(last, int) and first > last
+    if is_backward:
+        raise UsageError(f"--since {since} is later than --until {until}", hint="Exchange the two.")
+    if isinstance(first, datetime):
+        after = Seq(max(after, reader.numbers_at(microseconds(first))[0]))
+        if 0 < begin == after:
+            note(
+                f"retention has dropped numbers up to {begin}: what is exported begins behind them, which may be later than {since}"
+            )
+    elif first is not None:
+        after = Seq(max(0, first - 1 if str(since).isdigit() else first))
+        reader.cut(after)  # raises where retention has dropped what follows
+    if isinstance(last, datetime):
+        upto = Seq(min(upto, reader.numbers_at(microseconds(last))[1]))
+        if first is None and 0 < begin == upto:
+            note(
+                f"retention has dropped numbers up to {begin}: of what was committed up to {until}, nothing else is there"
+            )
+    elif last is not None:
+        upto = last
+        if first is None:
+            reader.extent.check_end(upto)
+    return after, Seq(max(after, upto))
+
+
+def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
+    """The time or the number that a text names."""
+    from millstream.home.time_parsing import parse_as_of
+    from millstream.model.positions import Seq
+    from millstream.wal.readable_range import from_future
+
+    if text.isdigit():
+        found = Seq(int(text))
+    else:
+        asked = parse_as_of(text, reader.stream_id, now=datetime.now(UTC))
+        if isinstance(asked, datetime):
+            return asked
+        found = asked.linear()
+    if found > upto:
+        raise from_future(text, upto)
+    return found
+
+
+@contextlib.contextmanager
+def _opened(output: Path | None) -> Iterator[TextIO]:
+    """stdout, or a file that is there when it is whole."""
+    if output is None:
+        yield sys.stdout
+        return
+    part = output.with_name(f"{output.name}.part")
+    with part.open("w", newline="") as out:
+        yield out
+    part.rename(output)
+
+
+def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
+    """Write records as lines, and say what has no place in them; how many were written."""
+    from millstream.export.records_json import to_json
+    from millstream.export.records_text import line_protocol
+
+    written = timeless = 0
+    for line in cat.records():
+        text = to_json(line.facts) if style == "ndjson" else line_protocol(line)
+        if text is None:
+            timeless += 1
+        else:
+            out.write(text + "\n")
+            written += 1
+    if timeless:
+        note(f"{timeless:,} records have no time, and were left out")
+    return written
+
+
+def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None, output: Path | None) -> int:
+    """Write a file for each table, under the newest of its names, or all that is wanted to stdout; how many records."""
+    from millstream.export.records_text import CsvTable, columns_over
+    from millstream.lake.layout import folder_of
+
+    schemas = reader.schema_versions()
+    newest = {table: schema for (table, _), schema in schemas.items() if wanted is None or table in wanted}
+    files = {table: None if output is None else output / f"{folder_of(schema)}.csv" for table, schema in newest.items()}
+    written: dict[Path | None, CsvTable] = {}
+
+    def begin(file: Path | None, out: TextIO) -> CsvTable:
+        written[file] = CsvTable(out, columns_over(schemas, {table for table, its in files.items() if its == file}))
+        return written[file]
+
+    count = 0
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        for line in cat.records():
+            file = files[line.schema.table_id]
+            found = written.get(file) or begin(file, stack.enter_context(_opened(file)))
+            found.write(line)
+            count += 1
+    for file in files.values():
+        if file not in written:  # none of its records fall into the range: a header all the same
+            with _opened(file) as out:
+                begin(file, out)
+    return count
+
+
+def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset[TableId]) -> None:
+    """One table's records on stdout, as an Arrow stream; without any, its newest columns."""
+    import pyarrow as pa
+
+    from millstream.errors import UsageError
+    from millstream.model.records import record_schema
+
+    out: pa.ipc.RecordBatchStreamWriter | None = None
+    schema: pa.Schema | None = None
+    for found in reader.read_between(after, upto, offsets=True):
+        if found.schema.table_id not in wanted:
+            continue
+        if out is None:
+            out = pa.ipc.new_stream(sys.stdout.buffer, found.batch.schema)
+            schema = found.batch.schema
+        if not found.batch.schema.equals(schema):
+            raise UsageError(
+                "the table's columns change in between, and an Arrow stream has one schema",
+                hint="Name a folder with --output, or a range with --since and --until.",
+            )
+        out.write_batch(found.batch)
+    if out is None:
+        newest = max(key for key in reader.schema_versions() if key[0] in wanted)
+        out = pa.ipc.new_stream(sys.stdout.buffer, record_schema(reader.schema_versions()[newest], offsets=True))
+    out.close()
+
+
+def _catalog_facts(home: Home, name: str) -> dict[str, Any]:
+    """What the home's catalog says of the stream's sources and tables; nothing where there is none."""
+    from millstream.errors import MillstreamError
+
+    with contextlib.suppress(ImportError, MillstreamError):
+        if home.has_catalog():
+            with home.open_catalog() as catalog:
+                stream = catalog.stream(name).id
+                sources = [
+                    {
+                        "id": s.id,
+                        "system_identifier": s.system_identifier,
+                        "database": s.database,
+                        "timeline": s.timeline,
+                    }
+                    for s in catalog.sources(stream)
+                ]
+                tables = [
+                    {"id": t.id, "state": t.state.value, "reason": t.reason} for t in catalog.tables(stream, gone=True)
+                ]
+                return {"sources": sources, "tables": tables}
+    return {}

@@ -1,0 +1,144 @@
+"""`run` and its parts, and `demo`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millstream.cli.context import Session, SuggestingGroup, note, on_terminal, pass_session, say
+
+if TYPE_CHECKING:
+    from millstream.processes.logs import LogFormat
+
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    envvar="MILLSTREAM_LOG",
+    show_envvar=True,
+    help="How stderr tells what happens: lines for people, or a JSON object a line.",
+)
+_UNTIL = click.option(
+    "--until-caught-up",
+    is_flag=True,
+    help="End when all that the source had committed at the start is done with.",
+)
+
+
+@click.command()
+@_UNTIL
+@log_format_option
+@pass_session
+def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
+    """Run everything that the configuration names, until SIGINT or SIGTERM.
+
+    A part that dies is started again; one that can't be is reported, and the rest goes on. With --until-caught-up it
+    ends when everything is durable in the log, landed in the lake and folded; HTTP isn't served then. It fails (1) when a
+    table had to be set aside or its copy is paused, the others being done.
+    """
+    from millstream.cli.progress import JsonReport, RunReport
+    from millstream.processes.run import run_home
+
+    os.environ["MILLSTREAM_LOG"] = log_format  # its parts say things on the same stderr
+    report = (
+        JsonReport() if log_format == "json" else RunReport(terminal=on_terminal(), until_caught_up=until_caught_up)
+    )
+    with report:
+        outcome = run_home(session.own_home(), until_caught_up=until_caught_up, on_event=report.heard)
+    report.conclude(outcome)
+    if until_caught_up:
+        if outcome.interrupted:
+            sys.exit(130)
+        sys.exit(0 if outcome.caught_up and not outcome.set_aside and not outcome.paused else 1)
+    sys.exit(1 if outcome.errors.keys() & {"capture", "pipeline"} else 0)
+
+
+@click.group(cls=SuggestingGroup)
+def capture() -> None:
+    """Capture from the source into the log, as a process of its own."""
+
+
+@capture.command("run")
+@_UNTIL
+@log_format_option
+@pass_session
+def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
+    """Capture every configured stream; own their logs."""
+    from millstream.app.local_client import open_other
+    from millstream.cli.progress import PartReport
+    from millstream.processes.child_process import Lifeline
+    from millstream.processes.logs import configure_logs
+    from millstream.writers.owner import run_owner
+
+    lifeline = Lifeline()
+    with lifeline.held():
+        configure_logs(part="capture", style=log_format)
+        report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
+        outcome = run_owner(
+            session.own_home(),
+            lifeline,
+            open_other=open_other,
+            until_caught_up=until_caught_up,
+            on_progress=report.heard,
+        )
+    if not lifeline.supervised:
+        sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
+
+
+@click.group(cls=SuggestingGroup)
+def pipeline() -> None:
+    """Land the log in the lake, as a process of its own."""
+
+
+@pipeline.command("run")
+@_UNTIL
+@log_format_option
+@pass_session
+def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
+    """Land every configured stream in the lake, on Spark. With --until-caught-up: what is in the log now, then fold, then end."""
+    from millstream.app.pipelines import run_pipelines
+    from millstream.cli.progress import PartReport
+    from millstream.processes.child_process import Lifeline
+    from millstream.processes.logs import configure_logs
+
+    lifeline = Lifeline()
+    if until_caught_up:
+        lifeline.drain.set()
+    with lifeline.held():
+        configure_logs(part="pipeline", style=log_format)
+        report = PartReport("pipeline", silent=lifeline.supervised, terminal=on_terminal())
+        outcome = run_pipelines(session.own_home(), lifeline, on_progress=report.heard)
+    if not lifeline.supervised:
+        sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
+
+
+@click.command()
+@log_format_option
+@pass_session
+def serve(session: Session, log_format: LogFormat) -> None:
+    """Serve over HTTP: rows of applications in, /metrics for Prometheus, /healthz, /readyz and /status."""
+    from millstream.processes.child_process import Lifeline
+    from millstream.processes.logs import configure_logs
+    from millstream.serving.server import serve_home
+
+    lifeline = Lifeline()
+    with lifeline.held():
+        configure_logs(part="serve", style=log_format)
+        serve_home(session.own_home(needs_source=False), lifeline)
+
+
+@click.command()
+@click.option("--folder", default="demo", show_default=True, metavar="DIR", help="Where its home goes; emptied first.")
+def demo(folder: str) -> None:
+    """Show the main job under fire: a PostgreSQL of its own, a live workload, SIGKILLs, and the proof that nothing was lost."""
+    from pathlib import Path
+
+    from millstream.app.demo import run_demo
+
+    report: Any = run_demo(Path(folder), say=note)
+    for line in report.lines():
+        say(line)

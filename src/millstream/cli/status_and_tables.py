@@ -1,0 +1,368 @@
+"""`status` and `tables`: how things stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from millstream.cli.context import (
+    Session,
+    SuggestingGroup,
+    copy_words,
+    human_bytes,
+    human_seconds,
+    json_option,
+    note,
+    pass_session,
+    print_json,
+    print_table,
+    say,
+    stream_option,
+)
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.model.ids import StreamId
+
+_HELD_BYTES: Final = 256 << 20
+"""What a holder may need of the log without being named."""
+
+
+@click.command()
+@stream_option
+@json_option
+@pass_session
+def status(session: Session, stream: str | None, as_json: bool) -> None:
+    """Say how each stream stands: writer, tokens, lag at each stage, tables with state and reason."""
+    from millstream.app.status import collect_status
+
+    home = session.home(needs_source=False)
+    found = collect_status(home)
+    if stream is not None:
+        home.pick_stream(stream, of=[one["name"] for one in found["streams"]])
+        found["streams"] = [one for one in found["streams"] if one["name"] == stream]
+    if as_json:
+        print_json(found)
+        return
+    running = [f"{part} (process {pid})" for part, pid in found["processes"].items() if pid is not None]
+    say(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
+    for one in found["streams"]:
+        say()
+        _print_stream(one)
+    for problem in found["problems"]:
+        note(f"problem: {problem}")
+
+
+def _behind(numbers: int) -> str:
+    return f" ({numbers:,} behind)" if numbers else ""
+
+
+def _print_stream(stream: dict[str, Any]) -> None:
+    say(f"stream {stream['name']}", bold=True, nl=False)
+    if stream["id"] is None:
+        say(f": {'has never run' if stream['state'] == 'never run' else stream['state']}")
+        _print_nodes(stream)
+        return
+    writer = stream["writer"] or {}
+    captures = stream["source"]["configured"]
+    reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
+    say(f": {stream['state']}, writer epoch {writer.get('epoch', 0)}, {reached}")
+    _print_nodes(stream)
+    landed = stream["tokens"]["landed"]
+    say(f"  durable {stream['tokens']['durable'] or 'not known'}{'' if landed is None else f', landed {landed}'}")
+    for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
+        say(
+            f"  readers wait for {waits['name']}, a writer whose lease has run out: start it where its log lies ({waits['location']}), or any other of that "
+            f"home. Where that log is gone for good: `millstream writers forget {waits['name']}`",
+            fg="red",
+        )
+    if len(stream["writers"]) > 1:
+        told = (f"{one['name']} {one['state']}" + _behind(one["behind"]) for one in stream["writers"])
+        say("  writers: " + ", ".join(told))
+    lag = stream["lag"]
+    if stream["source"]["slot_dropped"]:
+        say("  the slot was dropped: the next run makes a new one and copies every table again")
+    stages = [("capture", "source → log")] if captures else []
+    if (stream["replication"] or {"role": "leads"})["role"] == "leads":  # the leader lands
+        stages.append(("lake", "log → lake"))
+    for stage, words in stages:
+        if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
+            say(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
+            continue
+        more = _source_words(stream["source"]) if stage == "capture" else ""
+        say(f"  {words}: {_lag_words(lag[stage])}{more}")
+    if stream["replay"] is not None:
+        say(f"  replay: {_replay_words(stream['replay'])}")
+    if lag["fold"]["seconds"] is not None:
+        say(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
+    size = (
+        "can't be read"
+        if stream["log"]["segments"] is None
+        else f"{stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}"
+    )
+    say(f"  log: {size}{_held(stream)}")
+    if waits := _retention_waits(stream):
+        say(f"  {waits}")
+    for holder, facts in stream["log"]["cut_off"].items():
+        say(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
+    _print_errors(stream["errors"])
+    if stream["tables"]:
+        titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
+        print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
+        _print_hints(stream["tables"])
+
+
+def _lag_words(lag: dict[str, Any]) -> str:
+    """How far a stage is behind, in what is known of it: of a source that is ahead neither records nor their age are."""
+    if lag["bytes"] == 0:
+        return "nothing waits"
+    known = [
+        None if lag["records"] is None else f"{lag['records']:,} records",
+        None if lag["bytes"] is None else human_bytes(lag["bytes"]),
+        None if lag["seconds"] is None else human_seconds(lag["seconds"]),
+    ]
+    return ", ".join(filter(None, known)) + " behind"
+
+
+def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
+    """The troubles of a stream's parts, and what to do about them."""
+    for part, error in errors.items():
+        how = {None: "", False: " waits, and tries again", True: " has given up"}[error.get("gave_up")]
+        say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
+        if error.get("hint"):
+            say(f"    {error['hint']}")
+
+
+def _print_nodes(stream: dict[str, Any]) -> None:
+    """Whom a node follows and how far behind it is, or who follows it; nothing where the home is no node."""
+    its = stream["replication"]
+    if its is None:
+        return
+    _print_part(its)
+    for region in stream["regions"]:
+        _print_part(region, of=f"{region['stream']} ")
+
+
+def _print_part(its: dict[str, Any], of: str = "") -> None:
+    if its["error"] is not None:
+        say(f"  {of}{its['error']['code']}: {its['error']['message']}", fg="red")
+        return
+    if its["role"] == "leads":
+        if (leads := its["writes_go_to"]) is not None and leads["epoch"]:
+            say(f"  leads with epoch {leads['epoch']}")
+        for one in its["followers"]:
+            say(f"  followed by {one['node']}: {_behind_words(one)}{_age_words(one['lag_s'])}")
+        return
+    if its["role"] == "fenced":
+        say(f"  writes go to {its['leader']}; `millstream follow {its['leader']}` has this node follow", fg="red")
+        return
+    own = its["following"]
+    if not own:
+        say(f"  {of}follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here")
+        return
+    error = own.get("error")
+    age = _age_words(its["age_s"])
+    upto = "" if its["persisted_upto"] is None else f"up to {its['persisted_upto']:,}, "
+    say(f"  {of}follows {its['leader']}: {upto}{_behind_words(own)}{age} at most")
+    if error is not None:
+        say(f"  {of}follow: {error['code']}: {error['message']}", fg="red")
+
+
+def _age_words(seconds: float | None) -> str:
+    return "of unknown age" if seconds is None else f"{human_seconds(seconds)} old"
+
+
+def _behind_words(lag: dict[str, Any]) -> str:
+    """How much is lacking; nothing where that isn't known, as of a follower that is away."""
+    records = lag.get("records_behind")
+    return "" if records is None else f"{records:,} records, {human_bytes(lag['bytes_behind'])} behind, "
+
+
+def _source_words(source: dict[str, Any]) -> str:
+    """How a source is read, and what that keeps there; nothing while it isn't."""
+    words = ", catching up in chunks" if source["mode"] == "catching up" else ""
+    holds = source["slot_holds_bytes"]
+    return words if holds is None else f"{words}, its slot holds {human_bytes(holds)}"
+
+
+def _replay_words(replay: dict[str, Any]) -> str:
+    done, total = (
+        [f"{replay['segments'][key]:,}", f"{replay['records'][key]:,}", human_bytes(replay["bytes"][key])]
+        for key in ("done", "total")
+    )
+    words = f"{done[0]} of {total[0]} segments, {done[1]} of {total[1]} records, {done[2]} of {total[2]} landed"
+    return words if replay["eta_s"] is None else f"{words}, about {human_seconds(replay['eta_s'])} left"
+
+
+def _held(stream: dict[str, Any]) -> str:
+    """Who keeps most of the log, where it is more than what just goes through."""
+    held = {holder: facts["bytes"] or 0 for holder, facts in stream["log"]["held"].items()}
+    holder = max(held, key=lambda name: held[name], default=None)
+    if holder is None or held[holder] < _HELD_BYTES:
+        return ""
+    return f", {human_bytes(held[holder])} of it needed by {_holder_words(stream, holder)}"
+
+
+def _retention_waits(stream: dict[str, Any]) -> str:
+    """Who keeps the oldest segment, where it is older, or the log larger, than what retention keeps."""
+    oldest, bounds = stream["log"]["oldest"], stream["log"]["retention"]
+    if oldest is None or bounds is None or not oldest["needed_by"]:
+        return ""
+    if oldest["seconds"] < bounds["age_s"] and (stream["log"]["bytes"] or 0) <= bounds["bytes"]:
+        return ""
+    holders = ", ".join(_holder_words(stream, holder) for holder in oldest["needed_by"])
+    return (
+        f"retention waits: the oldest segment has been that for {human_seconds(oldest['seconds'])}, needed by {holders}"
+    )
+
+
+def _holder_words(stream: dict[str, Any], holder: str) -> str:
+    held = stream["log"]["held"].get(holder)
+    if held is None:  # the log's own, which `held` leaves out
+        return "the writer, which hasn't copied what it knows of sessions and idempotency keys yet"
+    kind = held["kind"]
+    if kind != "backlog":
+        return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder}"
+    _, _, table_id = holder.partition("/")
+    name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
+    return f"{name or f'table {table_id}'}, which is set aside"
+
+
+def _print_hints(tables: list[dict[str, Any]]) -> None:
+    """The commands for tables that were set aside, or that wait."""
+    from millstream.app.status import what_to_run
+
+    for table in tables:
+        if hint := what_to_run(table):
+            note(f"{table['name']}: {hint}")
+
+
+def _table_row(table: dict[str, Any]) -> list[str]:
+    rate, lag, factor = table["rows_per_s"], table["fold_lag_s"], table["disk_factor"]
+    return [
+        "  " + table["name"],
+        table["state"],
+        "" if rate is None else f"{rate:,.0f}",
+        "" if lag is None else "none" if lag == 0 else f"{human_seconds(lag)}, {table['fold_lag_records']:,} records",
+        "" if factor is None else f"{factor:.1f}",
+        _reason(table),
+    ]
+
+
+def _reason(table: dict[str, Any]) -> str:
+    """Why a table stands where it stands; of one that is being copied, how far that is."""
+    copy = table.get("copy") or {}
+    if table["state"] == "copying" and copy.get("rows") is not None:
+        return copy_words(copy)
+    if table["state"] == "paused" and copy.get("rows"):
+        return f"{table['reason']}; {copy_words(copy)}"
+    return str(table["reason"])
+
+
+@click.group(cls=SuggestingGroup, invoke_without_command=True)
+@stream_option
+@json_option
+@click.pass_context
+def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
+    """List tables, have one tried or copied again, pause its copy."""
+    if context.invoked_subcommand is None:
+        context.invoke(tables_ls, stream=stream, as_json=as_json)
+
+
+@tables.command("ls")
+@stream_option
+@json_option
+@pass_session
+def tables_ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
+    """List each table with its state, and the reason for it."""
+    from millstream.app.status import lake_paths, live_progress
+    from millstream.app.tables import list_tables
+
+    home = session.home(needs_source=False)
+    found: list[dict[str, Any]] = []
+    if home.has_catalog():
+        with home.open_catalog() as catalog:
+            known = {row.name: row.id for row in catalog.streams()}
+            names = sorted(known) if stream is None else [home.pick_stream(stream, of=sorted(known))]
+            found = [
+                {"stream": name, **facts}
+                for name in names
+                for facts in list_tables(
+                    catalog, known[name], live_progress(home, name), lake_paths(home, name, known[name])
+                )
+            ]
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        ["stream", "table", "state", "shard", "reason"],
+        [[t["stream"], t["name"], t["state"], t["shard"], _reason(t)] for t in found],
+    )
+    for t in found:
+        for path in t["paths"].values():
+            say(f"{t['name']}: {path}")
+    _print_hints(found)
+
+
+def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog, StreamId, str], str]) -> None:
+    """Ask something for a table, and say what will happen."""
+    home = session.home(needs_source=False)
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
+        note(f"{table}: {do(catalog, catalog.stream(name).id, table)}")
+
+
+@tables.command("retry")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_retry(session: Session, table: str, stream: str | None) -> None:
+    """Pick a table up again that was set aside, by capture or by the pipeline, or that the reader of a write buffer holds."""
+    from millstream.app.tables import retry_table
+    from millstream.writers.buffered import buffer_name
+
+    home = session.home(needs_source=False)
+    buffers = {
+        name: buffer_name(name, one.buffer) for name, one in home.config.streams.items() if one.buffer is not None
+    }
+
+    def retry(catalog: Catalog, stream: StreamId, table: str) -> str:
+        name = next(row.name for row in catalog.streams() if row.id == stream)
+        return retry_table(catalog, stream, table, buffer=buffers.get(name))
+
+    _ask(session, table, stream, retry)
+
+
+@tables.command("copy")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_copy(session: Session, table: str, stream: str | None) -> None:
+    """Copy a table's rows anew, beside its changes."""
+    from millstream.app.tables import copy_table
+
+    _ask(session, table, stream, copy_table)
+
+
+@tables.command("pause")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_pause(session: Session, table: str, stream: str | None) -> None:
+    """Have a table's copy wait, in every run to come, while its changes are captured."""
+    from millstream.app.tables import pause_table
+
+    _ask(session, table, stream, pause_table)
+
+
+@tables.command("resume")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_resume(session: Session, table: str, stream: str | None) -> None:
+    """Have a paused copy go on where it stopped."""
+    from millstream.app.tables import resume_table
+
+    _ask(session, table, stream, resume_table)

@@ -1,0 +1,364 @@
+"""`millstream.connect`: a home behind an address, with the same calls as one that is opened here."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+
+from millstream.client.pieces import Pieces, latest_of
+from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
+from millstream.client.steps import (
+    Answer,
+    Call,
+    Lost,
+    Nap,
+    Steps,
+    append_call,
+    appended,
+    asked,
+    between,
+    check_name,
+    check_url,
+    json_of,
+    merged_call,
+    of_stream,
+    only_stream,
+    query_call,
+    session_call,
+    whole_table,
+)
+from millstream.errors import AnswerCutOff, MissingExtra, UsageError
+from millstream.ingest.valid_rows import columns_for
+from millstream.model.positions import StreamToken
+from millstream.model.writes import SessionFacts
+
+try:
+    import httpx
+except ModuleNotFoundError as missing:
+    raise MissingExtra(
+        "millstream.connect needs httpx, which isn't installed", hint="pip install 'millstream[client]'", extra="client"
+    ) from missing
+
+if TYPE_CHECKING:
+    import ssl
+
+    from millstream.ingest.columns import Rows
+    from millstream.model.operations import Appended
+
+TIMEOUT_S: Final = 60.0
+"""How long to wait for an answer's next bytes, and for somebody who answers at all."""
+_CONNECTIONS_MAX: Final = 64
+_HANDSHAKE_S: Final = 2.0
+
+_Result = TypeVar("_Result")
+
+
+class RemoteHome:
+    """A home behind an address. Made by `connect`.
+
+    It raises what an `OpenHome` raises, made anew from what the server says, and on top of it: `ServerUnreachable` (nothing was done),
+    `AnswerCutOff` (an answer ended before its end), `AnswerUnreadable` (it isn't Millstream that answers).
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
+        self._url = check_url(url)
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(**client_settings(self._url, token, tls, timeout_s))
+
+    def __repr__(self) -> str:
+        return f"RemoteHome({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
+    def streams(self) -> list[str]:
+        """As `OpenHome.streams`."""
+        return [str(name) for name in self._json(Call("GET", "/v1/streams"))["streams"]]
+
+    def token(self, stream: str, *, vector: bool = False) -> StreamToken:
+        """As `OpenHome.token`."""
+        params = {"vector": "true"} if vector else {}
+        return StreamToken.parse(self._json(Call("GET", of_stream(stream, "token"), params))["token"])
+
+    def read(
+        self,
+        stream: str,
+        *,
+        table: str | None = None,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """As `OpenHome.read`."""
+        params = between(after, upto) | ({} if table is None else {"table": table})
+        for piece in self._pieces(Call("GET", of_stream(stream, "records"), params, in_pieces=True)):
+            yield from piece.to_batches()
+
+    def read_latest(
+        self,
+        stream: str,
+        table: str,
+        *,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+        rows_max: int = LATEST_ROWS_MAX,
+    ) -> Iterator[Latest]:
+        """As `OpenHome.read_latest`."""
+        params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
+        for piece in self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True)):
+            yield Latest(*latest_of(piece))
+
+    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """As `OpenHome.merged`."""
+        return whole_table(self._pieces(merged_call(stream, table, at)), self._url)
+
+    def append(
+        self,
+        stream: str,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> Appended:
+        """As `OpenHome.append`. It is sent again until the deadline where no answer came, or the server has no room just now."""
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        call = append_call(
+            stream,
+            table,
+            valid.table,
+            session=session,
+            number=number,
+            idempotency_key=idempotency_key,
+            keep_valid_rows=keep_valid_rows,
+            acks=acks,
+        )
+        return valid.told(self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
+
+    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
+        """As `OpenHome.session`."""
+        check_name(stream)
+        return Session(self, stream, *session_of(name, next_number))
+
+    def session_facts(self, stream: str, name: str) -> SessionFacts:
+        """As `OpenHome.session_facts`."""
+        return SessionFacts.from_dict(self._json(session_call(stream, name)))
+
+    def query(
+        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+    ) -> pa.Table:
+        """As `OpenHome.query`."""
+        named = only_stream(self.streams()) if stream is None else stream
+        return whole_table(self._pieces(query_call(sql, named, as_of)), self._url)
+
+    def status(self) -> dict[str, Any]:
+        """As `OpenHome.status`."""
+        return self._json(Call("GET", "/status"))
+
+    def _json(self, call: Call) -> dict[str, Any]:
+        return json_of(self._asked(call), self._url)
+
+    def _asked(self, call: Call) -> Answer:
+        return self._done(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic))
+
+    def _pieces(self, call: Call) -> Iterator[pa.Table]:
+        response: httpx.Response = self._asked(call).open
+        pieces = Pieces()
+        with contextlib.closing(response):
+            try:
+                for data in response.iter_bytes():
+                    yield from pieces.feed(data)
+            except httpx.RequestError as error:
+                raise cut_off(self._url, str(error)) from error
+        if not pieces.ended:
+            raise cut_off(self._url, "the connection was closed")
+
+    def _done(self, steps: Steps[_Result]) -> _Result:
+        """Carry out what the steps ask for."""
+        try:
+            wish = next(steps)
+            while True:
+                if isinstance(wish, Nap):
+                    time.sleep(wish.seconds)
+                    wish = steps.send(None)
+                else:
+                    wish = steps.send(self._exchanged(wish))
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
+
+    def _exchanged(self, call: Call) -> Answer | Lost:
+        request = request_of(self._http, call, self._timeout_s)
+        try:
+            response = self._http.send(request, stream=True)
+            with contextlib.ExitStack() as unless_open:
+                unless_open.callback(response.close)
+                if call.in_pieces and response.status_code == 200:
+                    unless_open.pop_all()
+                    return answer_of(response, b"", response)
+                return answer_of(response, response.read(), None)
+        except httpx.RequestError as error:
+            return lost_of(error, self._url)
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    verify: bool | str = True,
+    cert: str | tuple[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> RemoteHome:
+    """A home behind an address, where `millstream serve` (or `run`) is; nothing is asked before the first call.
+
+    Args:
+        url: as in `http://127.0.0.1:8787`.
+        token: what the server knows its caller by: `mst_…`.
+        verify: a file (or folder) of certificates to trust in place of the machine's own.
+        cert: a file with the caller's own certificate and key, or one of each.
+        timeout_s: how long to wait for an answer's next bytes, and for somebody who answers.
+
+    Raises:
+        UsageError: the address is none of HTTP, or a certificate can't be read.
+        MissingExtra: this needs `millstream[client]`.
+    """
+    return RemoteHome(url, token=token, tls=tls_of(verify, cert), timeout_s=timeout_s)
+
+
+def tls_of(verify: bool | str, cert: str | tuple[str, str] | None) -> ssl.SSLContext | bool:  # noqa: FBT001 - as `connect`
+    """How a server proves who it is, and the caller who it is.
+
+    Raises:
+        UsageError: a file can't be read as what it should be, or the server isn't to be looked at.
+    """
+    import ssl
+    from pathlib import Path
+
+    if verify is False:
+        raise UsageError(
+            "a server that proves nothing isn't taken", hint="Give the file of its certificate: verify='server.pem'."
+        )
+    if verify is True and cert is None:
+        return True
+    try:
+        if verify is True:
+            context = httpx.create_ssl_context()
+        else:
+            folder = Path(verify).is_dir()
+            context = ssl.create_default_context(cafile=None if folder else verify, capath=verify if folder else None)
+        if cert is not None:
+            context.load_cert_chain(*([cert] if isinstance(cert, str) else cert))
+    except OSError as error:  # ssl's errors are of that kind, too
+        raise UsageError(f"a certificate can't be read: {error}") from error
+    return context
+
+
+def client_settings(url: str, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> dict[str, Any]:  # noqa: FBT001 - as httpx takes it
+    """How httpx is to be: of the blocking client and of the other."""
+    from millstream import __version__
+
+    headers = {"User-Agent": f"millstream/{__version__}"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    host = str(urlsplit(url).hostname)
+    return {
+        "base_url": url,
+        # A proxy that the environment names is another machine: what is meant for this one isn't sent there, with its token.
+        "mounts": {f"all://{f'[{host}]' if ':' in host else host}": None} if is_own(host) else None,
+        "headers": headers,
+        "verify": tls,
+        "timeout": timeout_s,
+        "limits": httpx.Limits(max_connections=_CONNECTIONS_MAX, max_keepalive_connections=_CONNECTIONS_MAX),
+    }
+
+
+def is_own(host: str) -> bool:
+    """Whether a host is this machine, as it is written."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, timeout_s: float) -> httpx.Request:
+    """The request of a call."""
+    timeout = httpx.Timeout(timeout_s, read=timeout_s + call.more_patience_s)
+    return client.build_request(
+        call.method,
+        call.path,
+        params=dict(call.params),
+        headers=dict(call.headers),
+        content=call.body or None,
+        timeout=timeout,
+    )
+
+
+def answer_of(response: httpx.Response, body: bytes, opened: object) -> Answer:
+    """What a response says."""
+    return Answer(response.status_code, {name.lower(): value for name, value in response.headers.items()}, body, opened)
+
+
+def lost_of(error: httpx.RequestError, url: str) -> Lost:
+    """That no answer came, whether the request may have arrived, and what has to be changed where it never will. Blocks for up to two seconds."""
+    why = str(error) or type(error).__name__
+    # One that broke off in the midst of an answer speaks HTTP, and who waits for its rows has no time to lose.
+    has_begun = "message body" in why
+    if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError) and not has_begun and _speaks_tls(url):
+        return Lost("it speaks TLS", sent=False, hint=f"Connect to https:{url.partition(':')[2]}.")
+    if "WRONG_VERSION_NUMBER" in why or "RECORD_LAYER_FAILURE" in why:
+        return Lost("it speaks no TLS", sent=False, hint=f"Connect to http:{url.partition(':')[2]}.")
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        hint = "Name the file of its certificate, or of the authority that signed it: verify='server.pem'."
+        return Lost(why, sent=False, hint=hint)
+    if "CERTIFICATE_REQUIRED" in why:
+        return Lost(why, sent=False, hint="It hears who shows a certificate: cert=('client.pem', 'client.key').")
+    return Lost(why, sent=not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout))
+
+
+def _speaks_tls(url: str) -> bool:
+    """Whether whoever broke off without an answer would rather have had a handshake."""
+    import socket
+    import ssl
+
+    parts = urlsplit(url)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent, and nothing believed
+    try:
+        address = (str(parts.hostname), parts.port or 80)
+        with socket.create_connection(address, _HANDSHAKE_S) as connection, context.wrap_socket(connection):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def cut_off(url: str, why: str) -> AnswerCutOff:
+    """That an answer ended before its end."""
+    return AnswerCutOff(f"{url} broke off its answer: {why}", url=url)

@@ -1,0 +1,441 @@
+"""What a home is asked, wherever it is: on this machine (`millstream.open`) or behind an address (`millstream.connect`).
+
+The two have the same calls with the same arguments; `millstream.aio` has them as coroutines. A test compares their signatures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+from millstream.errors import (
+    AnswerCutOff,
+    AnswerUnreadable,
+    AppendOutcomeUnknown,
+    BufferOutcomeUnknown,
+    DedupWindowExpired,
+    HomeBusy,
+    IdempotencyKeyReused,
+    InvalidValue,
+    MillstreamError,
+    NotEnoughReplicas,
+    PartialWrite,
+    Retry,
+    SessionExpired,
+    SessionGap,
+    UsageError,
+    WriterClosed,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.ingest.columns import Rows
+    from millstream.model.operations import Appended
+    from millstream.model.positions import StreamToken
+    from millstream.model.writes import SessionFacts
+
+APPEND_DEADLINE_S: Final = 30.0
+"""How long an append waits for room in the writer's queue, where its caller doesn't say."""
+
+SERVER_DEADLINE_S_MAX: Final = 60.0
+"""How long a request to a server may wait for room: its caller may ask once more."""
+
+LATEST_ROWS_MAX: Final = 100_000
+
+ASK_AGAIN_S: Final = 0.05
+"""How long a session waits before it sends a write again of which nobody knows what became; then twice as long, up to …"""
+ASK_AGAIN_MAX_S: Final = 1.0
+"""… so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """What became of a table's rows in a stretch of the log. Done as one to a copy of the table, it is as the stretch left it."""
+
+    emptied: bool
+    """Whether all rows of before are gone: forget them first."""
+    rows: pa.Table
+    """One line a key: `__op` (`d`: the row is gone, `u`: it is there), `__unchanged`, `__exact`, `__before`, then the table's columns.
+    Columns named in `__unchanged` are as they were in the row of this key, or of the key in `__before` where the row has moved."""
+    token: StreamToken
+    """Where to go on."""
+
+
+class HomeCalls(Protocol):
+    """A home, open. What the calls promise stands with `OpenHome`, what else may happen on the way with `RemoteHome`."""
+
+    def __enter__(self) -> Self:
+        """Give itself."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        ...
+
+    def streams(self) -> list[str]:
+        """Names of the streams that have a log."""
+        ...
+
+    def token(self, stream: str, *, vector: bool = False) -> StreamToken:
+        """The newest consistent cut of a stream's log."""
+        ...
+
+    def read(
+        self,
+        stream: str,
+        *,
+        table: str | None = None,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Records between two tokens, in order: `(after, upto]`."""
+        ...
+
+    def read_latest(
+        self,
+        stream: str,
+        table: str,
+        *,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+        rows_max: int = LATEST_ROWS_MAX,
+    ) -> Iterator[Latest]:
+        """What became of a table's rows between two tokens, a stretch after the other."""
+        ...
+
+    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """A table that several regions write, as all of them together say it is."""
+        ...
+
+    def append(
+        self,
+        stream: str,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> Appended:
+        """Append rows to a table of a stream: one operation."""
+        ...
+
+    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
+        """Writes that are numbered by themselves, so that each may be sent again."""
+        ...
+
+    def session_facts(self, stream: str, name: str) -> SessionFacts:
+        """What a stream's log has of a session."""
+        ...
+
+    def query(
+        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+    ) -> pa.Table:
+        """The result of SQL over a stream's lake tables."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """What `millstream status --json` prints."""
+        ...
+
+
+def check_deadline(deadline_s: float) -> float:
+    """The deadline itself, in seconds from now; `UsageError` where it is none."""
+    said: object = deadline_s
+    is_number = isinstance(said, int | float) and not isinstance(said, bool)
+    if not is_number or not 0 <= deadline_s <= threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"deadline_s={deadline_s!r} is no time to wait",
+            hint=f"It is a number of seconds, 0 or more: {APPEND_DEADLINE_S:g} where nothing is said.",
+        )
+    return deadline_s
+
+
+def session_of(name: str | None, next_number: int | None) -> tuple[str, int | None]:
+    """A session's name and first number: a name that nobody else has where none is given.
+
+    Raises:
+        InvalidValue: the name is empty, or no text.
+    """
+    said: object = name
+    if said is not None and (not isinstance(said, str) or not said.strip()):
+        raise InvalidValue(
+            f"{name!r} can't name a session",
+            hint="Give it a name of your own making, or None for one that nobody else has.",
+        )
+    return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
+
+
+_DOUBTFUL: Final = (
+    AppendOutcomeUnknown,
+    BufferOutcomeUnknown,
+    PartialWrite,
+    AnswerCutOff,
+    AnswerUnreadable,
+    NotEnoughReplicas,
+)
+"""Errors of writes that may be there, or a part of them: another one under their number would be taken for them sent again."""
+
+
+class Numbers:
+    """The numbers of a session's writes: each is given once, and again only where its write was refused.
+
+    Args:
+        name: the session's.
+        next_number: the first to give; None: `begin` says it.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, name: str, next_number: int | None) -> None:
+        if next_number is not None and next_number < 1:
+            raise UsageError(f"a session's writes are numbered from 1, and {next_number} was asked for")
+        self._name = name
+        self._next = next_number
+        self._given_back: list[int] = []
+        self._doubtful: set[int] = set()
+        """Of writes of which nobody heard what became."""
+        self._lock = threading.Lock()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a next one."""
+        return self._next is not None
+
+    @property
+    def next(self) -> int:
+        """The smallest number that no write of this session's has."""
+        with self._lock:
+            assert self._next is not None, "it has begun"
+            return self._given_back[0] if self._given_back else self._next
+
+    def begin(self, facts: SessionFacts) -> None:
+        """Go on where the log says, holes first. `SessionExpired` where it doesn't know the session any more."""
+        if facts.expired:
+            raise SessionExpired(
+                f"session {self._name} isn't known any more: it hasn't written for too long", session=self._name
+            )
+        with self._lock:
+            if self._next is None:
+                self._next = max((facts.mark, *facts.above)) + 1
+                self._given_back = sorted(set(range(facts.mark + 1, self._next)) - set(facts.above))
+
+    def fill(self, facts: SessionFacts) -> bool:
+        """Give those of doubtful writes again that the log lacks; whether there are any."""
+        with self._lock:
+            lacking = {number for number in self._doubtful if number > facts.mark and number not in facts.above}
+            self._doubtful.clear()
+            for number in lacking:
+                heapq.heappush(self._given_back, number)
+            return bool(lacking)
+
+    @contextmanager
+    def one(self, named: int | None) -> Iterator[int]:
+        """A number for one write, or the one that is named. A write that is refused gives it back, so that the next one fills the hole."""
+        if named is not None:
+            yield named
+            self._doubtful.discard(named)
+            return
+        with self._lock:
+            assert self._next is not None, "it has begun"
+            if self._given_back:
+                number = heapq.heappop(self._given_back)
+            else:
+                number, self._next = self._next, self._next + 1
+        try:
+            yield number
+        except (DedupWindowExpired, IdempotencyKeyReused):
+            raise  # it is another one's, or was durable
+        except _DOUBTFUL:
+            self._doubtful.add(number)  # it may be there, under this number
+            raise
+        except MillstreamError:
+            with self._lock:
+                heapq.heappush(self._given_back, number)
+            raise
+        except BaseException:
+            self._doubtful.add(number)
+            raise
+
+
+class Attempts:
+    """When a session's write is sent again, and when no more.
+
+    Args:
+        deadline_s: until when, in seconds from now. `UsageError` where it is no time.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        check_deadline(deadline_s)
+        self._give_up_s = time.monotonic() + deadline_s
+        self._nap_s = ASK_AGAIN_S
+        self._unknown: AppendOutcomeUnknown | BufferOutcomeUnknown | None = None
+        self._missing: NotEnoughReplicas | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self._give_up_s - time.monotonic())
+
+    def nap_after(self, error: MillstreamError, number: int = 0) -> float:
+        """How many seconds to wait before it with the number is sent again. Raises what its caller hears where it isn't."""
+        if isinstance(error, AppendOutcomeUnknown | BufferOutcomeUnknown):
+            self._unknown = error
+        elif isinstance(error, NotEnoughReplicas):
+            error.details.setdefault("number", number)
+            self._missing = error if number else None
+        elif isinstance(error, DedupWindowExpired | IdempotencyKeyReused | SessionExpired):
+            raise error
+        again = (
+            isinstance(error, AppendOutcomeUnknown | BufferOutcomeUnknown | WriterClosed | HomeBusy)
+            or error.retry is Retry.BACKOFF
+        )
+        nap_s, self._nap_s = self._nap_s, min(2 * self._nap_s, ASK_AGAIN_MAX_S)
+        if again and nap_s < self.left_s:
+            return nap_s
+        if isinstance(error, NotEnoughReplicas):
+            raise error
+        if self._missing is not None:
+            # Of a try it is known that it is there, whatever the last one says: as where another node leads meanwhile.
+            raise self._missing from error
+        if self._unknown is not None:
+            # An earlier try may be there, whatever the last one says.
+            raise still_unknown(self._unknown, number) from error
+        raise error
+
+
+class Session:
+    """Writes under one name, each with a number, from 1: one that is sent again under its number isn't appended twice.
+
+    Made by `home.session`. An application that starts anew goes on under the same name: with the first number that the log lacks, or the one that it
+    says. A write of which it doesn't know whether it is durable it sends again under its number.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, home: HomeCalls, stream: str, name: str, next_number: int | None) -> None:
+        self._home = home
+        self._stream = stream
+        self._numbers = Numbers(name, next_number)
+        self._asking = threading.Lock()
+        self.name: Final = name
+        """What it is called in the stream."""
+
+    def __repr__(self) -> str:
+        known = self._numbers.next if self._numbers.is_known else None
+        return f"Session({self._stream!r}, {self.name!r}, next_number={known})"
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next write, as `resume` gives it."""
+        return self.resume()
+
+    def resume(self) -> int:
+        """Ask the log which number is the next one, where none was said, and give it. The first write does so by itself.
+
+        Raises:
+            SessionExpired: the log doesn't know the session any more.
+            MillstreamError: as `session_facts` of the home.
+        """
+        with self._asking:
+            if not self._numbers.is_known:
+                self._numbers.begin(self._home.session_facts(self._stream, self.name))
+        return self._numbers.next
+
+    def append(
+        self,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        number: int | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> Appended:
+        """As `append` of the home. Where nobody knows what became of the write, or there is no room, it is sent again until the deadline.
+
+        Args:
+            table: as there.
+            rows: as there.
+            deadline_s: as there, of all tries together.
+            number: to send again, with the same rows, what `append_outcome_unknown` said of (`details["number"]`).
+            keep_valid_rows: as there.
+            acks: as there.
+
+        Raises:
+            AppendOutcomeUnknown: still; details: number.
+            NotEnoughReplicas: it is durable, and others didn't say until the deadline that they have it; details: number.
+            SessionExpired: the session hasn't written for too long: go on under another name.
+            IdempotencyKeyReused: somebody else writes under this name.
+            DedupWindowExpired: it is durable, since an earlier call.
+            MillstreamError: as `append` of the home. Nothing was appended, and the next write has this number.
+        """
+        from millstream.ingest.valid_rows import columns_for
+
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        if number is None and not self._numbers.is_known:
+            self.resume()
+        attempts = Attempts(deadline_s)
+        while True:
+            try:
+                with self._numbers.one(number) as given:
+                    sent = self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows, acks=acks)
+                    return valid.told(sent)
+            except SessionGap as error:
+                # Numbers of writes that were lost are to be used first.
+                if number is not None or not self._numbers.fill(self._home.session_facts(self._stream, self.name)):
+                    time.sleep(attempts.nap_after(error))
+
+    def _sent(
+        self,
+        table: str,
+        rows: pa.Table,
+        number: int,
+        attempts: Attempts,
+        *,
+        keep_valid_rows: bool,
+        acks: str | None,
+    ) -> Appended:
+        while True:
+            try:
+                return self._home.append(
+                    self._stream,
+                    table,
+                    rows,
+                    deadline_s=attempts.left_s,
+                    session=self.name,
+                    number=number,
+                    keep_valid_rows=keep_valid_rows,
+                    acks=acks,
+                )
+            except SessionGap:
+                raise
+            except MillstreamError as error:
+                time.sleep(attempts.nap_after(error, number))
+
+
+def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:
+    """That a session's write may be there, with the number to send it again under."""
+    return AppendOutcomeUnknown(
+        f"write {number} of the session: {error.message}",
+        hint=f"Send the same rows again, with number={number}: they aren't appended twice.",
+        **{**error.details, "number": number},
+    )

@@ -1,0 +1,407 @@
+"""What a client does about a request and its answers, without doing it: generators that ask for calls and naps.
+
+`client` and `millstream.aio` carry them out, one with threads that block, the other on an event loop. What may be sent again is: questions,
+and appends, which all have something that tells them apart from others (`Idempotency-Key` where the caller gave nothing), so that one whose
+answer was lost isn't appended twice.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from urllib.parse import quote, urlsplit
+
+import pyarrow as pa
+
+from millstream.client.pieces import ARROW_TYPE, PIECES_TYPE
+from millstream.client.protocol import SERVER_DEADLINE_S_MAX, check_deadline
+from millstream.errors import (
+    AccessError,
+    AnswerCutOff,
+    AnswerUnreadable,
+    AppendOutcomeUnknown,
+    Fenced,
+    MillstreamError,
+    NotEnoughReplicas,
+    PositionError,
+    ReadOnly,
+    RemoteError,
+    ReplicaTooStale,
+    RoutingError,
+    ServerUnreachable,
+    SessionsNeedOneWriter,
+    UnknownStream,
+    UsageError,
+    error_of,
+)
+from millstream.ingest.columns import table_of
+from millstream.model.addresses import mask_address
+from millstream.model.ids import check_stream_name
+from millstream.model.names import parse_qualified_name
+from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
+
+if TYPE_CHECKING:
+    from millstream.ingest.columns import Rows
+    from millstream.model.positions import StreamToken
+
+_PROBLEM_TYPE: Final = "application/problem+json"
+_NAP_S: Final = 0.05
+"""Before the second try; doubled with each one, up to `_NAP_MAX_S`."""
+_NAP_MAX_S: Final = 2.0
+_BUSY: Final = frozenset({429, 503})
+"""Nothing was done; later it may be."""
+_UNTOLD: Final = frozenset({500, 502, 504})
+"""Somebody failed on the way: nobody knows how far the request had come."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request to make."""
+
+    method: str
+    path: str
+    """Quoted, from the server's root on."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    in_pieces: bool = False
+    """Whether an answer that is no error is taken piece by piece: it comes back open."""
+    own_key: bool = False
+    """Whether the key that tells it apart is of this client's making: where no keys are known, it goes without."""
+    more_patience_s: float = 0.0
+    """How much longer than others it may take until its answer begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nap:
+    """A wait."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+    open: Any = None
+    """The response itself, where it is taken in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No answer came."""
+
+    why: str
+    sent: bool
+    """Whether the request may have arrived."""
+    hint: str = ""
+    """What somebody has to change before one does: sent again it would be lost again."""
+
+
+Steps: TypeAlias = Generator[Call | Nap, Answer | Lost | None, _Result]
+
+
+def check_url(url: str) -> str:
+    """The address without a slash at its end.
+
+    Raises:
+        UsageError: it isn't one of HTTP, or has a secret in it, which would stand in every error.
+    """
+    parts = urlsplit(url)
+    if parts.username is not None:
+        raise UsageError("an address has no user or password in it", hint="Give the access token beside it: token=….")
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
+        raise UsageError(
+            f"{mask_address(url)!r} is no address of a server", hint="It reads like http://127.0.0.1:8787."
+        )
+    return url.rstrip("/")
+
+
+def check_name(stream: str) -> None:
+    """`UnknownStream` where no stream can have the name."""
+    try:
+        check_stream_name(stream)
+    except UsageError as error:
+        raise UnknownStream(f"no stream {stream}", hint=error.hint, stream=stream) from error
+
+
+def of_stream(stream: str, what: str) -> str:
+    """The path of something of a stream; `UnknownStream` where none can have the name."""
+    check_name(stream)
+    return f"/v1/streams/{quote(stream, safe='')}/{what}"
+
+
+def session_call(stream: str, name: str) -> Call:
+    """The question what a stream's log has of a session."""
+    return Call("GET", of_stream(stream, "session"), {"name": name})
+
+
+def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> dict[str, str]:
+    """Two tokens as parameters."""
+    return {name: str(token) for name, token in (("after", after), ("upto", upto)) if token is not None}
+
+
+def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[Answer]:
+    """The answer to a question, which is asked again as long as nobody is there or there's no room.
+
+    Args:
+        call: it changes nothing, so that it may be made any number of times.
+        url: for errors.
+        patience_s: how long to ask again.
+        now: a clock that never goes back, in seconds.
+
+    Raises:
+        ServerUnreachable: nobody answers.
+        AnswerUnreadable: somebody else does.
+        MillstreamError: what the server says.
+    """
+    give_up_s, nap_s = now() + patience_s, _NAP_S
+    while True:
+        got = yield call
+        error: MillstreamError
+        if isinstance(got, Lost):
+            error, wait_s = _unreachable(f"{url} gives no answer: {got.why}", url, got.hint), nap_s
+            if got.hint:
+                raise error
+        else:
+            assert got is not None, "a call is answered"
+            if got.status == 200:
+                return got
+            error = problem_of(got, url)
+            if got.status not in _BUSY or isinstance(error, PositionError | ReplicaTooStale):
+                # Of a follower that is behind the leader is the one to ask, at once.
+                raise error
+            wait_s = _wait_of(got, nap_s)
+        if now() + wait_s >= give_up_s:
+            raise error
+        yield Nap(wait_s)
+        nap_s = min(2 * nap_s, _NAP_MAX_S)
+
+
+def append_call(
+    stream: str,
+    table: str,
+    rows: Rows,
+    *,
+    session: str | None,
+    number: int | None,
+    idempotency_key: str | None,
+    keep_valid_rows: bool,
+    acks: str | None = None,
+) -> Call:
+    """An append as a request; one that nothing tells apart gets a key of its own.
+
+    Raises:
+        InvalidValue, RowsTooLarge: as `table_of`.
+        UsageError: it is told apart in two ways, or in half of one; the table has no name, or `acks` is no level.
+    """
+    parse_qualified_name(table)
+    columns = rows if isinstance(rows, pa.Table) else table_of(rows)
+    if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
+        raise UsageError(
+            "an append has either a session and its number in it, or an idempotency key",
+            hint="Give session= and number=, or idempotency_key=, or neither.",
+        )
+    headers = {"Content-Type": ARROW_TYPE}
+    if acks is not None:
+        headers["Millstream-Acks"] = str(AckLevel.parse(acks))
+    if session is not None:
+        headers |= {"Millstream-Session": session, "Millstream-Session-Number": str(number)}
+    else:
+        headers["Idempotency-Key"] = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()) or value != value.strip():
+            raise UsageError(f"{name} {value!r} can't be sent", hint="Use printable ASCII, without blanks at the ends.")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, columns.schema) as out:
+        out.write_table(columns)
+    params = {"on_clash": "rows" if keep_valid_rows else "request"}
+    path = of_stream(stream, f"tables/{quote(table, safe='')}")
+    own_key = session is None and idempotency_key is None
+    return Call("POST", path, params, headers, sink.getvalue().to_pybytes(), own_key=own_key)
+
+
+def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float]) -> Steps[Appended]:
+    """The answer to an append, which is sent again until the deadline where none came, or there was no room.
+
+    Raises:
+        AppendOutcomeUnknown: the last word is that nobody knows.
+        NotEnoughReplicas: it is durable there, and others didn't say until the deadline that they have it, or no try after it could be made; details: idempotency_key.
+        ServerUnreachable, Overloaded, …: nothing was appended.
+        MillstreamError: what the server says.
+    """
+    give_up_s, nap_s = now() + check_deadline(deadline_s), _NAP_S
+    unknown: AppendOutcomeUnknown | NotEnoughReplicas | None = None
+    is_told_apart = True
+    while True:
+        left_s = max(0.0, give_up_s - now())
+        at_once_s = min(left_s, SERVER_DEADLINE_S_MAX)
+        params = {**call.params, "deadline_s": f"{at_once_s:.3f}"}
+        got = yield replace(call, params=params, more_patience_s=at_once_s)
+        error: MillstreamError
+        wait_s = nap_s
+        if isinstance(got, Lost):
+            error = _unreachable(f"{url} gives no answer: {got.why}; nothing was appended", url, got.hint)
+            if got.hint:
+                raise unknown or error
+            if got.sent:
+                unknown = _doubt(AnswerCutOff(f"{url} gave no answer: {got.why}"), unknown, call, url)
+        else:
+            assert got is not None, "a call is answered"
+            if got.status == 200:
+                return _appended_of(got, url)
+            error = problem_of(got, url)
+            if isinstance(error, SessionsNeedOneWriter) and call.own_key and unknown is None:
+                headers = {name: value for name, value in call.headers.items() if name != "Idempotency-Key"}
+                call = replace(call, headers=headers, own_key=False)
+                is_told_apart = False
+                continue
+            if isinstance(error, RoutingError):
+                raise error  # nobody took it, or some did, who would have it once more with each try
+            if isinstance(error, ReadOnly | Fenced):
+                # It stays so, and the caller is told where writes go; of a try before nobody here knows.
+                raise (unknown or error)
+            if isinstance(error, NotEnoughReplicas | AppendOutcomeUnknown) or got.status in _UNTOLD:
+                unknown, wait_s = _doubt(error, unknown, call, url), _wait_of(got, nap_s)
+            elif got.status in _BUSY:
+                wait_s = _wait_of(got, nap_s)
+            elif unknown is not None and isinstance(error, AccessError | SessionsNeedOneWriter):
+                raise unknown from error  # of this try it is said before anybody looks what became of the one before
+            else:
+                raise error
+        if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):
+            raise unknown or error
+        yield Nap(wait_s)
+        nap_s = min(2 * nap_s, _NAP_MAX_S)
+
+
+def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None) -> Call:
+    """A query as a request."""
+    asks = {"sql": sql}
+    if as_of is not None:
+        asks["as_of"] = as_of.isoformat() if isinstance(as_of, datetime) else str(as_of)
+    headers = {"Content-Type": "application/json", "Accept": PIECES_TYPE}
+    return Call("POST", of_stream(stream, "query"), {}, headers, json.dumps(asks).encode(), in_pieces=True)
+
+
+def merged_call(stream: str, table: str, at: datetime | None) -> Call:
+    """The question what all regions say of a table."""
+    params = {"table": table} | ({} if at is None else {"at": at.isoformat()})
+    return Call("GET", of_stream(stream, "merged"), params, {"Accept": PIECES_TYPE}, in_pieces=True)
+
+
+def only_stream(names: list[str]) -> str:
+    """The one that there is.
+
+    Raises:
+        UnknownStream: there is none, or there are several.
+    """
+    if len(names) != 1:
+        known = ", ".join(names) or "none yet"
+        raise UnknownStream(
+            f"the home has {len(names)} streams", hint=f"Name one: stream=…. Streams there: {known}.", known=names
+        )
+    return names[0]
+
+
+def json_of(answer: Answer, url: str) -> dict[str, Any]:
+    """The object in an answer; `AnswerUnreadable` where there is none."""
+    try:
+        found = json.loads(answer.body)
+    except ValueError as error:
+        raise _no_answer(answer, url) from error
+    if not isinstance(found, dict):
+        raise _no_answer(answer, url)
+    return found
+
+
+def problem_of(answer: Answer, url: str) -> MillstreamError:
+    """The error that an answer tells of."""
+    said = answer.headers.get("content-type", "").partition(";")[0].strip()
+    if said == _PROBLEM_TYPE:
+        facts = json_of(answer, url)
+        details = facts.get("details")
+        if isinstance(facts.get("code"), str):
+            return error_of(
+                {
+                    "code": facts["code"],
+                    "message": str(facts.get("detail", "")),
+                    "hint": str(facts.get("hint", "")),
+                    "details": details if isinstance(details, dict) else {},
+                }
+            )
+        if isinstance(facts.get("detail"), str):
+            # It says no more than its status does: a path that an older server hasn't, or a bug of its.
+            return RemoteError(f"{url} answered {answer.status}: {facts['detail']}", url=url, status=answer.status)
+    return _no_answer(answer, url)
+
+
+def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Table:
+    """The pieces of a query's answer, put together."""
+    found = list(pieces)
+    if not found:
+        raise AnswerUnreadable(f"{url} answered without columns", url=url)
+    return pa.concat_tables(found)
+
+
+def _appended_of(answer: Answer, url: str) -> Appended:
+    facts = json_of(answer, url)
+    try:
+        return Appended.from_dict(facts)
+    except (KeyError, ValueError, TypeError) as error:
+        raise _no_answer(answer, url) from error
+
+
+def _unreachable(why: str, url: str, hint: str) -> ServerUnreachable:
+    return ServerUnreachable(why, hint=hint or None, url=url)
+
+
+def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:
+    key = call.headers.get("Idempotency-Key")
+    if key is not None:
+        hint = f"Send the same rows again with idempotency_key={key!r}: they aren't appended twice."
+    elif "Millstream-Session" in call.headers:
+        hint = "Send the same rows again with its session and number: they aren't appended twice."
+    else:
+        hint = "Look whether they are there before you send them again."
+    return AppendOutcomeUnknown(
+        f"{why}: the rows may or may not be durable",
+        hint=hint,
+        url=url,
+        **({} if key is None else {"idempotency_key": key}),
+    )
+
+
+def _doubt(
+    error: MillstreamError, before: AppendOutcomeUnknown | NotEnoughReplicas | None, call: Call, url: str
+) -> AppendOutcomeUnknown | NotEnoughReplicas:
+    """What is known after a try that may have done it: that it is durable there, once that was said, whatever is said of later tries."""
+    if not isinstance(error, NotEnoughReplicas):
+        return before if isinstance(before, NotEnoughReplicas) else _unknown(error.message, call, url)
+    if "Idempotency-Key" in call.headers:
+        error.details.setdefault("idempotency_key", call.headers["Idempotency-Key"])
+    return error
+
+
+def _no_answer(answer: Answer, url: str) -> AnswerUnreadable:
+    said = answer.body[:200].decode(errors="replace")
+    return AnswerUnreadable(
+        f"{url} answered {answer.status}, and not as Millstream does: {said!r}", url=url, status=answer.status
+    )
+
+
+def _wait_of(answer: Answer, otherwise_s: float) -> float:
+    """What `Retry-After` says, in seconds; a date there is no help."""
+    said = answer.headers.get("retry-after", "")
+    return max(float(said), otherwise_s) if said.isascii() and said.isdecimal() else otherwise_s

@@ -1,0 +1,533 @@
+"""Loading `millstream.toml`: text, variables, environment, checks, and the place of every value and every error.
+
+Three layers, the later wins: defaults, the file, variables `MILLSTREAM_<SECTION>__<KEY>` of the environment as
+pydantic-settings reads them. Every mistake is a `ConfigError` that names file, line and key and says what is allowed; all
+mistakes of a file are told at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
+
+from millstream.config.address_checks import clashes_of_addresses
+from millstream.config.commented import section_meant
+from millstream.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
+from millstream.config.model import (
+    EMBEDDED_CATALOG,
+    Config,
+    LakeConfig,
+    SourceConfig,
+    StreamConfig,
+)
+from millstream.config.quantities import disk_bytes
+from millstream.config.region_checks import clashes_of_regions
+from millstream.config.replication_checks import clashes_of_level
+from millstream.config.routing_checks import clashes_of_routing
+from millstream.config.serving_model import HttpConfig
+from millstream.config.toml_lines import KeyPath, key_lines
+from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
+from millstream.libpq import is_address
+from millstream.model.addresses import MASK, mask_address
+from millstream.model.ids import check_stream_name
+
+FILE_NAME: Final = "millstream.toml"
+ENV_PREFIX: Final = "MILLSTREAM_"
+_NODE_TOKEN: Final = ("replication", "token")
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration, and where each of its values came from."""
+
+    config: Config
+    file: Path
+    origins: Mapping[KeyPath, str] = field(default_factory=dict)
+    unset: Mapping[KeyPath, _Mistake] = field(default_factory=dict)
+    """Addresses of databases, and this node's token, that name a variable which isn't set, and stand as they are written."""
+
+    def catalog_address(self) -> str | None:
+        """The address of the catalog's database; None where the catalog is embedded. `ConfigError` where its variable isn't set."""
+        url, path = self.config.catalog.url, ("catalog", "url")
+        if path in self.unset:
+            raise _config_error(self.file, [self.unset[path]])
+        if url != EMBEDDED_CATALOG and not is_address(url):
+            raise _config_error(self.file, [_Mistake(self.origin(path), key_text(path), "is no PostgreSQL address")])
+        return None if url == EMBEDDED_CATALOG else url
+
+    def node_token(self) -> str | None:
+        """The token that this node shows to others; None where it shows none. `ConfigError` where its variable isn't set."""
+        if _NODE_TOKEN in self.unset:
+            raise _config_error(self.file, [self.unset[_NODE_TOKEN]])
+        return self.config.replication.token
+
+    def items(self) -> Iterator[tuple[KeyPath, Any, str]]:
+        """Yield every effective value with its path and origin (`millstream.toml:3`, `env NAME`, `default`), secrets masked."""
+        yield from self._walk((), self.config)
+
+    def _walk(self, path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any, str]]:
+        if isinstance(value, BaseModel):
+            for name in type(value).model_fields:
+                yield from self._walk((*path, name), getattr(value, name))
+        elif isinstance(value, dict) and (value or len(path) == 1):
+            for name, item in value.items():
+                yield from self._walk((*path, name), item)
+        elif isinstance(value, list) and any(isinstance(item, BaseModel) for item in value):
+            for number, item in enumerate(value):
+                yield from self._walk((*path, number), item)
+        else:
+            yield path, mask(path, value), self.origin(path)
+
+    def effective(self) -> Iterator[tuple[KeyPath, Any, str]]:
+        """Yield what `items` does, with the names that a stream's source has and the views of its lake where none are set."""
+        for path, value, origin in self.items():
+            if value is None and path[-2:] in {("source", "publication"), ("source", "slot")}:
+                yield path, f"millstream_{path[1]}", origin
+            elif value is None and path[-2:] == ("lake", "views"):
+                yield path, list(self.config.streams[str(path[1])].lake.shown), origin
+            else:
+                yield path, value, origin
+
+    def origin(self, path: KeyPath) -> str:
+        """Where a value came from: its own place, or that of the table that holds it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins and (length == len(path) or self._is_leaf(path[:length])):
+                return self.origins[path[:length]]
+        return "default"
+
+    def _is_leaf(self, path: KeyPath) -> bool:
+        return not any(other[: len(path)] == path and len(other) > len(path) for other in self.origins)
+
+
+def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_source: bool = True) -> LoadedConfig:
+    """Read, fill in and check a configuration.
+
+    Args:
+        file: `millstream.toml`.
+        environ: the variables; the process's own where None.
+        needs_source: False where nobody will connect to a source: a variable of a DSN (or the catalog's address, or this node's token) that
+            isn't set then stays as it is written.
+
+    Raises:
+        ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong; details: file, line,
+            key of the first mistake, and `mistakes`, all of them.
+        LakeFormatUnsupported: it asks for a lake format (or its writer) that this version doesn't have.
+    """
+    environ = os.environ if environ is None else environ
+    text = _read(file)
+    try:
+        written = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"at line (\d+)", str(error))
+        line = int(place[1]) if place else text.count("\n") + 1
+        twice = re.match(r"\s*([A-Za-z0-9_-]+)\s*=", text.split("\n")[line - 1])
+        meant = _misplaced(text, line, twice[1]) if twice and "overwrite" in str(error) else None
+        raise _config_error(file, [_Mistake(f"{file.name}:{line}", "", meant or f"not TOML: {error}", line)]) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deeply
+        raise _config_error(file, [_Mistake(file.name, "", f"no TOML that can be read: {error}")]) from error
+    return _Loader(file, text, written, environ, needs_source=needs_source).load()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    place: str
+    key: str
+    what: str
+    line: int | None = None
+    variable: str | None = None
+    """The variable of the environment that would mend it."""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.key}: {self.what}" if self.key else f"{self.place}: {self.what}"
+
+
+def _config_error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
+    first = mistakes[0]
+    exports = " ".join(f"{mistake.variable}=…" for mistake in mistakes if mistake.variable)
+    hints = [f"export {exports}"] if exports else []
+    if any(mistake.variable is None for mistake in mistakes):
+        hints.append(f"Mend {file}; `millstream config show` prints the configuration once it is right.")
+    return ConfigError(
+        "\n".join(map(str, mistakes)),
+        hint="\n".join(hints),
+        file=str(file),
+        line=first.line,
+        key=first.key,
+        mistakes=[str(mistake) for mistake in mistakes],
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode().removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        mistake = _Mistake(f"{file.name}:{line}", "", "not UTF-8 text", line)
+        raise _config_error(file, [mistake]) from error
+    except OSError as error:
+        raise _config_error(file, [_Mistake(str(file), "", f"can't be read: {error.strerror}")]) from error
+
+
+class _Loader:
+    def __init__(
+        self,
+        file: Path,
+        text: str,
+        written: dict[str, Any],
+        environ: Mapping[str, str],
+        *,
+        needs_source: bool,
+    ) -> None:
+        self._file = file
+        self._text = text
+        self._written = written
+        self._lines: Mapping[KeyPath, int] = key_lines(text)
+        self._environ = environ
+        self._needs_source = needs_source
+        self._mistakes: dict[KeyPath, _Mistake] = {}
+        self._variables: dict[KeyPath, str] = {}
+        self._unset: dict[KeyPath, _Mistake] = {}
+
+    def load(self) -> LoadedConfig:
+        self._look_for_misplaced((), self._written)
+        filled = self._fill((), self._written)
+        self._check(filled, strict=True)
+        overrides = self._overrides()
+        config = self._check(_merge(filled, overrides), strict=False)
+        if config is not None and not self._mistakes:
+            for path, what in _clashes(config, disk_bytes(self._file.parent)):
+                self._note(path, what)
+        if self._mistakes:
+            raise _config_error(self._file, list(self._mistakes.values()))
+        assert config is not None
+        self._refuse_what_is_not_built(config)
+        origins = {path: f"{self._file.name}:{line}" for path, line in self._lines.items()}
+        origins |= {path: f"env {name}" for path, name in self._variables.items()}
+        unset = {path: mistake for path, mistake in self._unset.items() if path not in self._variables}
+        return LoadedConfig(config, self._file, origins, unset)
+
+    def _look_for_misplaced(self, path: KeyPath, table: dict[str, Any]) -> None:
+        """Note keys below a commented header that their own section doesn't have; a table of free names would take them."""
+        own = _allowed(path)
+        for name, value in table.items():
+            line = self._lines.get((*path, name))
+            fits = line is None or name in own
+            meant = None if fits else _misplaced(self._text, line or 1, name, or_free=not _takes_any(path))
+            if meant is not None:
+                self._note((*path, name), meant)
+            elif isinstance(value, dict):
+                self._look_for_misplaced((*path, name), value)
+
+    def _fill(self, path: KeyPath, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._fill((*path, name), item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._fill((*path, index), item) for index, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        try:
+            return (interpolate_dsn if is_database(path, value) else interpolate)(value, self._environ)
+        except MissingVariable as error:
+            may_wait = is_database(path, value) or path == _NODE_TOKEN
+            if self._needs_source or not may_wait or error.name is None:
+                self._note(path, str(error), variable=error.name)
+            else:
+                self._unset[path] = _Mistake(
+                    f"{self._file.name}:{self._lines.get(path, 1)}", key_text(path), str(error), variable=error.name
+                )
+            return value
+
+    def _overrides(self) -> dict[str, Any]:
+        """What the environment sets, as nested dicts; notes which variable each value came from."""
+        names = {name.lower(): name for name in self._environ if name.upper().startswith(ENV_PREFIX)}
+        source = _Environment(_Settings, self._environ)
+        try:
+            found: dict[str, Any] = source()
+        except SettingsError as error:
+            name = next((n for low, n in names.items() if low.removeprefix("millstream_") in str(error).lower()), "")
+            self._note((name or ENV_PREFIX,), f"the variable holds no value of its kind: {error}", place="env")
+            return {}
+        for low, name in names.items():
+            path = tuple(low.removeprefix("millstream_").split("__"))
+            if path[0] in Config.model_fields:
+                self._variables[path] = name
+        return {name: value for name, value in found.items() if name in Config.model_fields}
+
+    def _check(self, data: dict[str, Any], *, strict: bool) -> Config | None:
+        """Validate; of the file alone strictly, of all layers with what text in a variable stands for."""
+        try:
+            return Config.model_validate(data, strict=strict)
+        except ValidationError as error:
+            for mistake in error.errors():
+                path = tuple(part for part in mistake["loc"] if part != "[key]")
+                if not (strict and mistake["type"] == "missing"):
+                    self._note(path, _say(path, dict(mistake)))
+            return None
+
+    def _note(self, path: KeyPath, what: str, *, place: str | None = None, variable: str | None = None) -> None:
+        line = None
+        if place is None:
+            setting = next((n for p, n in self._variables.items() if p == path[: len(p)]), None)
+            nearest = next((self._lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._lines), None)
+            line = None if setting else nearest
+            place = f"env {setting}" if setting else f"{self._file.name}:{nearest or 1}"
+        self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line, variable))
+
+    def _refuse_what_is_not_built(self, config: Config) -> None:
+        for name, stream in config.streams.items():
+            for key, value, built in (
+                ("format", stream.lake.format, ("delta", "postgres")),
+                ("engine", stream.lake.engine, ("auto", "delta-rs")),
+            ):
+                if value not in built:
+                    path = ("streams", name, "lake", key)
+                    place = LoadedConfig(
+                        config, self._file, {p: f"{self._file.name}:{n}" for p, n in self._lines.items()}
+                    )
+                    raise LakeFormatUnsupported(
+                        f"{place.origin(path)}: {key_text(path)}: this version has no {value!r}",
+                        hint=f"Set it to {' or '.join(repr(one) for one in built)}.",
+                        file=str(self._file),
+                        line=self._lines.get(path),
+                        key=key_text(path),
+                    )
+
+
+class _Settings(Config, BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="ignore")
+
+
+class _Environment(EnvSettingsSource):
+    """pydantic-settings' reading of variables, over an environment that is handed in."""
+
+    def __init__(self, settings: type[BaseSettings], environ: Mapping[str, str]) -> None:
+        self._given = environ
+        super().__init__(settings)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name.lower(): value for name, value in self._given.items()}
+
+
+def key_text(path: KeyPath) -> str:
+    """A key's path as TOML writes it: `streams.shop.shards."public.big"`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += ("." if text else "") + (part if _BARE_KEY.match(part) else f'"{part}"')
+    return text
+
+
+def _misplaced(text: str, line: int, key: str, *, or_free: bool = False) -> str | None:
+    """Say where a key belongs that stands below a commented header, of a table of free names only if `or_free`; None if it doesn't."""
+    meant = section_meant(text, line, key, lambda path, name: name in _allowed(path) or (or_free and _takes_any(path)))
+    return (
+        meant
+        and f"{key} belongs to {meant[0]}, whose header is still commented out (line {meant[1]}): uncomment it, too"
+    )
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
+    """A mistake of pydantic's in our words; never the value itself, which may be a secret, but where it is one of a few."""
+    kind, context = mistake["type"], mistake.get("ctx", {})
+    if kind == "extra_forbidden":
+        allowed = _allowed(path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), allowed, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown key{meant or ';'} allowed here: {', '.join(allowed) or 'nothing'}"
+    if kind == "missing":
+        return "is required"
+    if kind == "value_error":
+        return str(context.get("error", mistake["msg"]))
+    if kind == "literal_error":
+        return f"must be one of {context['expected']}, not {mask(path, mistake['input'])!r}"
+    names = {
+        "string_type": "text in quotes",
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "int_parsing": "a whole number",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "list_type": 'a list such as ["…"]',
+        "dict_type": "a table",
+        "model_type": "a table",
+        "model_attributes_type": "a table",
+        "bool_type": "true or false",
+        "string_pattern_mismatch": f"text of the form {context.get('pattern')}",
+        "too_short": f"a list of at least {context.get('min_length')}",
+        "string_too_short": "text that isn't empty",
+    }
+    said = names.get(kind)
+    return f"must be {said}" if said else str(mistake["msg"])
+
+
+def _allowed(path: KeyPath) -> list[str]:
+    """The keys of the table at a path; none if it is none, or takes any."""
+    model = _type_at(path)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _takes_any(path: KeyPath) -> bool:
+    """Whether the table at a path is one of free names, such as `spark.conf`."""
+    return bool(path) and get_origin(_type_at(path)) is dict
+
+
+def _type_at(path: KeyPath) -> Any:
+    model: Any = Config
+    for part in path:
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            fields = model.model_fields
+            model = fields[str(part)].annotation if str(part) in fields else None
+            if type(None) in get_args(model):  # a section that need not be there
+                model = get_args(model)[0]
+        else:
+            model = next(iter(get_args(model)[1:]), None)
+    return model
+
+
+def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is right by itself and wrong together, and what only other rooms know to be wrong.
+
+    Args:
+        config: the configuration.
+        disk: bytes of the disk on which the home lies.
+    """
+    from millstream.model.names import parse_qualified_name
+    from millstream.model.pgtypes import parse_lake_override
+
+    yield from _clashes_of_http(config.http)
+    slots: dict[tuple[str, str], str] = {}
+    for name, stream in config.streams.items():
+        at: KeyPath = ("streams", name)
+        try:
+            check_stream_name(name)
+        except UsageError as error:
+            yield at, f"{error.message}. {error.hint}"
+        yield from _clashes_of_source(at, name, stream.source, slots)
+        log = stream.log
+        if log.retention_bytes_max_of(disk) < log.retention_bytes_of(disk):
+            yield (
+                (*at, "log", "retention_bytes_max"),
+                f"{log.retention_bytes_max} is below retention_bytes, {log.retention_bytes}, on this disk of {disk} bytes",
+            )
+        if log.retention_interval_s <= 0:
+            yield (*at, "log", "retention_interval"), "must be longer than nothing"
+        for table, shard in stream.shards.items():
+            if not 0 <= shard < stream.log.shards:
+                yield (
+                    (*at, "shards", table),
+                    f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)",
+                )
+        for column, kind in stream.types.items():
+            try:
+                parse_lake_override(kind)
+            except ConfigError as error:
+                yield (*at, "types", column), f"{error.message}. {error.hint}"
+            if column.count(".") < 2 and '"' not in column:
+                yield (*at, "types", column), "must name a column as schema.table.column"
+        yield from clashes_of_addresses(at, stream)
+        yield from _clashes_of_buffer(at, name, stream, config.writer.name)
+        yield from _clashes_of_lake(at, stream.lake)
+        yield from clashes_of_level(at, stream.acks, config.replication)
+        yield from clashes_of_routing(at, name, stream)
+        yield from clashes_of_regions(at, stream, config.writer.name)
+        for table, key in stream.keys.items():
+            try:
+                parse_qualified_name(table)
+            except UsageError as error:
+                yield (*at, "keys", table), f"{error.message}. {error.hint}"
+            if not key or len(set(key)) < len(key):
+                yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_buffer(
+    at: KeyPath, name: str, stream: StreamConfig, writer: str | None
+) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of the write buffer: a stream has its rows from one place."""
+    buffer = stream.buffer
+    if buffer is None:
+        return
+    if stream.source is not None:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer besides",
+        )
+    if stream.routing is not None and stream.routing.sinks:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} has sinks beside its log, and a stream has its rows in one place or takes them from one: give it sinks, or a buffer",
+        )
+    if buffer.role == "reads" and writer is not None:
+        yield (
+            (*at, "buffer", "role"),
+            "a stream that reads from a buffer has one writer: with several, two would take the same operations",
+        )
+
+
+def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of what protects it."""
+    for one, other in (
+        ("tls_certificate", "tls_key"),
+        ("tls_key", "tls_certificate"),
+        ("client_ca", "tls_certificate"),
+    ):
+        if getattr(http, one) is not None and getattr(http, other) is None:
+            yield ("http", one), f"is nothing without {other}"
+    if http.clients and http.client_ca is None:
+        yield ("http", "clients"), "nobody shows a certificate without client_ca"
+
+
+def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of a stream's lake: what its format has and doesn't have."""
+    in_database = lake.format == "postgres"
+    if in_database and not is_address(lake.location) and not lake.location.startswith("${"):
+        yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"
+    if not in_database and is_address(lake.location):
+        yield (*at, "lake", "location"), 'is a PostgreSQL address: set format = "postgres", or name a folder'
+    possible = {"changes", "current"} if in_database else {"current", "history", "scd2"}
+    for view in sorted(set(lake.shown) - possible):
+        yield (
+            (*at, "lake", "views"),
+            f"{view!r} isn't a view of {lake.format!r}, which has {', '.join(sorted(possible))}",
+        )
+    if not in_database and lake.schema_prefix:
+        yield (*at, "lake", "schema_prefix"), 'is for format = "postgres" alone'
+
+
+def _clashes_of_source(
+    at: KeyPath, name: str, source: SourceConfig | None, slots: dict[tuple[str, str], str]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of a stream's source; `slots` are those of the streams before it."""
+    from millstream.model.names import TablePatterns
+
+    if source is None:
+        return
+    slot = source.slot or f"millstream_{name}"
+    shown = mask_address(source.dsn)  # another password makes no other server
+    other = slots.setdefault((source.dsn if shown == MASK else shown, slot), name)
+    if other != name:
+        yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
+    try:
+        TablePatterns.parse(source.tables)
+    except MillstreamError as error:
+        yield (*at, "source", "tables"), f"{error.message}. {error.hint}"

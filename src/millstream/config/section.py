@@ -1,0 +1,32 @@
+"""What sections of the configuration are made of: a strict base, and texts that stand for durations and sizes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from millstream.config.quantities import (
+    check_duration,
+    check_level,
+    check_size,
+    check_size_above_zero,
+    check_size_or_share,
+)
+
+Duration = Annotated[str, AfterValidator(check_duration)]
+"""`500ms`, `10s`, `7d`."""
+Level = Annotated[str, AfterValidator(check_level)]
+"""`local`, `durable(1)`, `object`."""
+Size = Annotated[str, AfterValidator(check_size)]
+"""`64MiB`."""
+SizeAboveZero = Annotated[str, AfterValidator(check_size_above_zero)]
+"""A size that is more than nothing."""
+SizeOrShare = Annotated[str, AfterValidator(check_size_or_share)]
+"""`64MiB`, or a share of the disk such as `20%`."""
+
+
+class Section(BaseModel):
+    """A section: no key beside those that it has, and no change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,0 +1,509 @@
+"""`diff`: the lake's tables against their source, at one LSN, by key and value, while both move.
+
+The source is read under a snapshot that sees exactly the commits below an LSN; the lake at the number up to which the log holds
+just those. First sums over ranges are compared, each side computing its own, then the rows of ranges whose sums differ, one
+range at a time: memory is bounded by a range, whatever the table. Two ranges that differ have equal sums once in 2**60.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import pyarrow as pa
+
+from millstream.app.status import held_tables
+from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.source import check_same
+from millstream.catalog import TableState
+from millstream.diff.columns import HASH, ComparedColumn, HashName, RowTexts, ranges_for
+from millstream.diff.lake import LakeTable, row_texts
+from millstream.diff.position import Waiting, wait_for_lake
+from millstream.diff.source import PublishedTable, Sums, TableSide, pick_hash, published_tables
+from millstream.errors import LakeBehind, LogError, MillstreamError
+from millstream.home.config_mapping import capture_config, lake_layout
+from millstream.home.home import Home
+from millstream.lake.query.sql import LakeSession
+from millstream.model.names import TablePatterns, parse_qualified_name, qualified_name
+from millstream.model.positions import Lsn, Seq, format_lsn
+from millstream.model.records import log_names
+from millstream.wal.reader import StreamReader
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog, TableRow
+    from millstream.model.ids import StreamId
+
+RANGE_ROWS: Final = 50_000
+RANGE_BYTES: Final = 16 << 20
+"""What a range is likely to hold at most: of these two sides' rows are in memory at once."""
+
+RowText = tuple[str | None, ...]
+_T = TypeVar("_T")
+
+
+class Compared(StrEnum):
+    """What became of a table."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    NOT_COMPARED = "not_compared"
+    """It should have been: the reason says why it wasn't."""
+    SKIPPED = "skipped"
+    """It has no `current` to compare."""
+
+
+class What(StrEnum):
+    """How a key differs."""
+
+    MISSING_IN_LAKE = "missing_in_lake"
+    MISSING_IN_SOURCE = "missing_in_source"
+    VALUES = "values"
+    COUNT = "count"
+    """Of a table without a key: the equal rows aren't equally many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One key that differs, its values as PostgreSQL prints them."""
+
+    key: Mapping[str, str | None]
+    """By name; of a table without a key, the whole row."""
+    what: What
+    columns: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
+    """By name, (the lake's, the source's) where both have the key."""
+    counts: tuple[int, int] = (1, 1)
+    """Of a row without a key: how many the lake has, and the source."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        facts: dict[str, Any] = {"key": dict(self.key), "what": self.what.value}
+        if self.what is What.VALUES:
+            facts["columns"] = {name: {"lake": a, "source": b} for name, (a, b) in self.columns.items()}
+        if self.what is What.COUNT:
+            facts["rows"] = {"lake": self.counts[0], "source": self.counts[1]}
+        return facts
+
+
+@dataclass(slots=True)
+class TableDiff:
+    """What became of one table."""
+
+    name: str
+    """`schema.table`, each part quoted where PostgreSQL would."""
+    state: Compared
+    reason: str = ""
+    key: tuple[str, ...] = ()
+    """Names of the key's columns; empty where rows have none."""
+    notes: list[str] = field(default_factory=list)
+    rows_source: int = 0
+    rows_lake: int = 0
+    different: int = 0
+    """Keys that differ."""
+    differences: list[Difference] = field(default_factory=list)
+    """The first of them, as many as were asked for."""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "table": self.name,
+            "state": self.state.value,
+            "reason": self.reason,
+            "notes": self.notes,
+            "rows": {"source": self.rows_source, "lake": self.rows_lake},
+            "different": self.different,
+            "listed": len(self.differences),
+            "differences": [difference.as_dict() for difference in self.differences],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(slots=True)
+class DiffReport:
+    """What came of a `diff`."""
+
+    stream: str
+    stream_id: StreamId
+    lsn: Lsn
+    n: Seq
+    tables: list[TableDiff] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0: all is equal; 1: a table couldn't be compared; 3: a table differs."""
+        states = {table.state for table in self.tables}
+        if Compared.DIFFERENT in states:
+            return 3
+        return 1 if Compared.NOT_COMPARED in states else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        states = Counter(table.state.value for table in self.tables)
+        return {
+            "stream": self.stream,
+            "lsn": format_lsn(self.lsn),
+            "n": int(self.n),
+            "equal": self.exit_code == 0,
+            "counts": {state.value: states[state.value] for state in Compared},
+            "tables": [table.as_dict() for table in self.tables],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a `diff` is."""
+
+    doing: str
+    """`waiting for …`, `comparing` or `reading`."""
+    table: str = ""
+    rows: int = 0
+    rows_estimate: int = 0
+
+
+def diff_stream(
+    home: Home,
+    stream: str | None = None,
+    *,
+    tables: Sequence[str] = (),
+    timeout_s: float = 120.0,
+    limit: int = 10_000,
+    on_progress: Callable[[Progress], None] = lambda _progress: None,
+    on_table: Callable[[TableDiff], None] = lambda _table: None,
+) -> DiffReport:
+    """Compare a stream's tables in the lake with the source, at one LSN.
+
+    Args:
+        home: the home.
+        stream: its name; None where the home has one only.
+        tables: `schema.table` of those to compare; all where empty.
+        timeout_s: how long to wait for old transactions at the source, and for capture and lake to get as far as the snapshot.
+        limit: differing keys to list for each table; more are counted.
+        on_progress: told how far it is, from several threads.
+        on_table: told of each table once it is done.
+
+    Raises:
+        UnknownStream, UnknownTable: there is none of that name.
+        LakeBehind: the lake doesn't get as far as the source.
+        SourceError: the source can't be read; which one says why.
+    """
+    name, config = home.stream_config(stream)
+    capture = capture_config(home, name, config)
+    with home.open_catalog() as catalog:
+        stream_id = catalog.stream(name).id
+        asked = [catalog.find_table(stream_id, *parse_qualified_name(table)) for table in tables]
+        last = catalog.current_source(stream_id)
+        if last is None:
+            raise LakeBehind(f"nothing has been captured of {name} yet")
+        followed = last
+
+        try:
+            before = StreamReader(str(home.wal_folder(name))).persisted_upto()
+        except LogError as error:
+            raise LakeBehind(f"the log of {name} can't be read: {error.message}", hint=error.hint) from error
+        first = _States.look(catalog, stream_id)
+        deadline_s = time.monotonic() + timeout_s
+        on_progress(Progress("waiting for the source's running transactions"))
+        layout = lake_layout(home, name, config, stream_id)
+        with SourceSnapshot.take(
+            capture.dsn, patience_s=timeout_s, check=lambda found: check_same(followed, found)
+        ) as snapshot:
+            # Where the address names several servers, all of it is asked of one.
+            capture = replace(capture, dsn=snapshot.dsn)
+            waiting = Waiting(
+                home, name, capture, catalog, layout, last.id, deadline_s, lambda doing: on_progress(Progress(doing))
+            )
+            n = wait_for_lake(waiting, snapshot.lsn, before=before)
+            report = DiffReport(name, stream_id, snapshot.lsn, n)
+            with snapshot.reading() as connection:
+                published = published_tables(connection, TablePatterns.parse(capture.tables), capture.publication)
+                hash_name = pick_hash(connection)
+            by_oid = {found.table.oid: found for found in published}
+            comparison = _Comparison(snapshot, hash_name, limit, on_progress)
+            with _session_at(layout, n) as session:
+                for row in sorted(asked or first.rows.values(), key=lambda row: _size(row, by_oid)):
+                    done = _compare_one(comparison, session, row, first, by_oid)
+                    if done.state in {Compared.EQUAL, Compared.DIFFERENT}:
+                        _check_again(catalog, stream_id, row, first, done)
+                    report.tables.append(done)
+                    on_table(done)
+            if not asked:
+                known = {row.relation_oid for row in first.rows.values()}
+                for found in published:
+                    if found.table.oid not in known:
+                        table = qualified_name(found.table.namespace, found.table.name)
+                        report.tables.append(TableDiff(table, Compared.NOT_COMPARED, "capture hasn't met it yet"))
+                        on_table(report.tables[-1])
+    return report
+
+
+def _size(row: TableRow, by_oid: Mapping[int, PublishedTable]) -> int:
+    """Small tables go first: the sooner a table is read, the likelier that nothing has truncated it since the snapshot."""
+    found = by_oid.get(row.relation_oid)
+    return 0 if found is None else found.table.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The tables as the catalog had them at one moment."""
+
+    rows: Mapping[int, TableRow]
+    held: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def look(cls, catalog: Catalog, stream: StreamId) -> _States:
+        rows = [row for row in catalog.tables(stream) if row.is_captured]
+        return cls({int(row.id): row for row in rows}, held_tables(catalog, stream))
+
+    def obstacle(self, row: TableRow) -> str:
+        """Why a table's rows can't be held against the source's; empty where they can."""
+        held = self.held.get(str(int(row.id)))
+        if held is not None:
+            return f"set aside in the lake: {held.get('reason', '')}"
+        known = self.rows.get(int(row.id), row)
+        if known.state is TableState.STREAMING:
+            return ""
+        words = {TableState.COPY_REQUESTED: "still to be copied", TableState.COPYING: "still being copied"}
+        return (
+            f"{words.get(known.state, known.state.value.replace('_', ' '))}{': ' if known.reason else ''}{known.reason}"
+        )
+
+
+def _session_at(layout: Any, n: Seq) -> LakeSession:
+    """The lake at `n`; from `current` where the last cut stands just there."""
+    session = LakeSession(layout)
+    if session.cut is None or session.cut.n == n:
+        return session
+    session.close()
+    return LakeSession(layout, as_of=n)
+
+
+def _check_again(catalog: Catalog, stream: StreamId, row: TableRow, first: _States, done: TableDiff) -> None:
+    """A copy that began meanwhile may have voided what the comparison looked at."""
+    now = _States.look(catalog, stream)
+    had, have = first.rows[int(row.id)], now.rows.get(int(row.id))
+    if done.state is Compared.DIFFERENT and (have is None or now.obstacle(have) or have.copy_id != had.copy_id):
+        reason = (
+            "it left the stream meanwhile" if have is None else now.obstacle(have) or "it was copied again meanwhile"
+        )
+        done.state, done.reason = Compared.NOT_COMPARED, reason
+        done.differences, done.different = [], 0
+
+
+def _compare_one(
+    comparison: _Comparison,
+    session: LakeSession,
+    row: TableRow,
+    states: _States,
+    by_oid: Mapping[int, PublishedTable],
+) -> TableDiff:
+    name = qualified_name(row.namespace, row.name)
+    if not row.is_captured:
+        return TableDiff(name, Compared.SKIPPED, "applications write it: the source hasn't got it")
+    if row.state is TableState.HISTORY_ONLY:
+        return TableDiff(name, Compared.SKIPPED, row.reason or "it has history only")
+    obstacle = states.obstacle(row)
+    if obstacle:
+        return TableDiff(name, Compared.NOT_COMPARED, obstacle)
+    published = by_oid.get(row.relation_oid)
+    if published is None:
+        return TableDiff(name, Compared.NOT_COMPARED, "the source has it no more, or the configuration leaves it out")
+    began = time.monotonic()
+    done = TableDiff(name, Compared.EQUAL)
+    try:
+        comparison.compare(session, row, published, done)
+    except MillstreamError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        done = TableDiff(name, Compared.NOT_COMPARED, f"{error.message}{hint}")
+    done.seconds = time.monotonic() - began
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    snapshot: SourceSnapshot
+    hash_name: HashName
+    limit: int
+    on_progress: Callable[[Progress], None]
+
+    def compare(self, session: LakeSession, row: TableRow, published: PublishedTable, done: TableDiff) -> None:
+        """Fill in what became of a table."""
+        table = published.table
+        lake = self._lake_table(session, row)
+        types = {} if lake is None else lake.types()
+        sent = table.relation.columns
+        named = dict(zip([c.name for c in sent], log_names([c.name for c in sent]), strict=True))
+        columns = tuple(
+            ComparedColumn(named[c.name], c.type_oid, c.type_modifier, types.get(named[c.name]), c.name) for c in sent
+        )
+        if lake is not None:
+            _note_columns(columns, types, done)
+        key = done.key = tuple(named.get(column.name, column.name) for column in table.key)
+        untold = [column.name for column in columns if column.name in key and column.lake is None]
+        if lake is not None and untold:
+            done.state = Compared.NOT_COMPARED
+            done.reason = f"the lake hasn't been told of its key's columns yet: {', '.join(untold)}"
+            return
+        rows = max(table.row_estimate, 0 if lake is None else lake.count())
+        ranges = ranges_for(rows, table.size_bytes, rows_max=RANGE_ROWS, bytes_max=RANGE_BYTES)
+        texts = RowTexts(columns, key, ranges, self.hash_name)
+
+        def tell(doing: str, through: int) -> None:
+            self.on_progress(Progress(doing, done.name, through, max(rows, through)))
+
+        with self.snapshot.reading() as connection:
+            side = TableSide(connection, published)
+            ours, theirs = _both(
+                lambda: {} if lake is None else lake.sums(texts),
+                lambda: side.sums(texts, lambda through: tell("comparing", through)),
+            )
+            done.rows_lake, done.rows_source = (sum(n for n, _ in sums.values()) for sums in (ours, theirs))
+            differing = sorted(place for place in ours.keys() | theirs.keys() if ours.get(place) != theirs.get(place))
+            if differing:
+                self._read_differing(side, lake, texts, differing, done, tell)
+
+    @staticmethod
+    def _lake_table(session: LakeSession, row: TableRow) -> LakeTable | None:
+        """The table in the lake; None where no record of it has ever landed, as of one that was always empty."""
+        # By its id: a new name reaches the lake with the table's next record.
+        name = session.name_of(row.id)
+        return None if name is None else LakeTable(session, *parse_qualified_name(name))
+
+    def _read_differing(
+        self,
+        side: TableSide,
+        lake: LakeTable | None,
+        texts: RowTexts,
+        differing: Sequence[int],
+        done: TableDiff,
+        tell: Callable[[str, int], None],
+    ) -> None:
+        theirs = _Ranges(_gathered(side.rows(texts, differing)))
+        ours = _Ranges(iter(()) if lake is None else lake.rows(texts, differing))
+        through = 0
+        with contextlib.closing(ours), contextlib.closing(theirs):
+            for place in differing:
+                mine, others = ours.at(place), theirs.at(place) or []
+                through += len(others)
+                tell("reading", through)
+                for difference in differences_of(texts, *_unequal(mine, others, texts.columns)):
+                    done.state = Compared.DIFFERENT
+                    done.different += 1
+                    if len(done.differences) < self.limit:
+                        done.differences.append(difference)
+
+
+class _Ranges(Generic[_T]):
+    """What comes by range, ascending; some ranges have nothing."""
+
+    def __init__(self, pieces: Iterator[tuple[int, _T]]) -> None:
+        self._pieces = pieces
+        self._next: tuple[int, _T] | None = None
+
+    def at(self, place: int) -> _T | None:
+        """What a range has; ranges are asked for in order, and nothing is read ahead of what is asked for."""
+        if self._next is None:
+            self._next = next(self._pieces, None)
+        if self._next is None or self._next[0] != place:
+            return None
+        found, self._next = self._next[1], None
+        return found
+
+    def close(self) -> None:
+        """Ask for no more."""
+        if isinstance(self._pieces, Generator):
+            self._pieces.close()
+
+
+def _gathered(rows: Iterator[tuple[int, int, RowText]]) -> Iterator[tuple[int, list[tuple[int, RowText]]]]:
+    for place, some in groupby(rows, key=lambda found: found[0]):
+        yield place, [(hashed, values) for _, hashed, values in some]
+
+
+def _both(lake: Callable[[], Sums], source: Callable[[], Sums]) -> tuple[Sums, Sums]:
+    """Run both sides at once: each works in a process or a library of its own. The source's error goes first."""
+    found: list[Sums] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(source())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="diff-source")
+    thread.start()
+    try:
+        ours = lake()
+    finally:
+        thread.join()
+        if failed:
+            raise failed[0]
+    return ours, found[0]
+
+
+def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.DataType], done: TableDiff) -> None:
+    untold = [column.name for column in columns if column.lake is None]
+    if untold:
+        done.notes.append(
+            f"the lake hasn't been told of {', '.join(untold)} yet (it is with the table's next change): taken as null there"
+        )
+    sent = {column.name for column in columns}
+    left = [name for name in types if name not in sent]
+    if left:
+        done.notes.append(f"the source doesn't send {', '.join(left)} (any more): not compared")
+
+
+def _unequal(
+    lake: pa.Table | None, source: Sequence[tuple[int, RowText]], columns: Sequence[ComparedColumn]
+) -> tuple[list[RowText], list[RowText]]:
+    """The rows of both sides less those whose hash is equally often on both."""
+    hashes: list[int] = [] if lake is None else lake.column(HASH).to_pylist()
+    ours, theirs = Counter(hashes), Counter(hashed for hashed, _ in source)
+    left = [index for index, hashed in enumerate(hashes) if ours[hashed] != theirs[hashed]]
+    mine = row_texts(lake.take(pa.array(left, pa.int64())), columns) if lake is not None and left else []
+    return mine, [values for hashed, values in source if ours[hashed] != theirs[hashed]]
+
+
+def differences_of(texts: RowTexts, lake: Sequence[RowText], source: Sequence[RowText]) -> Iterator[Difference]:
+    """What differs between some rows of both sides, all others being equal.
+
+    Args:
+        texts: says columns and key.
+        lake: rows as PostgreSQL would print what the lake holds, in the order of the columns.
+        source: rows as PostgreSQL prints them.
+    """
+    names = [column.name for column in texts.columns]
+    ours, theirs = _comparable(texts, lake, of_source=False), _comparable(texts, source, of_source=True)
+    if not texts.key:
+        rows = dict([*ours, *theirs])
+        mine, others = Counter(like for like, _ in ours), Counter(like for like, _ in theirs)
+        for like, row in rows.items():
+            if mine[like] != others[like]:
+                named = dict(zip(names, row, strict=True))
+                yield Difference(named, What.COUNT, counts=(mine[like], others[like]))
+        return
+    place = [names.index(name) for name in texts.key]
+    by_key = [{tuple(like[i] for i in place): (like, row) for like, row in side} for side in (ours, theirs)]
+    for key in sorted(by_key[0].keys() | by_key[1].keys(), key=lambda key: tuple(text or "" for text in key)):
+        had, have = by_key[0].get(key), by_key[1].get(key)
+        _, shown = have or had or ((), ())
+        named = {name: shown[i] for name, i in zip(texts.key, place, strict=True)}
+        if had is None or have is None:
+            yield Difference(named, What.MISSING_IN_LAKE if had is None else What.MISSING_IN_SOURCE)
+        elif had[0] != have[0]:
+            unlike = [i for i in range(len(names)) if had[0][i] != have[0][i]]
+            yield Difference(named, What.VALUES, {names[i]: (had[1][i], have[1][i]) for i in unlike})
+
+
+def _comparable(texts: RowTexts, rows: Sequence[RowText], *, of_source: bool) -> list[tuple[RowText, RowText]]:
+    return [
+        (tuple(c.comparable(text, of_source=of_source) for c, text in zip(texts.columns, row, strict=True)), row)
+        for row in rows
+    ]

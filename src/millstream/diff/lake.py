@@ -1,0 +1,117 @@
+"""The lake's side of `diff`: the same sums and rows, by DuckDB over the rows at one token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.diff.columns import HASH, RANGE, ComparedColumn, RowTexts, duck_name
+from millstream.diff.source import Sums
+from millstream.errors import InvalidQuery, LakeError
+from millstream.lake.types import texts_of, to_text
+
+if TYPE_CHECKING:
+    from millstream.lake.query.sql import LakeSession
+
+EXACT: Final = "__exact"
+
+
+class LakeTable:
+    """A table's rows in the lake, at the session's token. For one thread, with the session.
+
+    Raises (any call):
+        LakeError: the table can't be read.
+    """
+
+    def __init__(self, session: LakeSession, namespace: str, name: str) -> None:
+        self._session = session
+        self._view = f"{duck_name(namespace)}.{duck_name(name)}"
+        self._schema = self._query(f"SELECT * FROM {self._view} LIMIT 0").schema
+        self.with_exact: Final = EXACT in self._schema.names
+
+    def types(self) -> dict[str, pa.DataType]:
+        """The columns' types."""
+        return {field.name: field.type for field in self._schema if field.name != EXACT}
+
+    def count(self) -> int:
+        """Rows."""
+        rows: int = self._query(f"SELECT count(*) FROM {self._view}").column(0)[0].as_py()
+        return rows
+
+    def sums(self, texts: RowTexts) -> Sums:
+        """The sums of all ranges."""
+        found = self._query(
+            f"SELECT {RANGE}, count(*), sum({HASH})::VARCHAR FROM ({texts.lake_sql(self._view, with_exact=self.with_exact)})"
+            f" GROUP BY {RANGE}"
+        )
+        places, rows, totals = (column.to_pylist() for column in found.columns)
+        return {place: (n, int(total)) for place, n, total in zip(places, rows, totals, strict=True)}
+
+    def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[tuple[int, pa.Table]]:
+        """(range, its rows with their hashes), by range, of those that have rows; sorted on disk where memory ends.
+
+        Take it to its end, or close it, before anything else is asked of the session.
+        """
+        wanted = ",".join(map(str, sorted(ranges)))
+        query = (
+            f"SELECT * FROM ({texts.lake_sql(self._view, with_exact=self.with_exact)})"
+            f" WHERE {RANGE} IN (SELECT unnest([{wanted}])) ORDER BY {RANGE}"
+        )
+        held: list[pa.Table] = []
+        place = -1
+        with self._translated(), self._session.stream(query) as reader:
+            for batch in reader:
+                table = pa.Table.from_batches([batch])
+                for here, some in _by_range(table):
+                    if here != place and held:
+                        yield place, pa.concat_tables(held)
+                        held = []
+                    place = here
+                    held.append(some)
+        if held:
+            yield place, pa.concat_tables(held)
+
+    @staticmethod
+    @contextmanager
+    def _translated() -> Iterator[None]:
+        try:
+            yield
+        except InvalidQuery as error:
+            raise LakeError(error.message, hint=error.hint) from error
+
+    def _query(self, sql: str) -> pa.Table:
+        with self._translated():
+            return self._session.query(sql)
+
+
+def _by_range(table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    """The pieces of one range each, of rows sorted by it."""
+    places = table.column(RANGE).to_numpy()
+    starts = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist(), len(places)]
+    for start, end in pairwise(starts):
+        if end > start:
+            yield int(places[start]), table.slice(start, end - start)
+
+
+def row_texts(rows: pa.Table, columns: Collection[ComparedColumn]) -> list[tuple[str | None, ...]]:
+    """Each row's values as PostgreSQL would print what the lake holds."""
+    maps = rows.column(EXACT).combine_chunks() if EXACT in rows.column_names else None
+    if maps is not None and maps.null_count == len(maps):
+        maps = None
+    found: list[list[str | None]] = []
+    for column in columns:
+        if column.lake is None:
+            found.append([None] * rows.num_rows)
+            continue
+        values = rows.column(column.name).combine_chunks()
+        texts = to_text(values if not pa.types.is_large_string(values.type) else values.cast(pa.string()))
+        if maps is not None:
+            texts = pc.coalesce(texts, texts_of(maps, column.name))
+        found.append(texts.to_pylist())
+    return list(zip(*found, strict=True)) if found else [()] * rows.num_rows

@@ -1,0 +1,169 @@
+"""The source's side of `diff`: sums over ranges of a table under one snapshot, then the rows of ranges that differ.
+
+A table is read in one pass for the sums, some thousand pages at a time so that there is progress to tell; another pass brings
+the rows of ranges that differ, ordered by range, so that one range at a time is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from millstream.capture.connection import translated
+from millstream.capture.publication import inserts_name, restriction
+from millstream.capture.source import Connection, SourceTable, list_tables, read_table
+from millstream.diff.columns import HASH, RANGE, HashName, RowTexts
+from millstream.errors import SourceError
+from millstream.model.names import TablePatterns
+
+_STEP_PAGES: Final = 16384
+"""128 MiB of a table between two words of progress."""
+_LOCK_TIMEOUT: Final = "5s"
+
+Sums = dict[int, tuple[int, int]]
+"""By range, (rows, sum of their hashes); ranges without rows are left out."""
+
+
+class TableMoved(SourceError):
+    """The table can't be read under the snapshot any more: it was rewritten, dropped or renamed since."""
+
+    code = "table_moved"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTable:
+    """A table of the source as its publications let it through."""
+
+    table: SourceTable
+    """With the columns that are sent."""
+    condition: str
+    """The row filter; empty where there is none."""
+
+
+def published_tables(connection: Connection, patterns: TablePatterns, publication: str) -> list[PublishedTable]:
+    """The tables that a stream takes in, with the columns and rows of them that it is sent."""
+    found = []
+    for table in list_tables(connection, patterns):
+        let_through = restriction(connection, (publication, inserts_name(publication)), table)
+        if let_through.columns is not None:
+            sent = tuple(column for column in table.relation.columns if column.name in let_through.columns)
+            table = replace(table, relation=replace(table.relation, columns=sent))  # noqa: PLW2901
+        found.append(PublishedTable(table, let_through.condition))
+    return found
+
+
+def pick_hash(connection: Connection) -> HashName:
+    """What both sides hash with: md5, unless the server's policy (FIPS) forbids it."""
+    try:
+        with translated(), connection.transaction():
+            connection.execute("SELECT pg_catalog.md5('')")
+    except SourceError:
+        return "sha256"
+    return "md5"
+
+
+class TableSide:
+    """One table at the source, over a connection in a transaction under the snapshot.
+
+    Raises (any call):
+        TableMoved: the snapshot doesn't show the table as it was.
+        MillstreamError: PostgreSQL's refusal.
+    """
+
+    def __init__(self, connection: Connection, published: PublishedTable) -> None:
+        self._connection = connection
+        self._published = published
+        self._table = published.table
+        self._utf8 = connection.info.parameter_status("server_encoding") in {"UTF8", "SQL_ASCII"}
+        self._lock()
+
+    def _lock(self) -> None:
+        """Keep rewrites and TRUNCATE away, and notice one that came first: the snapshot would show an empty table."""
+        table = self._table
+        name = sql.Identifier(table.namespace, table.name)
+        connection = self._connection
+        moved = TableMoved(
+            f"{table.full_name} was rewritten, renamed or dropped while `diff` ran",
+            hint="Run `diff` again for this table.",
+            table=table.full_name,
+        )
+        with translated():
+            connection.execute(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'")
+            there = connection.execute(
+                "SELECT pg_catalog.to_regclass(%s)::oid::bigint", [name.as_string(connection)]
+            ).fetchone()
+            if there is None or there[0] != table.oid:
+                raise moved
+            connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
+            # The functions look at the present, the query at the snapshot's past.
+            same = connection.execute(
+                "SELECT bool_and(pg_catalog.pg_relation_filenode(c.oid) IS NOT DISTINCT FROM nullif(c.relfilenode, 0))"
+                " FROM pg_class c WHERE c.oid = %s OR c.oid IN (SELECT p.relid FROM pg_partition_tree(%s) p WHERE p.isleaf)",
+                [table.oid, table.oid],
+            ).fetchone()
+            if same is None or not same[0] or read_table(connection, table.oid) is None:
+                raise moved
+            spaces = ["pg_catalog", *sorted({k.operator_namespace for k in table.key} - {"pg_catalog"})]
+            connection.execute(
+                sql.SQL("SET LOCAL search_path = {}").format(sql.SQL(", ").join(map(sql.Identifier, spaces)))
+            )
+
+    def sums(self, texts: RowTexts, tell: Callable[[int], None]) -> Sums:
+        """The sums of all ranges; `tell` hears how many rows are through."""
+        found: Sums = {}
+        rows_through = 0
+        for step in self._steps():
+            query = (
+                f"SELECT {RANGE}, count(*), sum({HASH})::text FROM ({texts.source_sql(self._rows(step), utf8=self._utf8)}) r"
+                f" GROUP BY {RANGE}"
+            )
+            with translated():
+                for place, rows, total in self._connection.execute(query.encode()):
+                    had = found.get(place, (0, 0))
+                    found[place] = (had[0] + rows, had[1] + int(total))
+                    rows_through += rows
+            tell(rows_through)
+        return found
+
+    def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[tuple[int, int, tuple[str | None, ...]]]:
+        """(range, hash, the columns' texts as PostgreSQL prints them) of every row of some ranges, by range.
+
+        The server begins at the call, not when the first row is asked for.
+        """
+        wanted = ",".join(map(str, sorted(ranges)))
+        query = (
+            f"COPY (SELECT * FROM ({texts.source_sql(self._rows(''), utf8=self._utf8)}) r"
+            f" WHERE {RANGE} = ANY ('{{{wanted}}}'::pg_catalog.int8[]) ORDER BY {RANGE}) TO STDOUT"
+        )
+        with translated(), ExitStack() as stack:
+            copy = stack.enter_context(self._connection.cursor().copy(query.encode()))
+            return self._split(copy, stack.pop_all())
+
+    @staticmethod
+    def _split(copy: psycopg.Copy, stack: ExitStack) -> Iterator[tuple[int, int, tuple[str | None, ...]]]:
+        with translated(), stack:
+            for place, hashed, *columns in copy.rows():
+                yield int(place), int(hashed), tuple(columns)
+
+    def _rows(self, step: str) -> str:
+        only = "" if self._table.partitioned else "ONLY "
+        name = sql.Identifier(self._table.namespace, self._table.name).as_string(self._connection)
+        conditions = [f"({part})" for part in (self._published.condition, step) if part]
+        return f"{only}{name}" + (f" WHERE {' AND '.join(conditions)}" if conditions else "")
+
+    def _steps(self) -> Iterator[str]:
+        """Conditions that cut the table into pieces of pages; rows lie where the snapshot saw them, whatever moves."""
+        pages = self._table.size_bytes // 8192
+        if self._table.partitioned or pages <= _STEP_PAGES:
+            yield ""
+            return
+        for first in range(0, pages, _STEP_PAGES):
+            last = first + _STEP_PAGES >= pages
+            # The last piece has no end: the table may have grown between the snapshot and the look at its size.
+            end = "" if last else f" AND ctid < '({first + _STEP_PAGES},0)'::pg_catalog.tid"
+            yield f"ctid >= '({first},0)'::pg_catalog.tid{end}"

@@ -1,0 +1,154 @@
+"""A log's records between two tokens, and what became of a table's rows there: what every way of reading a home stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from millstream.client.protocol import LATEST_ROWS_MAX, Latest
+from millstream.errors import QueryMemoryFull, UnknownTable
+from millstream.model.ids import StreamId, TableId
+from millstream.model.names import parse_qualified_name
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.schema import TableKind, TableSchema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.wal.reader import StreamReader
+    from millstream.wal.segment_reader import TableRecords
+
+_COMPRESSED: Final = 4
+"""How many times as large as its frame a record's columns are taken to be, where that isn't known yet."""
+
+
+def read_records(
+    reader: StreamReader,
+    *,
+    table: str | None = None,
+    after: StreamToken | str | None = None,
+    upto: StreamToken | str | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """A log's records between two tokens; see `OpenHome.read`."""
+    start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
+    first = reader.first_seq()
+    wanted = None if table is None else table_ids(reader, table)
+    one = wanted[0] if wanted and len(wanted) == 1 else None
+    if (start is not None and start.ahead) or (end is not None and end.ahead):
+        begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
+        reach = reader.vector_token() if end is None else reader.whole_token(end)
+        if start is None:
+            reader.extent.check_end(max([reach.minimum, *reach.ahead.values()]))
+        pieces = reader.read_tokens(begin, reach, table=one)
+    else:
+        low = Seq(first - 1) if start is None else reader.whole_upto(start.minimum)
+        high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
+        if start is None:
+            reader.extent.check_end(high)
+        pieces = reader.read_between(low, high, table=one)
+    yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
+
+
+def latest_stretches(
+    reader: StreamReader,
+    table: str,
+    *,
+    after: StreamToken | str | None = None,
+    upto: StreamToken | str | None = None,
+    rows_max: int = LATEST_ROWS_MAX,
+    bytes_max: int | None = None,
+) -> Iterator[Latest]:
+    """What became of a table's rows; see `OpenHome.read_latest`.
+
+    Args:
+        reader: the log.
+        table: as there.
+        after: as there.
+        upto: as there.
+        rows_max: as there.
+        bytes_max: bytes of the table's records in one stretch; None for any number.
+
+    Raises:
+        QueryMemoryFull: the records of one commit group, which isn't parted, have more.
+    """
+    from millstream.lake.latest import latest_rows
+
+    start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
+    low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
+    high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
+    if start is None:
+        reader.extent.check_end(high)
+    reader.extent.check_range(low, high, reader.persisted_upto())
+    wanted = table_ids(reader, table)
+    one = wanted[0] if len(wanted) == 1 else None
+    while low < high:
+        # In frames they are compressed.
+        frames_max = None if bytes_max is None else max(1, bytes_max // _COMPRESSED)
+        reach = min(high, reader.cut(low, rows_max=rows_max, bytes_max=frames_max))
+        if reach <= low:
+            return
+        found = _records_within(reader, low, reach, wanted, one, bytes_max)
+        if found is None:
+            reach = min(high, reader.cut(low, rows_max=1))
+            found = _records_within(reader, low, reach, wanted, one, bytes_max)
+        if found is None:
+            raise QueryMemoryFull(
+                f"what was written to {table} at once, behind {StreamToken.scalar(reader.stream_id, low)}, has more than {bytes_max} bytes",
+                hint="Read its records instead (`read`), or raise `[http] query_memory_bytes_max`.",
+                size_max=bytes_max,
+            )
+        if found:
+            rows = latest_rows(found[-1].schema, [part.batch for part in found])
+            yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
+        low = reach
+
+
+def _records_within(
+    reader: StreamReader, low: Seq, reach: Seq, wanted: list[TableId], one: TableId | None, bytes_max: int | None
+) -> list[TableRecords] | None:
+    """A table's records in a stretch; None where they have more bytes."""
+    found: list[TableRecords] = []
+    size = 0
+    for part in reader.read_between(low, reach, table=one):
+        if part.schema.table_id in wanted:
+            size += part.batch.nbytes
+            if bytes_max is not None and size > bytes_max:
+                return None
+            found.append(part)
+    return found
+
+
+def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
+    return None if token is None else StreamToken.parse(str(token), stream=stream)
+
+
+def table_ids(reader: StreamReader, table: str) -> list[TableId]:
+    """The ids of tables that bear a name, or bore it where none does any more; several where one was made anew.
+
+    Args:
+        reader: the log.
+        table: `schema.table`, quoted where it must be; `_messages` for logical messages.
+
+    Raises:
+        UnknownTable: the log has records of none.
+        UsageError: the text is no name.
+    """
+    wanted = parse_qualified_name(table)
+
+    def is_meant(schema: TableSchema) -> bool:
+        if schema.kind is TableKind.MESSAGES:
+            return table == schema.full_name
+        return (schema.namespace, schema.name) == wanted
+
+    schemas = reader.schemas()
+    found = [i for i, schema in schemas.items() if is_meant(schema)]
+    if not found:
+        found = sorted({i for (i, _), schema in reader.schema_versions().items() if is_meant(schema)})
+    if not found:
+        known = sorted({schema.full_name for schema in schemas.values()})
+        raise UnknownTable(
+            f"the log has no records of {table}",
+            hint=f"It has records of: {', '.join(known[:20]) or 'nothing yet'}.",
+            table=table,
+        )
+    return found

@@ -1,0 +1,1 @@
+"""A home: its folder, its configuration put to use, its catalog."""

@@ -1,0 +1,66 @@
+"""Watches the files of an embedded catalog, and ends the process if they are removed or replaced under it.
+
+Each call on an open catalog checks the same. The watch adds the processes that make no call for long, and those that pass a call's error on to its
+caller, as a server does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from millstream.errors import CatalogReplaced, MillstreamError
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.home.home import Home
+    from millstream.processes.child_process import Lifeline
+
+logger = structlog.get_logger("millstream.catalog")
+
+_LOOK_EVERY_S: Final = 1.0
+
+
+@contextmanager
+def watched_catalog(home: Home, lifeline: Lifeline) -> Iterator[None]:
+    """Watch the home's catalog while the block lasts; the process ends with `CatalogReplaced` if its files change.
+
+    A home's catalog that isn't there yet is watched from the moment that somebody makes it.
+    """
+    if home.catalog_address() is not None:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(home, lifeline, ended), name="catalog-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(home: Home, lifeline: Lifeline, ended: threading.Event) -> None:
+    catalog: Catalog | None = None
+    try:
+        while True:
+            try:
+                if catalog is not None:
+                    catalog.database.check_files()
+                elif home.catalog_file.exists():
+                    catalog = home.open_catalog()
+            except CatalogReplaced as error:
+                logger.warning("the catalog was replaced; this process ends", error=error.message, code=error.code)
+                lifeline.fail(error)
+                return
+            except MillstreamError as error:
+                logger.debug("the catalog can't be watched now", error=error.message, code=error.code)
+            if ended.wait(_LOOK_EVERY_S):
+                return
+    finally:
+        if catalog is not None:
+            catalog.close()

@@ -1,0 +1,257 @@
+"""From the configuration to what each room asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from typing import TYPE_CHECKING, cast
+
+from millstream.config.quantities import duration_s, size_bytes
+from millstream.errors import ConfigError, LakeInDatabase, MillstreamError
+from millstream.home.home import PIPELINE, Home
+from millstream.libpq import describe_parameters, parse_address
+from millstream.model.ids import ShardId, StreamId
+from millstream.model.names import parse_qualified_name
+from millstream.model.operations import FIRST_SHARD
+from millstream.private_files import make_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from millstream.capture import CaptureConfig
+    from millstream.config.model import StreamConfig
+    from millstream.config.replication_model import ReplicationConfig
+    from millstream.ingest.schemas import WriteRules
+    from millstream.lake.layout import LakeLayout, View
+    from millstream.lake.postgres.target import PostgresTarget, TargetView
+    from millstream.lake.snapshots import Cut
+    from millstream.protocol.sessions import SessionLimits
+    from millstream.spark.pipeline import PipelineConfig
+    from millstream.spark.session import SparkOptions
+    from millstream.spark.sinks import Sink
+    from millstream.wal.writing.writer import LogOptions
+
+
+def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
+    """What capture of a stream is told; `first_shard` is the writer's. `ConfigError` of a stream that has no source."""
+    from millstream.capture import CaptureConfig
+    from millstream.protocol.catching_up import CatchUp
+
+    source = stream.source
+    if source is None:
+        raise ConfigError(
+            f"stream {name} captures nothing: it has what applications append",
+            hint=f"Give it a source, [streams.{name}.source], or name another stream.",
+        )
+    return CaptureConfig(
+        stream=name,
+        dsn=source.dsn,
+        tables=tuple(source.tables),
+        publication=source.publication or f"millstream_{name}",
+        slot=source.slot or f"millstream_{name}",
+        spill_dir=str(home.spill_folder(name)),
+        shard_of=shard_of(stream, first_shard),
+        copy_workers=source.copy_workers,
+        chunk_rows=source.copy_chunk_rows,
+        copy_rate=copy_rate(home, name, source.copy_rate),
+        buffer_bytes_max=size_bytes(source.memory),
+        heartbeat_s=duration_s(source.heartbeat_interval),
+        catch_up=CatchUp(source.catch_up),
+        failover=source.failover,
+        origin=source.origin,
+    )
+
+
+def copy_rate(home: Home, name: str, at_first: str | None) -> Callable[[], int | None]:
+    """Tells how many bytes a second a stream's copies may read, by the configuration's file as it is at each call.
+
+    A file that can't be read, or has a mistake in it, changes nothing: who starts the next run hears of it.
+    """
+    return _CopyRate(home, name, at_first).now
+
+
+def shard_of(stream: StreamConfig, first_shard: ShardId) -> Callable[[str], ShardId]:
+    """Tells the shard of a table, by `schema.name`; `first_shard` is the writer's."""
+    return _Shards(dict(stream.shards), first_shard)
+
+
+def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
+    """Tells what applications may write into a table, by its schema and name."""
+    from millstream.ingest.schemas import SchemaOnWrite, WriteRules
+
+    mode = SchemaOnWrite(stream.ingest.schema_on_write)
+    keyed = {parse_qualified_name(table): WriteRules(mode, tuple(key)) for table, key in stream.keys.items()}
+    others = WriteRules(mode)
+    return lambda namespace, name: keyed.get((namespace, name), others)
+
+
+def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOptions:
+    """How a stream's log is written."""
+    from millstream.codec.log_directory import Numbering
+    from millstream.config.replication_checks import reach_of
+    from millstream.model.replication import AckLevel
+    from millstream.wal.writing.writer import LogOptions
+
+    log = stream.log
+    return LogOptions(
+        segment_bytes=size_bytes(log.segment_bytes),
+        segment_age_s=duration_s(log.segment_age),
+        queue_bytes_max=size_bytes(log.queue_bytes),
+        group_commit_delay_s=log.group_commit_delay_ms / 1000,
+        disk_used_max=log.disk_used_max,
+        numbering=Numbering(log.sequence_numbers),
+        acks=AckLevel.parse(stream.acks),
+        reach=reach_of(replication),
+    )
+
+
+def session_limits(stream: StreamConfig) -> SessionLimits:
+    """When applications' sessions and keys are forgotten."""
+    from millstream.protocol.sessions import SessionLimits
+
+    ingest = stream.ingest
+    return SessionLimits(ingest.sessions_max, ingest.idempotency_keys_max, round(duration_s(ingest.session_age) * 1e6))
+
+
+def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> PostgresTarget:
+    """The database that a stream's tables lie in, where its format is `postgres`."""
+    from millstream.lake.postgres.target import PostgresTarget
+
+    return PostgresTarget(
+        dsn=stream.lake.location,
+        stream_name=name,
+        stream_id=stream_id,
+        pipeline=PIPELINE,
+        views=tuple(cast("TargetView", view) for view in stream.lake.shown),
+        schema_prefix=stream.lake.schema_prefix,
+    )
+
+
+def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Sink:
+    """Where the pipeline of a stream lands."""
+    from millstream.spark.sinks import Database, LakeOfFiles
+
+    if stream.lake.format == "postgres":
+        return Database(postgres_target(name, stream, stream_id))
+    return LakeOfFiles(lake_layout(home, name, stream, stream_id))
+
+
+def last_cut_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Cut | None:
+    """How far a stream's tables have got, wherever they lie; None before the first batch."""
+    from millstream.lake import snapshots as commits
+    from millstream.lake.postgres import cuts
+
+    if stream.lake.format == "postgres":
+        return cuts.last_cut(postgres_target(name, stream, stream_id))
+    return commits.last_cut(lake_layout(home, name, stream, stream_id))
+
+
+def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> LakeLayout:
+    """Where a stream's lake of files lies.
+
+    Raises:
+        LakeInDatabase: its tables lie in PostgreSQL.
+    """
+    from millstream.lake.layout import LakeLayout
+
+    if stream.lake.format == "postgres":
+        raise LakeInDatabase(
+            f"the tables of stream {name} lie in {describe_parameters(parse_address(stream.lake.location))}, not in files",
+        )
+    return LakeLayout(
+        location=home.lake_location(stream),
+        stream_name=name,
+        stream_id=stream_id,
+        pipeline=PIPELINE,
+        storage_options=dict(stream.lake.storage_options),
+        types=dict(stream.types),
+    )
+
+
+def spark_options(home: Home) -> SparkOptions:
+    """What the Spark session is made of."""
+    from millstream.spark.session import SparkOptions
+
+    spark = home.config.spark
+    return SparkOptions(work_dir=home.pipeline_folder / "work", master=spark.master, conf=dict(spark.conf))
+
+
+def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> PipelineConfig:
+    """What the pipeline of a stream is told."""
+    from millstream.lake.maintenance import UpkeepRules
+    from millstream.spark.pipeline import PipelineConfig
+
+    spark = home.config.spark
+    return PipelineConfig(
+        stream=name,
+        stream_id=stream_id,
+        wal_folder=home.wal_folder(name),
+        sink=sink_of(home, name, stream, stream_id),
+        checkpoint_dir=home.pipeline_folder / name,
+        spark=spark_options(home),
+        views=() if stream.lake.format == "postgres" else tuple(cast("View", view) for view in stream.lake.shown),
+        trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),
+        batch_bytes_max=size_bytes(spark.batch_bytes),
+        fold_interval_s=duration_s(stream.lake.fold_interval),
+        disk_factor=stream.lake.disk_factor,
+        upkeep=UpkeepRules(
+            keep_s=duration_s(stream.lake.keep_replaced),
+            interval_s=duration_s(stream.lake.upkeep_interval),
+            compact_files=stream.lake.compact_files,
+            log_retention_s=duration_s(stream.lake.log_retention),
+        ),
+        history_retention_s=stream.lake.history_retention_s,
+    )
+
+
+def place_compiled_code(home: Home) -> None:
+    """Tell numba where to keep machine code: in the home, else in a private temporary folder. Before numba is imported.
+
+    Its own choice, the package's folder or HOME's, fails at import where both are read-only.
+    """
+    if "NUMBA_CACHE_DIR" in os.environ:
+        return
+    folder = home.data / "cache" / "numba"
+    try:
+        make_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            os.environ["NUMBA_CACHE_DIR"] = str(folder)
+    except OSError:
+        os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="millstream-numba-")
+
+
+class _CopyRate:
+    def __init__(self, home: Home, name: str, at_first: str | None) -> None:
+        self._home, self._name = home, name
+        self._rate = None if at_first is None else size_bytes(at_first)
+        self._stamp = self._look()
+
+    def now(self) -> int | None:
+        stamp = self._look()
+        if stamp is not None and stamp != self._stamp:
+            from millstream.config.file import load_config
+
+            self._stamp = stamp
+            with contextlib.suppress(MillstreamError, KeyError):
+                source = load_config(self._home.config_file).config.streams[self._name].source
+                text = None if source is None else source.copy_rate
+                self._rate = None if text is None else size_bytes(text)
+        return self._rate
+
+    def _look(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            found = self._home.config_file.stat()
+            return found.st_mtime_ns, found.st_size
+        return None
+
+
+class _Shards:
+    """The shard of each table; picklable, unlike a closure."""
+
+    def __init__(self, shards: dict[str, int], first: ShardId) -> None:
+        self._shards = shards
+        self._first = first
+
+    def __call__(self, table: str) -> ShardId:
+        return ShardId(self._first + self._shards.get(table, 0))

@@ -1,0 +1,487 @@
+"""A home: one folder with its configuration, its data and, unless told otherwise, its lake.
+
+Finding one, the paths in it, its format, and the folder of its sockets. Reading the log needs nothing of the
+configuration: `Home.streams_on_disk` works on a copied folder too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
+
+from millstream.errors import (
+    CatalogError,
+    ConfigError,
+    DiskFull,
+    HomeNotFound,
+    HomeTooNew,
+    HomeUnwritable,
+    UnknownStream,
+    UsageError,
+)
+from millstream.model.ids import RegionId, can_name_stream, check_stream_name, parse_region_log_name
+from millstream.private_files import make_folder, open_private
+from millstream.wal.files import as_told
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog, HomeIdentity
+    from millstream.config.file import LoadedConfig
+    from millstream.config.model import Config, StreamConfig
+
+FILE_NAME: Final = "millstream.toml"
+FORMAT: Final = 1
+"""The format of the home's folder; one that is written by a later Millstream may have a higher one."""
+SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
+PIPELINE: Final = "lake"
+"""The pipeline's name: part of what Delta transactions are told apart by, so it never changes."""
+
+_NO_LOG_HINT: Final = "The first append makes it, or `millstream run` where there is something to capture; `millstream status` shows what runs."
+_NO_COPY_HINT: Final = "This node follows another one: `millstream run`, or `millstream follow`, has it from there; `millstream replicas` shows how far that is."
+
+
+@dataclass(frozen=True)
+class Home:
+    """A home at a path. Making one touches nothing."""
+
+    path: Path
+    needs_source: bool = True
+    """Whether its configuration is read to connect to sources: False where nobody will, so that the variables of their
+    DSNs needn't be set."""
+
+    # --- finding -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def find(
+        cls,
+        named: str | Path | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        start: Path | None = None,
+        needs_source: bool = True,
+        named_by: str = "--home",
+    ) -> Home:
+        """The home that is named, else that of MILLSTREAM_HOME, else the nearest folder upward with a configuration.
+
+        Args:
+            named: its folder.
+            environ: the variables; the process's own where None.
+            start: where the search upward begins; the working folder where None.
+            needs_source: as the field.
+            named_by: what errors call the place where it was named.
+
+        Raises:
+            HomeNotFound: none of these is one. A folder that holds logs as `data/wal/STREAM` and no configuration (a copied
+                one) counts where it is named, or is the one that the search begins with.
+        """
+        environ = os.environ if environ is None else environ
+        hint = None if named_by == "--home" else f"Name a home by {named_by} or MILLSTREAM_HOME."
+        for origin, text in ((named_by, named), ("MILLSTREAM_HOME", environ.get("MILLSTREAM_HOME"))):
+            if text:
+                path = Path(text).expanduser().absolute()
+                if (path / FILE_NAME).exists() or (path / "data" / "wal").is_dir():
+                    return cls(path, needs_source)
+                what = "holds no millstream.toml" if path.is_dir() else "isn't there"
+                if path.exists() and not path.is_dir():
+                    what = "is a file, not a home"
+                    hint = f"Name the folder that has a {FILE_NAME} in it" + (
+                        f": {path.parent}." if path.name == FILE_NAME else "."
+                    )
+                if next(path.glob("[0-9][0-9][0-9][0-9][0-9]/*.wal"), None) is not None:
+                    what = "is the log of one stream, not a home"
+                    hint = f"Put it where a home has it: `mkdir -p DIR/data/wal && mv {path} DIR/data/wal/STREAM`, then name DIR."
+                raise HomeNotFound(f"{path} ({origin}) {what}", hint=hint, path=str(path))
+        folder = (start or Path.cwd()).absolute()
+        for candidate in (folder, *folder.parents):
+            if (candidate / FILE_NAME).exists() or (candidate == folder and (folder / "data" / "wal").is_dir()):
+                return cls(candidate, needs_source)
+        raise HomeNotFound(f"no {FILE_NAME} in {folder} or a folder above it", hint=hint, path=str(folder))
+
+    # --- paths -------------------------------------------------------------------------------------------------
+
+    @property
+    def config_file(self) -> Path:
+        """`millstream.toml`."""
+        return self.path / FILE_NAME
+
+    @property
+    def data(self) -> Path:
+        """Everything that Millstream keeps, the lake excepted."""
+        return self.path / "data"
+
+    @property
+    def catalog_file(self) -> Path:
+        """Where the catalog is while it is embedded; who looks for the catalog asks `has_catalog`."""
+        return self.data / "catalog.db"
+
+    def wal_folder(self, stream: str) -> Path:
+        """The log of one stream: a folder a shard and the durable mark."""
+        return self.data / "wal" / stream
+
+    def acks_file(self, stream: str) -> Path:
+        """What followers and the object store hold of a stream, told to its writer by who ships it."""
+        return self.data / "replication" / f"{stream}.acks"
+
+    def role_file(self, stream: str) -> Path:
+        """What this node is of a stream: see `replicating.roles`. A home without the file is alone."""
+        return self.data / "replication" / stream / "role.json"
+
+    def spill_folder(self, stream: str) -> Path:
+        """Where capture puts transactions that are too large for memory."""
+        return self.data / "spill" / stream
+
+    @property
+    def pipeline_folder(self) -> Path:
+        """Spark checkpoints and Spark's own log."""
+        return self.data / "spark" / PIPELINE
+
+    @property
+    def queries_folder(self) -> Path:
+        """Where queries of `serve`'s callers put aside what memory doesn't hold; nothing stays in it."""
+        return self.data / "queries"
+
+    @property
+    def prompt_history(self) -> Path:
+        """What was typed at `query`'s prompt."""
+        return self.data / "query_history"
+
+    @property
+    def run_folder(self) -> Path:
+        """Locks, pid files, and the link to the sockets."""
+        return self.data / "run"
+
+    def lake_location(self, stream: StreamConfig) -> str:
+        """A stream's lake as an absolute folder or a URL."""
+        location = stream.lake.location
+        return location if "://" in location else str(self.path / Path(location).expanduser())
+
+    def streams_on_disk(self) -> list[str]:
+        """Names of the streams that have a log here, sorted; logs of other regions stand with theirs (`regions_on_disk`)."""
+        return [name for name in self._logs_on_disk() if "@" not in name]
+
+    def regions_on_disk(self, stream: str) -> dict[RegionId, str]:
+        """The logs of other regions that a stream has here, by region: their names. `UsageError` where a folder's name is none."""
+        found = {}
+        for name in self._logs_on_disk():
+            parsed = parse_region_log_name(name)
+            if parsed is not None and parsed[0] == stream:
+                found[parsed[1]] = name
+        return dict(sorted(found.items()))
+
+    def _logs_on_disk(self) -> list[str]:
+        try:
+            return sorted(
+                entry.name
+                for entry in (self.data / "wal").iterdir()
+                # Other folders are no logs: what somebody moved aside (`STREAM.…`), `lost+found` of a disk of its own.
+                if entry.is_dir() and (can_name_stream(entry.name) or ("@" in entry.name and "." not in entry.name))
+            )
+        except FileNotFoundError:
+            return []
+        except PermissionError as error:
+            raise as_told(error) from error
+
+    def pick_stream(self, named: str | None, *, of: list[str] | None = None) -> str:
+        """The stream that is named, or the only one there is.
+
+        Raises:
+            UnknownStream: there is none of that name, none at all, or several and none was named.
+            ConfigError: there is none of that name, and whether one is configured can't be told.
+        """
+        names = self.streams_on_disk() if of is None else of
+        if of is None and named is not None and "@" in named and named in self._logs_on_disk():
+            parse_region_log_name(named)
+            return named
+        known = f"Streams here: {', '.join(names) or 'none yet'}."
+        if named is not None:
+            if named not in names:
+                if of is None and named in self._configured():
+                    raise UnknownStream(
+                        f"stream {named} has no log yet: nothing has run, or it is just starting",
+                        hint=self._no_log_hint([named]),
+                        stream=named,
+                        known=names,
+                    )
+                raise UnknownStream(f"no stream {named}", hint=known, stream=named, known=names)
+            return check_stream_name(named)
+        if len(names) != 1:
+            configured = self._configured() if of is None and not names else []
+            if configured:
+                which = (
+                    f"stream {configured[0]} has" if len(configured) == 1 else f"streams {', '.join(configured)} have"
+                )
+                what = f"{which} no log yet: nothing has run, or it is just starting"
+                raise UnknownStream(what, hint=self._no_log_hint(configured), known=names)
+            what = "several streams" if names else "no stream yet"
+            hint = f"Name one with --stream. {known}" if names else "Streams appear when `millstream run` has started."
+            raise UnknownStream(f"{self.path} has {what}", hint=hint, known=names)
+        return names[0]
+
+    def _no_log_hint(self, streams: list[str]) -> str:
+        follows = all(self.role_file(stream).exists() for stream in streams)
+        return _NO_COPY_HINT if follows else _NO_LOG_HINT
+
+    def _configured(self) -> list[str]:
+        """Names of the streams that the configuration has; none where there is none, or nothing that reads it.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        if not self.config_file.exists():
+            return []
+        try:
+            return sorted(self.config.streams)
+        except ImportError:
+            return []
+
+    # --- what it says ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def loaded_config(self) -> LoadedConfig:
+        """The configuration with the origins of its values, read once. Raises what `load_config` raises."""
+        from millstream.config.file import load_config
+
+        return load_config(self.config_file, needs_source=self.needs_source)
+
+    @property
+    def config(self) -> Config:
+        """The configuration, read once."""
+        return self.loaded_config.config
+
+    def written_stream(self, named: str) -> StreamConfig:
+        """A configured stream, to write to; `UnknownStream`, which says how to have it, where there is none of that name."""
+        found = self.config.streams.get(named)
+        if found is None:
+            known = ", ".join(sorted(self.config.streams)) or "none"
+            how = f"Add [streams.{named}] to it: a stream that only applications write needs nothing else."
+            try:
+                check_stream_name(named)
+            except UsageError as error:
+                how = error.hint
+            raise UnknownStream(
+                f"no stream {named if named.isprintable() else repr(named)} in {self.config_file}",
+                hint=f"{how} Streams here: {known}.",
+                stream=named,
+            )
+        return found
+
+    def stream_config(self, named: str | None = None) -> tuple[str, StreamConfig]:
+        """A configured stream, by name or the only one; `UnknownStream` as `pick_stream`."""
+        name = self.pick_stream(named, of=sorted(self.config.streams))
+        return name, self.config.streams[name]
+
+    # --- what it keeps -----------------------------------------------------------------------------------------
+
+    def check_format(self) -> None:
+        """Refuse a home that a newer Millstream wrote.
+
+        Raises:
+            HomeTooNew: its format is above ours.
+            CatalogError: the file that says so is damaged.
+        """
+        found = int(self._facts().get("format", FORMAT))
+        if found > FORMAT:
+            raise HomeTooNew(
+                f"{self.path} has format {found}; this Millstream knows up to {FORMAT}", found=found, known=FORMAT
+            )
+
+    def _facts(self) -> dict[str, Any]:
+        """What `home.json` says: `format`, `made_by`, `id`, and `catalog` where that isn't embedded; empty where there is none.
+
+        Raises:
+            CatalogError: it is damaged.
+        """
+        file = self.data / "home.json"
+        try:
+            facts: dict[str, Any] = json.loads(file.read_bytes())
+            return facts | {"format": int(facts["format"])}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise CatalogError(
+                f"{file} can't be read: {error}", hint='Restore it; for this version it reads {"format": 1}.'
+            ) from error
+
+    def _write_facts(self) -> None:
+        """Give the home its format and its id, and note where its catalog is: once, by one of several processes."""
+        from millstream import __version__
+
+        catalog = {} if self.catalog_address() is None else {"catalog": "postgresql"}
+        fresh = {"format": FORMAT, "made_by": __version__, "id": str(uuid4())}
+        if (facts := self._facts()) == fresh | facts | catalog:
+            return
+        with open(self.run_folder / "home.lock", "w", opener=open_private) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (facts := self._facts()) != fresh | facts | catalog:
+                replace_file(self.data / "home.json", json.dumps(fresh | facts | catalog).encode() + b"\n")
+
+    def prepare(self) -> None:
+        """Check the format and make the folders that writing needs.
+
+        Raises:
+            HomeTooNew, CatalogError: as `check_format`.
+            HomeUnwritable: a folder can't be made or written.
+            DiskFull: there is no space for it.
+        """
+        self.check_format()
+        try:
+            for folder in (self.data, self.run_folder, self.data / "wal"):
+                make_folder(folder)
+            self._write_facts()
+            probe = self.run_folder / f".probe-{os.getpid()}-{threading.get_ident()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise DiskFull(f"no space for {error.filename or self.path}", path=str(self.path)) from error
+            raise HomeUnwritable(f"{error.filename or self.path}: {error.strerror}", path=str(self.path)) from error
+
+    def catalog_address(self) -> str | None:
+        """Where the configuration has the catalog, as libpq takes it; None: embedded, as where there is no configuration.
+
+        Raises:
+            ConfigError: the configuration is wrong, or the address names a variable that isn't set.
+        """
+        if not self.config_file.exists():
+            return None
+        try:
+            return self.loaded_config.catalog_address()
+        except ConfigError as error:
+            # A mistake elsewhere in it doesn't hide a catalog that is seen to be here.
+            elsewhere = not str(error.details.get("key", "")).startswith("catalog")
+            if elsewhere and self.catalog_file.exists() and "catalog" not in self._facts():
+                return None
+            raise
+
+    def has_catalog(self) -> bool:
+        """Whether there is a catalog to read: the embedded one appears with the first run.
+
+        Raises:
+            ConfigError: as `catalog_address`, where it is known to be in PostgreSQL.
+        """
+        try:
+            return self.catalog_address() is not None or self.catalog_file.exists()
+        except ConfigError:
+            if "catalog" in self._facts():
+                raise
+            return False
+
+    def catalog_place(self) -> Path | str:
+        """Where the catalog is, or will be: the file of the embedded one, else an address.
+
+        Raises:
+            ConfigError: as `catalog_address`.
+            CatalogError: the home has another catalog than the configuration says.
+        """
+        address = self.catalog_address()
+        if address is None:
+            if not self.catalog_file.exists() and "catalog" in self._facts():
+                raise CatalogError(
+                    f"this home's catalog lies in PostgreSQL, and {self.config_file} names none",
+                    hint="Put `url` back into [catalog]: a new catalog would number the log's tables anew.",
+                )
+            return self.catalog_file
+        if self.catalog_file.exists():
+            raise CatalogError(
+                f"{self.config_file} has the catalog in PostgreSQL, but this home's is still {self.catalog_file}",
+                hint="`millstream catalog move` moves what it holds; nothing may run meanwhile. "
+                f"To go on without PostgreSQL, take `url` out of [catalog] in {self.config_file}.",
+                file=str(self.catalog_file),
+            )
+        return address
+
+    def open_catalog(self, *, busy_timeout_s: float | None = None) -> Catalog:
+        """Open the catalog, wherever it is; it is made where there is none.
+
+        Args:
+            busy_timeout_s: how long its calls wait for locks and for a server that has gone away; None: as long as they commonly do.
+
+        Raises:
+            ConfigError, CatalogError: as `catalog_place`; or it can't be opened (`CatalogError` or a kin of it).
+        """
+        from millstream.catalog import Catalog
+        from millstream.catalog.database import BUSY_TIMEOUT_S
+
+        place, patience_s = self.catalog_place(), BUSY_TIMEOUT_S if busy_timeout_s is None else busy_timeout_s
+        home = None if isinstance(place, Path) else self.identity()
+        return Catalog(place, home=home, busy_timeout_s=patience_s)
+
+    def identity(self) -> HomeIdentity:
+        """Which home this is, to a catalog that several share. Its id is made by `prepare`, and moves with its folder."""
+        from millstream.catalog import HomeIdentity
+
+        place = f"{socket.gethostname()}:{self.path.resolve()}"
+        return HomeIdentity(str(self._facts().get("id", "")), place)
+
+    # --- sockets -----------------------------------------------------------------------------------------------
+
+    def make_socket_folder(self) -> Path:
+        """A folder for this home's sockets that is short enough for AF_UNIX, linked from `data/run/sockets`.
+
+        Raises:
+            HomeUnwritable: there is no folder for it, or somebody else's stands in its place.
+        """
+        digest = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:12]
+        problems = []
+        for base in _socket_bases():
+            folder = base / f"millstream-{os.getuid()}-{digest}"
+            if len(os.fsencode(folder)) > SOCKET_PATH_BYTES_MAX - 16:
+                problems.append(f"{folder}: too long for a socket")
+                continue
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                facts = folder.lstat()
+                if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or folder.is_symlink():
+                    problems.append(f"{folder}: belongs to somebody else, or is open to others")
+                    continue
+                self._link_sockets(folder)
+                return folder
+            except OSError as error:
+                problems.append(f"{folder}: {error.strerror}")
+        raise HomeUnwritable("; ".join(problems), hint="Set TMPDIR to a short folder of this user's own.")
+
+    def socket_folder(self) -> Path | None:
+        """Where the home's sockets are, as the link says; None where it has never been run."""
+        with contextlib.suppress(OSError):
+            return (self.run_folder / "sockets").readlink()
+        return None
+
+    def _link_sockets(self, folder: Path) -> None:
+        link = self.run_folder / "sockets"
+        fresh = self.run_folder / f".sockets-{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            fresh.unlink()
+        fresh.symlink_to(folder)
+        fresh.rename(link)
+
+
+def replace_file(file: Path, data: bytes) -> None:
+    """Write a small file whole or not at all, durably."""
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    with open(fresh, "wb", opener=open_private) as output:
+        output.write(data)
+        output.flush()
+        os.fsync(output.fileno())
+    fresh.rename(file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _socket_bases() -> list[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return [Path(base) for base in (runtime, tempfile.gettempdir(), "/tmp") if base and Path(base).is_dir()]  # noqa: S108 - the folder in it is private and checked

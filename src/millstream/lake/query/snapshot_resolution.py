@@ -1,0 +1,85 @@
+"""Where a session of SQL stands: the position that a moment or a token asks for, and the cut at or below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from millstream.errors import BeyondRetention, LakeBehind, TimeFromFuture, TokenFromFuture
+from millstream.lake.known_tables import KnownTable
+from millstream.lake.layout import LakeLayout
+from millstream.lake.operations import whole_upto
+from millstream.lake.snapshots import Cut, cut_at, cut_at_time, cut_from, first_cut, last_cut
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.schema import TableSchema
+
+
+def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut | None]:
+    """The position to show, which parts no operation, and the last cut at or below it.
+
+    Raises:
+        TokenFromFuture, TimeFromFuture, BeyondRetention: as `LakeSession`.
+    """
+    if as_of is None:
+        cut = last_cut(layout)
+        return (Seq(0), None) if cut is None else (cut.n, cut)
+    if isinstance(as_of, datetime):
+        now = datetime.now(UTC)
+        if as_of > now:
+            raise TimeFromFuture(f"{as_of.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
+        cut = cut_at_time(layout, as_of)
+        if cut is None:
+            raise _before(layout, as_of.isoformat())
+        return cut.n, cut
+    last = last_cut(layout)
+    reached = Seq(0) if last is None else last.n
+    if as_of > reached:
+        token, asked = (StreamToken.scalar(layout.stream_id, n) for n in (reached, as_of))
+        raise TokenFromFuture(
+            f"the lake stands at {token}, {asked} is beyond it",
+            hint=f"Ask for {token} or an earlier one; `millstream status` shows what the pipeline has still to land.",
+            reached=int(reached),
+        )
+    cut = cut_at(layout, as_of)
+    first = None if cut is not None else first_cut(layout)
+    if first is not None and first.number > 1:
+        raise _before(layout, str(StreamToken.scalar(layout.stream_id, as_of)))
+    return whole_upto(layout, as_of), cut
+
+
+def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> BeyondRetention:
+    """That a table can't be shown at a position: its records up to another one are gone, dropped or with a history that was begun anew."""
+    cut = cut_from(layout, gone)
+    when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
+    at, begins = (StreamToken.scalar(layout.stream_id, position) for position in (n, gone))
+    return BeyondRetention(
+        f"{schema.full_name} can't be shown as of {at}: its history begins behind {begins}{when}",
+        hint="The history was begun anew then, by `millstream pipeline rebuild --from source`; what was left of the old one lies beside it, set aside. "
+        "Ask for a later moment."
+        if anew
+        else "Ask for a later moment: `history_retention` says how much of the past is kept.",
+        first=int(gone),
+    )
+
+
+def rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
+    """That a table's history was begun anew, and the copy that it begins with hasn't landed; `known` says what that waits for."""
+    waits = next((table.waits for table in known if table.table_id == schema.table_id), "")
+    return LakeBehind(
+        f"{schema.full_name} is being rebuilt from its source: {waits or 'its copy has yet to land'}",
+        hint="Ask again when its copy has landed; `millstream tables` shows how far that is.",
+        table=schema.full_name,
+    )
+
+
+def _before(layout: LakeLayout, asked: str) -> BeyondRetention:
+    first = first_cut(layout)
+    if first is None:
+        return BeyondRetention(f"nothing has landed in the lake yet, and so not at {asked}", first=None)
+    at = first.commit_ts_max or first.committed_at
+    token = StreamToken.scalar(layout.stream_id, first.n)
+    return BeyondRetention(
+        f"the lake begins at {at.isoformat()} ({token}), after {asked}",
+        hint=f"Ask for {at.isoformat()} or later.",
+        first=str(token),
+    )

@@ -1,0 +1,170 @@
+"""Records that follow their table to another name.
+
+History lies in a folder of the table's name. Where the table gets another one, or an earlier one again, the first append there brings along
+what that folder lacks, from the folder that has it: by numbers, so that each record comes once, whatever is broken off or done again.
+Where the records are is told by the last cut; or, where another table has taken over the name since, by the folders themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from millstream.errors import LakeConflict, LakeHistoryLost, LakeTableForeign, LakeUnavailable
+from millstream.lake.data_files import TableFiles, folders_in, new_name, swap
+from millstream.lake.delta import OpenTable, open_table, set_properties
+from millstream.lake.folder import (
+    BOUNDED,
+    PARTITION,
+    day_folder,
+    files_by_day,
+    history_from,
+    history_from_property,
+    in_day,
+    records_in,
+    reopened,
+    widened,
+)
+from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
+from millstream.lake.schema_history import Eras, Share, eras_in, told_properties
+from millstream.lake.snapshots import Cut
+from millstream.lake.types import lake_columns
+from millstream.model.ids import TableId
+from millstream.model.names import qualified_name
+from millstream.model.positions import Seq
+from millstream.model.records import RECORD_COLUMNS
+from millstream.model.schema import TableKind, TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the last cut says that a table's records lie."""
+
+    folder: str
+    n: Seq
+    """They have been committed there up to here, or further; 0 where a lake of before doesn't tell."""
+
+
+Places = Mapping[TableId, Place]
+"""Of the tables that the last cut names."""
+
+
+def places_of(cut: Cut | None) -> Places:
+    """Where a cut says that each table's records lie."""
+    return {} if cut is None else {t.table_id: Place(folder, t.history_n) for folder, t in cut.tables.items()}
+
+
+def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | None, places: Places) -> str | None:
+    """What is missing of the records that the last cut says a table has; None where they are all there.
+
+    Args:
+        layout: where the lake is.
+        schema: the table, under the name that it has.
+        opened: the history of this name; None where there is none.
+        places: of the last cut.
+    """
+    place = places.get(schema.table_id)
+    if place is None or schema.kind is not TableKind.TABLE:
+        return None
+    path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
+    stands = None if opened is None else opened.n
+    if stands is not None and place.n and stands >= place.n:
+        return None
+    if path.rsplit("/", 1)[1] != place.folder:
+        path = f"{layout.root}/history/{place.folder}"
+        before = open_table(layout, path, app)
+        stands = None if before is None else before.n
+    if stands is None:
+        return f"{path} was moved away or deleted"
+    if stands < place.n:
+        return f"{path} was set back: it ends at {stands}, and went to {place.n} before"
+    return None
+
+
+def records_elsewhere(
+    layout: LakeLayout, schema: TableSchema, opened: OpenTable | None, places: Places
+) -> OpenTable | None:
+    """The folder with records of a table that the one of its name lacks; None where there is none. Arguments as of `lost_records`.
+
+    Raises:
+        LakeHistoryLost: records that the table had aren't there any more.
+    """
+    lost = lost_records(layout, schema, opened, places)
+    if lost is not None:
+        name = qualified_name(schema.namespace, schema.name)
+        raise LakeHistoryLost(
+            f"the history of {name} is gone: {lost}",
+            hint=f"Put the folder back and run `millstream tables retry {name}`, or have the table copied anew, into a history that begins "
+            f"there: `millstream pipeline rebuild {name} --from source`.",
+            table=name,
+        )
+    path = layout.table_path("history", schema)
+    place = places.get(schema.table_id)
+    if place is not None:
+        folders = [] if path.rsplit("/", 1)[1] == place.folder else [place.folder]
+    else:
+        # Another table took over the name before a record came under the new one. What was moved aside may have them too.
+        folders = folders_in(layout, f"{layout.root}/history") if places else []
+    found: OpenTable | None = None
+    stands = Seq(-1) if opened is None or opened.n is None else opened.n
+    for folder in folders:
+        source = f"{layout.root}/history/{folder}"
+        if source == path or folder == MESSAGES or folder.endswith(BESIDE):
+            continue
+        try:
+            before = open_table(layout, source, layout.app_id("history", schema.table_id))
+        except (LakeTableForeign, LakeUnavailable):
+            if place is not None:
+                raise
+            continue
+        if before is not None and before.n is not None and before.n > stands:
+            found, stands = before, before.n
+    return found
+
+
+def open_left_behind(layout: LakeLayout, schema: TableSchema) -> OpenTable | None:
+    """The history that a table left when another took over its name, and where its records lie until its next one; None where it left none.
+
+    Args:
+        layout: where the lake is.
+        schema: of its newest record, under the name of then; no cut names the table.
+    """
+    if not has_current(schema):
+        return None
+    opened = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
+    return None if opened is None or opened.n is None else opened
+
+
+def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, source: OpenTable) -> OpenTable:
+    """Copy a table's records that its folder lacks from another one, under the position that they reach there.
+
+    Raises:
+        LakeSchemaConflict: the columns of that time don't go with those that this folder has; nothing was written.
+        LakeConflict: another task committed first; call again.
+    """
+    assert source.n is not None, "it was chosen for its records"
+    after = opened.n or Seq(0)
+    eras = Eras.of(source).of_table(schema.table_id)
+    mine = {name for _, era in eras for name in lake_columns(era, layout.types).names} | RECORD_COLUMNS
+    columns = pa.schema([column for column in source.schema() if column.name in mine])
+    ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", columns)
+    gone = history_from(source)
+    gone = max(gone if gone > after else Seq(0), history_from(ready) if ready.n is not None else Seq(0))
+    told = told_properties(eras) if eras_in(source) and eras_in(ready) else {}
+    set_properties(ready, told | {history_from_property(schema.table_id): str(int(gone))})
+    if ready.n != opened.n:
+        raise LakeConflict(f"another task appended to {opened.path} meanwhile", path=opened.path)
+    shape = pa.schema([column for column in ready.schema() if column.name != PARTITION])
+    share = Share(source, schema.table_id)
+    theirs, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)
+    written = []
+    for path, day in files_by_day(source):
+        spans = share.spans(path)
+        if spans:
+            rows = records_in(theirs, path, shape, spans=spans, after=after, upto=source.n)
+            file = files.write(rows, shape, new_name(table=schema.table_id), partition=day_folder(day))
+            written += [in_day(file, day)] if file.rows else []
+    swap(ready, ready.commit(source.n), add=written, partition_by=[PARTITION])
+    return reopened(layout, ready)

@@ -1,0 +1,1 @@
+"""Who leads a stream: roles, promises, and what other nodes answer."""

@@ -1,0 +1,111 @@
+"""Where a stream is written: a node's own role, and the map that the catalog keeps of who has led.
+
+The role (`roles`) is the one truth, and what every write is checked against. The catalog's map is made of roles and never the other way round: nobody leads,
+follows or is fenced by what stands there. What it adds is what this node hasn't heard of yet, where nodes share a catalog.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from millstream.errors import LogError, MillstreamError
+from millstream.leadership.roles import Roles
+from millstream.model.replication import NodeName
+from millstream.protocol.replication.leaders import LeaderMap, leader_by, leaders_known
+from millstream.wal.files import RealFiles
+from millstream.wal.replica.shipping import durable_marks
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.home.home import Home
+    from millstream.model.ids import StreamId
+
+logger = structlog.get_logger("millstream.leaders")
+
+_PATIENCE_S = 2.0
+"""How long a catalog is waited for that nothing rests on."""
+
+
+def leaders_of(home: Home, name: str, catalog: Catalog | None = None) -> LeaderMap:
+    """Who has led a stream, and whom to write to last: by this node's role, and by the catalog where that knows more; nobody where the home is no node.
+
+    Args:
+        home: whose.
+        name: the stream's.
+        catalog: the home's, where it is open; None: it is asked if it answers at once.
+
+    Raises:
+        RoleUnreadable: the role's file is damaged.
+    """
+    node = home.config.replication.node
+    if node is None:
+        return LeaderMap()
+    me, fact = NodeName(node), Roles(home).of(name)
+    known = leaders_known(fact, me).joined(_noted(home, name, catalog))
+    leads = leader_by(fact, me, known)
+    if leads is None:
+        return known
+    # By this node's word alone, where that is of the version: whom it follows a person may have said.
+    others = [one for one in known.leaderships if one.since < leads.since]
+    return LeaderMap.of((*others, leads))
+
+
+def leader_facts(home: Home, leaders: LeaderMap) -> dict[str, Any] | None:
+    """Who leads, JSON-able: `node`, its Flight `address` where the configuration has one, whether that is `here`, and the `epoch` and `behind` of its promotion."""
+    leads = leaders.newest
+    if leads is None:
+        return None
+    replication = home.config.replication
+    return {
+        "node": str(leads.node),
+        "address": replication.nodes.get(leads.node),
+        "here": leads.node == replication.node,
+        "epoch": int(leads.since.epoch),
+        "behind": int(leads.behind),
+    }
+
+
+def note_leaders(home: Home, name: str, catalog: Catalog | None = None) -> None:
+    """Have the catalog know what this node does of who has led a stream. Where it doesn't answer that is told and waits for the next time: nothing rests on it."""
+    try:
+        stream = _stream_id(home, name)
+        if stream is None or not home.has_catalog():
+            return
+        from millstream.catalog.leaders import StreamLeaders
+
+        me = NodeName(home.config.replication.node or "")
+        known = leaders_known(Roles(home).of(name), me).leaderships
+        if catalog is not None:
+            StreamLeaders(catalog, stream).note(known)
+            return
+        with home.open_catalog(busy_timeout_s=_PATIENCE_S) as opened:
+            StreamLeaders(opened, stream).note(known)
+    except MillstreamError as error:
+        logger.warning("who leads can't be noted in the catalog", stream=name, code=error.code, error=error.message)
+
+
+def _noted(home: Home, name: str, catalog: Catalog | None) -> LeaderMap:
+    try:
+        stream = _stream_id(home, name)
+        if stream is None or not home.has_catalog():
+            return LeaderMap()
+        from millstream.catalog.leaders import StreamLeaders
+
+        if catalog is not None:
+            return StreamLeaders(catalog, stream).map()
+        with home.open_catalog(busy_timeout_s=_PATIENCE_S) as opened:
+            return StreamLeaders(opened, stream).map()
+    except MillstreamError as error:
+        logger.warning("the catalog can't be asked who leads", stream=name, code=error.code, error=error.message)
+        return LeaderMap()
+
+
+def _stream_id(home: Home, name: str) -> StreamId | None:
+    """By the log itself: a follower's catalog doesn't know the stream before it is promoted."""
+    try:
+        marks = durable_marks(RealFiles(), str(home.wal_folder(name)))
+    except (LogError, FileNotFoundError):
+        return None
+    return next((mark.stream for mark in marks.values()), None)

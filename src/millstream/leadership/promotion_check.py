@@ -1,0 +1,90 @@
+"""Whether another node was promoted, asked by who leads: a leader that was away, or cut off, wouldn't hear of it before somebody comes to it.
+
+That a node can't be asked means nothing: who leads goes on without the others, and they fence it when they meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from millstream.errors import MillstreamError, TwoLeaders
+from millstream.leadership.node_calls import state_of_node
+from millstream.leadership.roles import Roles
+from millstream.protocol.replication.roles import Promise, Role
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+
+logger = structlog.get_logger("millstream.nodes")
+
+_ANSWERS_WITHIN_S: Final = 2.0
+"""What a start waits at most for nodes that are silent."""
+_EVERY_S: Final = 3.0
+
+
+def hear_of_promotions(home: Home, stream: str) -> bool:
+    """Ask the other nodes what they have promised, where this one leads; whether it still does.
+
+    What one of them has promised to another is noted here, durably: this node is fenced by it then.
+
+    Raises:
+        RoleUnreadable: whether it leads isn't known.
+        ConfigError: the variable that has this node's token isn't set, so that nobody would answer.
+    """
+    roles = Roles(home)
+    fact = roles.of(stream)
+    others = sorted(home.config.replication.nodes.keys() - {home.config.replication.node})
+    if fact.role is not Role.LEADS or not others:
+        return fact.role is Role.LEADS
+    home.loaded_config.node_token()
+
+    def promised_by(node: str) -> tuple[Promise, str]:
+        with contextlib.suppress(MillstreamError):
+            theirs = state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S).fact
+            return theirs.promise, theirs.claimant
+        return fact.promise, fact.claimant
+
+    with ThreadPoolExecutor(len(others), thread_name_prefix="ask-nodes") as pool:
+        highest, claimant = max(pool.map(promised_by, others))
+    if highest <= fact.promise:
+        return True
+    with roles.changing(stream) as changing:
+        changing.put(changing.fact.heard_of(highest, claimant))
+    leads = changing.fact.role is Role.LEADS
+    if not leads:
+        logger.warning("another node was promoted", stream=stream, leader=changing.fact.leader)
+    return leads
+
+
+@contextmanager
+def hearing_of_promotions(home: Home) -> Iterator[None]:
+    """Ask again and again for the block, for all streams that are led here."""
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(_EVERY_S):
+            for stream in home.config.streams:
+                if over.is_set():
+                    return
+                with contextlib.suppress(MillstreamError, OSError):  # it is asked again
+                    hear_of_promotions(home, stream)
+
+    asking = threading.Thread(target=ask, name="ask-nodes", daemon=True)
+    asking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        asking.join()
+
+
+def two_leaders(stream: str, node: str) -> TwoLeaders:
+    """What is said where this node leads and so does another, neither of them promoted."""
+    return TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)

@@ -1,0 +1,160 @@
+"""Who leads a stream, as this node has it: durable facts, a file a stream, that every process of the home goes by.
+
+`data/replication/STREAM/role.json` holds a `RoleFact`, and is replaced by name. A home without the file leads: it is alone. What the facts mean is
+`protocol.replication.roles`'.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.errors import Fenced, ReadOnly, RoleUnreadable
+from millstream.home.home import replace_file
+from millstream.private_files import make_folder, open_private
+from millstream.protocol.replication.roles import Role, RoleFact
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.processes.child_process import Lifeline
+
+VERSIONS_NAME: Final = "documents.json"
+"""Beside it, at whoever has followed: which of the leader's documents are there."""
+LOOK_EVERY_S: Final = 0.2
+"""How often a process looks whether its node still leads."""
+
+
+class Roles:
+    """A home's roles. Cheap to ask again and again; any thread, any process."""
+
+    def __init__(self, home: Home) -> None:
+        self._home: Final = home
+        self._known: dict[str, tuple[tuple[int, int, int], RoleFact]] = {}
+
+    def of(self, stream: str) -> RoleFact:
+        """What is so now.
+
+        Raises:
+            RoleUnreadable: the file is damaged; or it is gone, and this node has followed.
+        """
+        file = self._home.role_file(stream)
+        try:
+            stat = file.stat()
+            seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            known = self._known.get(stream)
+            if known is None or known[0] != seen:
+                known = seen, RoleFact.from_json(file.read_bytes())
+                self._known[stream] = known
+        except FileNotFoundError:
+            if file.with_name(VERSIONS_NAME).exists():
+                # Without it this node would count as alone, and write beside the one that it follows.
+                raise RoleUnreadable(f"{file} is gone, and a leader's documents lie beside it") from None
+            return RoleFact()
+        except OSError as error:
+            raise RoleUnreadable(f"{file}: {error}") from error
+        except RoleUnreadable as error:
+            raise RoleUnreadable(f"{file}: {error.message}") from error
+        return known[1]
+
+    def leads(self, stream: str) -> bool:
+        """Whether this node leads a stream."""
+        return self.of(stream).role is Role.LEADS
+
+    def leads_surely(self, stream: str) -> bool:
+        """As `leads`; a node that can't read its role counts as one that doesn't. Who begins anew is told why."""
+        try:
+            return self.leads(stream)
+        except RoleUnreadable:
+            return False
+
+    def streams(self) -> list[str]:
+        """Those that have a file."""
+        return sorted(file.parent.name for file in (self._home.data / "replication").glob("*/role.json"))
+
+    def check_leads(self, stream: str) -> None:
+        """Return where this node may write the stream.
+
+        Raises:
+            ReadOnly: it follows; `leader` says whom.
+            Fenced: another node was promoted.
+        """
+        fact = self.of(stream)
+        if fact.role is Role.LEADS:
+            return
+        leader, address = self._named(fact), self._home.config.replication.nodes.get(str(fact.leader))
+        facts: dict[str, Any] = {
+            "stream": stream,
+            "leader": fact.leader or None,
+            "address": address,
+            "epoch": int(fact.promise.epoch),
+        }
+        if fact.role is Role.FOLLOWS:
+            raise ReadOnly(f"this node follows {leader} in stream {stream}: writes go there", **facts)
+        raise Fenced(f"this node leads stream {stream} no more: {leader} was promoted", **facts)
+
+    def led_elsewhere(self, stream: str) -> str | None:
+        """Who leads a stream that this node doesn't, as text, with its address; None where this node leads, or can't read its role."""
+        try:
+            fact = self.of(stream)
+        except RoleUnreadable:
+            return None
+        return None if fact.role is Role.LEADS else self._named(fact)
+
+    def _named(self, fact: RoleFact) -> str:
+        address = self._home.config.replication.nodes.get(str(fact.leader))
+        return f"{fact.leader or 'another node'}{f' ({address})' if address else ''}"
+
+    @contextmanager
+    def changing(self, stream: str) -> Iterator[Changing]:
+        """Change what is so, durably, one process at a time."""
+        folder = self._home.role_file(stream).parent
+        make_folder(folder)
+        with open(folder / ".role.lock", "w", opener=open_private) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Changing(self._home.role_file(stream), self.of(stream))
+
+
+@contextmanager
+def ending_with_lead(home: Home, lifeline: Lifeline) -> Iterator[None]:
+    """Have a part of a home end once this node leads a stream no more that it led when the block began; the supervisor starts it anew."""
+    roles = Roles(home)
+    led = [name for name in home.config.streams if roles.leads_surely(name)]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            if not all(roles.leads_surely(name) for name in led):
+                lifeline.stop.set()
+                return
+
+    watching = threading.Thread(target=watch, name="lead-watch", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
+
+
+class Changing:
+    """A stream's role while it is changed."""
+
+    def __init__(self, file: Path, fact: RoleFact) -> None:
+        self._file = file
+        self.fact = fact
+
+    def put(self, fact: RoleFact) -> None:
+        """Make it so, durably. A promise never shrinks."""
+        assert fact.promise >= self.fact.promise, "a promise never shrinks"
+        if fact != self.fact or not self._file.exists():
+            replace_file(self._file, fact.to_json())
+            self.fact = fact
+
+
+def replication_folder(home: Home, stream: str) -> Path:
+    """What a node keeps of a stream beside its log: its role, the leader's documents."""
+    return home.data / "replication" / stream

@@ -1,0 +1,54 @@
+"""What was set aside of a log, for people: its records as `wal cat` prints them, and how many of which table."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+from millstream.home.home import replace_file
+from millstream.model.positions import Seq
+from millstream.private_files import make_folder, open_private
+from millstream.wal.replica.divergence import SetAside
+
+RECORDS: Final = "records.jsonl"
+REPORT: Final = "report.json"
+
+
+def write_report(stream: str, found: SetAside, folder: Path) -> Path:
+    """Write both files; returns the folder that they are in.
+
+    Args:
+        stream: its name.
+        found: what was set aside.
+        folder: where to make one; it may be there from a call that was cut short.
+
+    Raises:
+        CorruptWal, OSError: it can't be read, or written; what was set aside is there all the same.
+    """
+    from millstream.export.records_json import Cat, to_json
+    from millstream.wal.reader import StreamReader
+
+    make_folder(folder)
+    reader = StreamReader(found.folder)
+    counts: Counter[str] = Counter()
+    with open(folder / RECORDS, "w", opener=open_private) as output:
+        for line in Cat(stream, reader, numbers=(Seq(found.first_seq - 1), None)).lines():
+            counts[line["table"] or "_messages"] += 1
+            output.write(to_json(line) + "\n")
+        output.flush()
+        os.fsync(output.fileno())
+    report = {
+        "stream": stream,
+        "log": found.folder,
+        "records": counts.total(),
+        "tables": dict(sorted(counts.items())),
+        "first_seq": int(found.first_seq),
+        "last_seq": int(reader.persisted_upto()),
+        "bytes": found.size_bytes,
+    }
+    # Last, and whole: where it is, the records are.
+    replace_file(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+    return folder

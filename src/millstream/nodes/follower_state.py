@@ -1,0 +1,151 @@
+"""What a node that follows makes durable beside its log: its role, the leader's documents, and what it sets aside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from millstream.errors import MillstreamError
+from millstream.home.home import replace_file
+from millstream.leadership.leaders import note_leaders
+from millstream.leadership.roles import VERSIONS_NAME, Roles, replication_folder
+from millstream.model.ids import GroupNumber
+from millstream.model.positions import Seq
+from millstream.model.replication import Document
+from millstream.nodes.aside_report import REPORT, write_report
+from millstream.nodes.retaining import CopyRetention
+from millstream.nodes.staleness import note_age
+from millstream.private_files import make_folder
+from millstream.protocol.replication.follower import Lag
+from millstream.protocol.replication.roles import SESSIONS, RoleFact, fenced_error
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.replica.divergence import SetAside, ends_behind, found_aside, truncate_to
+from millstream.wal.writing.session_file import covered_in
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+
+_REPORT: Final = "-report"
+
+logger = structlog.get_logger("millstream.follow")
+
+
+class FollowingNotes:
+    """See `FollowerNotes`."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        self._home = home
+        self._roles = Roles(home)
+        self._name = name
+        self._retention = CopyRetention(home, name)
+        self._folder = replication_folder(home, name)
+        make_folder(self._folder)
+        self._wal_folder = home.wal_folder(name)
+
+    def versions(self) -> dict[str, int]:
+        """Of the documents that are kept."""
+        # Damaged they count as none: the leader sends all of them again.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
+            found = json.loads((self._folder / VERSIONS_NAME).read_bytes())
+            return {str(name): int(version) for name, version in found.items()}
+        return {}
+
+    def document(self, name: str) -> bytes | None:
+        """One that is kept; None where none came."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / f"{name}.document").read_bytes()
+        return None
+
+    def role(self, fact: RoleFact) -> None:
+        """As the port says.
+
+        Raises:
+            Fenced: another process of this home has given a higher promise meanwhile.
+            NodeNameTaken: it has given this one, to another home of the leader's name.
+        """
+        with self._roles.changing(self._name) as changing:
+            if changing.fact.promise > fact.promise:
+                raise fenced_error(changing.fact.promise)
+            if changing.fact.promise == fact.promise:
+                fact = replace(fact, claimant=changing.fact.led_by(fact.claimant).claimant)
+            is_new = changing.fact.lineage != fact.lineage
+            changing.put(fact)
+        if is_new:
+            note_leaders(self._home, self._name)
+
+    def check_promise(self, fact: RoleFact) -> None:
+        """As the port says."""
+        promise = self._roles.of(self._name).promise
+        if promise > fact.promise:
+            raise fenced_error(promise)
+
+    def documents(self, documents: tuple[Document, ...]) -> None:
+        """As the port says."""
+        for document in documents:
+            replace_file(self._folder / f"{document.name}.document", document.data)
+        versions = self.versions() | {one.name: one.version for one in documents}
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
+
+    def forget_documents(self) -> None:
+        """Keep none of them any more."""
+        (self._folder / VERSIONS_NAME).unlink(missing_ok=True)
+        for document in self._folder.glob("*.document"):
+            document.unlink()
+
+    def set_aside(self, behind: GroupNumber) -> None:
+        """As the port says: into a folder that reads as a log by itself."""
+        files, folder = RealFiles(), str(self._wal_folder)
+        # Not by the time: a call that was cut short is repeated. Of two that were promoted with one number each may have had this node follow.
+        promise = self._roles.of(self._name).promise
+        of = f"{promise.epoch}-{promise.node}" if promise.node else f"{promise.epoch}"
+        aside = self._folder / f"aside-behind-{behind}-for-{of}"
+        found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
+        (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
+        if found is None:
+            return
+        self._forget_sessions(found.first_seq)
+        logger.warning(
+            "set aside what the leader doesn't have", stream=self._name, folder=found.folder, bytes=found.size_bytes
+        )
+        self._report(found)
+
+    def _forget_sessions(self, first: Seq) -> None:
+        """Where they know writes of what was set aside: the log will come as far again, by others."""
+        data = self.document(SESSIONS)
+        if data is None or (covered_in(data) or Seq(0)) < first:
+            return
+        versions = self.versions()
+        versions.pop(SESSIONS, None)
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
+        (self._folder / f"{SESSIONS}.document").unlink(missing_ok=True)
+
+    def report_what_was_set_aside(self) -> None:
+        """Write the reports that are missing: who set it aside was killed in front of that, and another node has been promoted since."""
+        for aside in sorted(self._folder.glob("aside-behind-*")):
+            if aside.name.endswith(_REPORT) or (aside.with_name(aside.name + _REPORT) / REPORT).exists():
+                continue
+            found = found_aside(RealFiles(), str(aside))
+            if found is not None:
+                self._report(found)
+
+    def _report(self, found: SetAside) -> None:
+        try:
+            report = write_report(self._name, found, Path(found.folder + _REPORT))
+        except (MillstreamError, OSError) as error:
+            logger.warning("what was set aside can't be told of", stream=self._name, error=str(error))
+        else:
+            logger.warning("its records stand in a report", stream=self._name, folder=str(report))
+
+    def lag(self, lag: Lag) -> None:
+        """As the port says."""
+        note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
+
+    def let_go(self, leader_dropped: Seq) -> None:
+        """As the port says."""
+        self._retention.look(leader_dropped)

@@ -1,0 +1,462 @@
+"""`follow`: this home's copy of streams that other nodes lead. A part of `run`, or a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.errors import (
+    ConfigError,
+    DiskFull,
+    Fenced,
+    FollowerBehindRetention,
+    MillstreamError,
+    ReplicaFailed,
+    ReplicationError,
+    Retry,
+    RoleUnreadable,
+    ShipmentUnreadable,
+    StoreUnavailable,
+    StoreUnusable,
+    UnknownStream,
+    UsageError,
+)
+from millstream.home.catalog_watch import watched_catalog
+from millstream.leadership.leaders import note_leaders
+from millstream.leadership.node_calls import (
+    NodeState,
+    address_of,
+    state_of_node,
+    this_node,
+    told_by,
+)
+from millstream.leadership.promotion_check import hearing_of_promotions, two_leaders
+from millstream.leadership.roles import LOOK_EVERY_S, Roles, replication_folder
+from millstream.model.ids import RegionId, region_log_name
+from millstream.model.replication import Hello, NodeName, region_node
+from millstream.nodes.backfill import fill, has_log
+from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.instances import instance_of
+from millstream.nodes.stores import store_of
+from millstream.processes.control import ControlServer
+from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
+from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.replication.flight import FlightTransport
+from millstream.replication.follower import WalFollower
+from millstream.wal.files import NO_SPACE
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.ports import LeaderLink
+    from millstream.processes.child_process import Lifeline
+
+logger = structlog.get_logger("millstream.follow")
+
+_AGAIN_S: Final = 1.0
+
+
+def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str]) -> dict[str, RoleFact]:
+    """Note durably that this home follows a node in streams; nothing is taken yet.
+
+    Args:
+        home: whose.
+        leader: the node; None: whom it follows already, else the only other one.
+        streams: names; empty for all that are configured. Of other regions' logs (`shop@2`) the configuration says who leads them.
+
+    Raises:
+        UnknownStream, UnknownNode, ConfigError: there is no such stream or node.
+        UsageError: it isn't said whom.
+        ReplicationError: this node leads the stream, and the other one wasn't promoted.
+    """
+    me = this_node(home)
+    home.prepare()
+    own = [name for name in streams if "@" not in name]
+    for copy in set(streams) - set(own) - {copy.log for copy in region_copies(home)}:
+        raise UnknownStream(f"{home.config_file} has no region that {copy} is a log of", stream=copy)
+    if streams and not own:
+        return {}
+    if leader is None and home.config.replication.regions and set(home.config.replication.nodes) <= {me}:
+        return {}  # other regions alone: whom to follow there, the configuration says
+    found: dict[str, RoleFact] = {}
+    roles = Roles(home)
+    for stream in own or sorted(home.config.streams):
+        if stream not in home.config.streams:
+            raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
+        whom = leader or _only_other(home, me, roles.of(stream))
+        if whom == me:
+            raise UsageError(f"{me} is this node itself", hint="Name another one of [replication] nodes.")
+        address_of(home, whom)
+        with roles.changing(stream) as changing:
+            fact = changing.fact
+            if fact.role is Role.LEADS:
+                fact = _led_so_far(home, stream, whom, fact)
+            changing.put(fact.following(whom))
+            found[stream] = changing.fact
+    return found
+
+
+def _only_other(home: Home, me: NodeName, fact: RoleFact) -> NodeName:
+    if fact.role is Role.FOLLOWS and fact.leader:
+        return fact.leader
+    others = sorted(node for node in home.config.replication.nodes if node != me)
+    if len(others) != 1:
+        where = "[replication.nodes], or of regions that write the stream, too, in [replication] regions,"
+        raise UsageError(
+            "it isn't said whom to follow",
+            hint=f"Name the node: {', '.join(others)}."
+            if others
+            else f"Write the addresses of others in {where} first.",
+        )
+    return NodeName(others[0])
+
+
+def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> RoleFact:
+    """The fact of one that led as one that doesn't: where it never wrote anything, or another node was promoted since."""
+    if not any(home.wal_folder(stream).glob("*/*.wal")):
+        return replace(fact, role=Role.FENCED, leader=whom)
+    theirs = state_of_node(home, whom, stream).fact
+    fenced = fact.heard_of(theirs.promise)
+    if fenced.role is Role.LEADS and theirs.role is Role.LEADS:
+        raise two_leaders(stream, whom)
+    if fenced.role is Role.LEADS:
+        raise ReplicationError(
+            f"this node leads stream {stream} itself, and {whom} wasn't promoted",
+            hint=f"Run `millstream promote` on {whom}; then this one can follow it. To throw away the log here instead, move "
+            f"{home.wal_folder(stream)} away first.",
+        )
+    return fenced
+
+
+def follow_home(
+    home: Home, lifeline: Lifeline, *, until_caught_up: bool = False, on_progress: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Follow every stream that this node follows, until told to stop, or until it has everything.
+
+    Returns:
+        By stream, what is known of it at the end.
+
+    Raises:
+        HomeBusy: another process follows already.
+        ConfigError: the home is no node, or the variable that has its token isn't set.
+        Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error, after the others have ended).
+    """
+    this_node(home)
+    home.loaded_config.node_token()
+    home.prepare()
+    with (
+        RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
+        watched_catalog(home, lifeline),
+    ):
+        streams = {
+            copy.log: _FollowedStream(home, copy, lifeline.stop)
+            for copy in (*map(_own_copy, sorted(home.config.streams)), *region_copies(home))
+        }
+
+        def facts() -> dict[str, Any]:
+            return {"streams": {name: stream.facts() for name, stream in streams.items()}}
+
+        with ControlServer(home, "follow", {"status": facts}), hearing_of_promotions(home):
+            threads = [
+                threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
+                for name, stream in streams.items()
+            ]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                lifeline.tell("progress", facts())
+                on_progress(facts())
+                for thread in threads:
+                    thread.join(1.0 / len(threads))
+        found: dict[str, Any] = facts()["streams"]
+    lifeline.tell("outcome", {"streams": found})
+    for stream in streams.values():
+        if stream.crash is not None:
+            raise stream.crash
+    for stream in streams.values():
+        if stream.error is not None:
+            raise stream.error
+    return found
+
+
+class _FollowedStream:
+    """One stream, by its role as that changes."""
+
+    def __init__(self, home: Home, copy: _Copy, stop: threading.Event) -> None:
+        self._home = home
+        self._copy = copy
+        self._name = copy.log
+        self._stop = stop
+        self._roles = Roles(home)
+        self._follower: WalFollower | None = None
+        self._told: dict[str, Any] = {}
+        self.error: MillstreamError | None = None
+        self.crash: Exception | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of it now, JSON-able."""
+        follower = self._follower
+        if follower is not None:
+            self._told = follower.facts()
+        role: Role | None = None
+        with contextlib.suppress(RoleUnreadable):
+            role = self._roles.of(self._name).role
+        told = self._told if role is Role.FOLLOWS else {}
+        # Who follows again has its own word of how that goes.
+        error = told.get("error") if self.error is None or follower is not None else self.error.as_dict()
+        return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
+
+    def run(self, *, until_caught_up: bool) -> None:
+        """Follow while this node does, and nobody promotes it."""
+        while not self._stop.is_set():
+            is_done = True
+            try:
+                if self._roles.of(self._name).role is Role.FOLLOWS and not holder(self._home.run_folder, "promote"):
+                    is_done = self._follow_or_fill(until_caught_up=until_caught_up)
+                    self.error = None
+                if until_caught_up and is_done:
+                    return
+            except (MillstreamError, OSError) as failed:
+                self.error = error = _in_our_tree(failed, self._home)
+                lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
+                if lasts and not isinstance(error, Fenced | DiskFull):
+                    return
+                logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
+                self._stop.wait(_AGAIN_S)
+            except Exception as error:
+                logger.exception("following fails", stream=self._name)
+                self.crash = error
+                self._stop.set()
+                return
+            self._stop.wait(LOOK_EVERY_S)
+
+    def _follow_or_fill(self, *, until_caught_up: bool) -> bool:
+        """Follow, and have from the object store what the leader has dropped; False where there is more to be done."""
+        fills = self._copy.only is None and self._home.config.replication.object_store is not None
+        # Who has nothing would get from the leader what that has kept, and nothing older.
+        if fills and not has_log(self._home, self._name) and not self._begin_filled():
+            return False
+        try:
+            self._follow(until_caught_up=until_caught_up)
+        except FollowerBehindRetention as error:
+            if not fills:
+                raise
+            logger.info("the leader has dropped what comes next", stream=self._name, error=error.message)
+            if self._fill() is False:
+                raise
+            return False
+        return True
+
+    def _begin_filled(self) -> bool:
+        """Take what the object store has, before anything comes of the leader; False where it was interrupted.
+
+        Where the store can't be read, and the leader has let go of nothing yet, nothing is taken: all comes of the leader.
+        """
+        try:
+            return self._fill() is not None
+        except (StoreUnavailable, StoreUnusable, ShipmentUnreadable) as error:
+            if not self._leader_has_all():
+                raise
+            logger.warning(
+                "the object store can't be read: the leader has the whole log, and is followed from its beginning",
+                stream=self._name, error=error.message, code=error.code,
+            )  # fmt: skip
+            return True
+
+    def _leader_has_all(self) -> bool:
+        leader = self._roles.of(self._name).leader
+        if not leader:
+            return False
+        with contextlib.suppress(MillstreamError):
+            return state_of_node(self._home, leader, self._name).dropped_upto == 0
+        return False
+
+    def _follow(self, *, until_caught_up: bool) -> None:
+        fact = self._roles.of(self._name)
+        note_leaders(self._home, self._name)
+        notes = FollowingNotes(self._home, self._name)
+        notes.report_what_was_set_aside()
+        follower = _follower_of(self._home, self._copy, fact, notes)
+        with self._unless_told_else(lambda: follower.fact) as ended:
+            self._follower = follower
+            try:
+                follower.run(ended, until_caught_up=until_caught_up)
+            finally:
+                self._told, self._follower = follower.facts(), None
+
+    def _fill(self) -> bool | None:
+        """Take what the object store has more; whether it had anything. None: it was interrupted."""
+        fact = self._roles.of(self._name)
+        with (
+            self._unless_told_else(lambda: fact) as ended,
+            contextlib.closing(store_of(self._home, self._name)) as store,
+        ):
+            self._told = {"phase": "filling"}
+            found = fill(self._home, self._name, store, stop=ended.is_set, tell=self._tell_filling)
+            return None if ended.is_set() else found is not None
+
+    def _tell_filling(self, what: str) -> None:
+        logger.info("takes from the object store", stream=self._name, how_far=what)
+
+    @contextlib.contextmanager
+    def _unless_told_else(self, fact: Callable[[], RoleFact]) -> Iterator[threading.Event]:
+        """An event that is set once this node is to stop, promises more than the fact says, or is promoted."""
+        ended, over = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not over.is_set() and not self._stop.wait(LOOK_EVERY_S):
+                try:
+                    now = self._roles.of(self._name)
+                except RoleUnreadable:
+                    break
+                if now.role is not Role.FOLLOWS or now.promise > fact().promise:
+                    break
+                if holder(self._home.run_folder, "promote"):
+                    break
+            ended.set()
+
+        watching = threading.Thread(target=watch, name=f"follow-watch-{self._name}", daemon=True)
+        watching.start()
+        try:
+            yield ended
+        finally:
+            over.set()  # it sees that at its next look, for which nobody has to wait
+
+
+def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
+    """What a role or a document that couldn't be made durable means: it is tried again, and stops no other stream."""
+    if isinstance(error, MillstreamError):
+        return error
+    if error.errno in NO_SPACE:
+        return DiskFull(f"{home.data} has no space: {error}", hint="Free space: this node goes on by itself then.")
+    return ReplicaFailed(f"the disk under {home.data} failed: {error}")
+
+
+def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:
+    """A follower of a stream that takes from one node and no other. Raises as `WalFollower`."""
+    return _follower_of(home, replace(_own_copy(name), only=only), fact, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A log that another node leads, and where it lies here."""
+
+    stream: str
+    """Its name there."""
+    log: str
+    """Its name here."""
+    follower: NodeName | None = None
+    """What this node is called over there; None: by its own name."""
+    only: NodeName | None = None
+    """Whom it takes it from; None: who leads."""
+
+
+def _own_copy(name: str) -> _Copy:
+    return _Copy(name, name)
+
+
+def region_copies(home: Home) -> list[_Copy]:
+    """The logs of other regions that the configuration has followed; that they are is noted, where it wasn't."""
+    found = []
+    roles = Roles(home)
+    for name, config in sorted(home.config.streams.items()):
+        for number in sorted(home.config.replication.region_addresses) if config.region else ():
+            if number == config.region:
+                raise ConfigError(
+                    f"region {number} is this home's own in stream {name}, and stands among [replication.regions]",
+                    hint="Name the others there.",
+                )
+            there = region_node(number)
+            copy = _Copy(name, region_log_name(name, number), region_node(RegionId(config.region)), there)
+            found.append(copy)
+            with roles.changing(copy.log) as changing:
+                if changing.fact.role is not Role.FOLLOWS:
+                    changing.put(replace(changing.fact, role=Role.FOLLOWS, leader=there))
+    return found
+
+
+def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowingNotes) -> WalFollower:
+    return WalFollower(
+        copy.log,
+        str(home.wal_folder(copy.log)),
+        copy.follower or this_node(home),
+        fact,
+        _Connecting(home, copy.stream, copy.only).connect,
+        notes,
+        documents=notes.versions(),
+        home=instance_of(home),
+    )
+
+
+class _Connecting:
+    """A link to who leads: to the node that led last, else to one that says that it leads."""
+
+    def __init__(self, home: Home, stream: str, only: NodeName | None) -> None:
+        self._home = home
+        self._stream = stream
+        self._only = only
+
+    def connect(self, leader: NodeName, hello: Hello, timeout_s: float) -> tuple[NodeName, LeaderLink]:
+        """See `WalFollower`."""
+        if self._only is not None:
+            return self._only, self._link(self._only, hello, timeout_s)
+        try:
+            return leader, self._link(leader, hello, timeout_s)
+        except MillstreamError:
+            other = self._who_leads(leader, hello)
+            if other is None:
+                raise
+        return other, self._link(other, hello, timeout_s)
+
+    def _link(self, node: NodeName, hello: Hello, timeout_s: float) -> LeaderLink:
+        address = address_of(self._home, node)
+        try:
+            return FlightTransport(self._stream, address).connect(hello, timeout_s)
+        except MillstreamError as error:
+            told = told_by(address, node, error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _who_leads(self, but: NodeName, hello: Hello) -> NodeName | None:
+        found: list[NodeState] = []
+        for node in sorted(self._home.config.replication.nodes):
+            if node not in (but, hello.node):
+                with contextlib.suppress(MillstreamError):
+                    found.append(state_of_node(self._home, node, self._stream, timeout_s=2.0))
+        leads = [
+            one
+            for one in found
+            if one.fact.role is Role.LEADS and one.fact.promise >= (hello.promised, hello.promised_to)
+        ]
+        return max(leads, key=lambda one: one.fact.promise).node if leads else None
+
+
+def logs_to_rebuild(home: Home, streams: Sequence[str], followed: Iterable[str]) -> list[str]:
+    """The logs that are meant by a rebuild: those that are named, other regions' too; else all that are followed of other nodes, or of other regions where there are none."""
+    return list(streams) or sorted(followed) or [copy.log for copy in region_copies(home)]
+
+
+def start_anew(home: Home, stream: str) -> Path | None:
+    """Set this node's copy of a stream aside whole, so that it is built anew; where it went, or None where there was none.
+
+    Raises:
+        HomeBusy: somebody follows or writes here.
+        ReplicationError: this node leads the stream.
+    """
+    if Roles(home).of(stream).role is not Role.FOLLOWS:
+        raise ReplicationError(f"this node doesn't follow anybody in stream {stream}", hint="`millstream follow NODE`.")
+    home.prepare()
+    with RoleLock.take(home.run_folder, "follow"), nobody_writes(home.run_folder):
+        folder = home.wal_folder(stream)
+        if not folder.is_dir():
+            return None
+        aside = replication_folder(home, stream) / f"replaced-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+        folder.rename(aside)
+        return aside

@@ -1,0 +1,293 @@
+"""Ships what this home leads: part of `serve`, which has the Flight server that followers come to.
+
+A thread a stream goes by the stream's role: where this node leads it ships to all nodes; where it was fenced it gives what it has to whom it has
+promised that, so that nothing is lost of what was durable here; where it follows it says whom, but gives what it has to a candidate that it has
+promised to: that one may have less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.config.quantities import duration_s
+from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
+from millstream.leadership.leaders import note_leaders
+from millstream.leadership.promotion_check import hearing_of_promotions
+from millstream.leadership.roles import LOOK_EVERY_S, Roles, replication_folder
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq
+from millstream.model.replication import (
+    Document,
+    Holdings,
+    NodeName,
+    ReplicaPosition,
+    follower_holder,
+    region_node,
+)
+from millstream.nodes.catalog_document import CatalogDocument
+from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.level_document import Terms
+from millstream.nodes.session_document import SessionDocument
+from millstream.private_files import make_folder
+from millstream.protocol.replication.leader import Phase
+from millstream.protocol.replication.roles import Promise, Role, RoleFact
+from millstream.protocol.replication.shipping import Heard
+from millstream.protocol.retention import HolderKind
+from millstream.replication.archiver import WalArchiver
+from millstream.replication.flight import FlightTransport, FollowRequest
+from millstream.replication.shipper import WalShipper
+from millstream.wal.files import RealFiles
+from millstream.wal.replica.acks import AcksFile
+from millstream.writers.stream_writer import resolve_stream
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.home.home import Home
+
+logger = structlog.get_logger("millstream.ship")
+
+_AGAIN_S: Final = 2.0
+
+
+class Shipping:
+    """A home's shippers, one a stream, while `serve` runs. Made where the home names itself a node.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._within_s = duration_s(home.config.replication.ship_timeout)
+        self._ending = threading.Event()
+        self._hearing = contextlib.ExitStack()
+        self._streams = {name: _StreamShipping(home, name, self._ending) for name in home.config.streams}
+
+    def start(self) -> None:
+        """Begin to ship, and to ask whether another node was promoted: one that was cut off is told by nobody, and nobody else may run here who asks."""
+        self._hearing.enter_context(hearing_of_promotions(self._home))
+        for stream in self._streams.values():
+            stream.thread.start()
+
+    def end(self) -> None:
+        """Ship what is durable now, within the configured time; then end."""
+        self._ending.set()
+        self._hearing.close()
+        for stream in self._streams.values():
+            stream.thread.join(self._within_s + 10)
+            stream.transport.close()
+
+    def facts(self) -> dict[str, Any]:
+        """By stream, what is known of its followers, JSON-able."""
+        return {name: stream.facts() for name, stream in self._streams.items()}
+
+    def serve_exchange(
+        self, request: FollowRequest, reader: Any, writer: Any, *, cut: Callable[[], object], check: Callable[[], None]
+    ) -> None:
+        """What Flight's `do_exchange` does with a follower: see `FlightTransport.serve_exchange`.
+
+        Raises:
+            UnknownStream: there is none of that name.
+            ReadOnly: this node follows another one, which the details name.
+        """
+        stream = self._streams.get(request.stream)
+        if stream is None:
+            raise UnknownStream(
+                f"no stream {request.stream} here", hint=f"Streams: {', '.join(sorted(self._streams)) or 'none'}."
+            )
+        fact = Roles(self._home).of(request.stream)
+        if fact.role is Role.FOLLOWS:
+            hello = request.hello
+            if Promise(hello.promised, hello.promised_to) != fact.promise or hello.node != fact.promise.node:
+                Roles(self._home).check_leads(request.stream)
+            stream.candidate_came.set()
+        stream.transport.serve_exchange(request, reader, writer, cut=cut, check=check)
+
+
+class _StreamShipping:
+    """One stream's, by its role as that changes."""
+
+    def __init__(self, home: Home, name: str, ending: threading.Event) -> None:
+        self._home = home
+        self._name = name
+        self._ending = ending
+        self._roles = Roles(home)
+        self.transport: Final = FlightTransport(name)
+        self.thread: Final = threading.Thread(target=self._run, name=f"shipping-{name}", daemon=True)
+        self.candidate_came: Final = threading.Event()
+        """Where this node follows: somebody who stands for leader wants what it has."""
+        self._shipper: WalShipper | None = None
+        self._archiver: WalArchiver | None = None
+
+    def facts(self) -> dict[str, Any]:
+        shipper, archiver = self._shipper, self._archiver
+        return {
+            "followers": [] if shipper is None else shipper.facts(),
+            "object_store": None if archiver is None else archiver.facts(),
+        }
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            try:
+                fact = self._roles.of(self._name)
+                # Without a log there is nothing to ship, and no need to make a stream of it: this node may follow yet.
+                is_wanted = fact.role is not Role.FOLLOWS or self.candidate_came.is_set()
+                if is_wanted and self._home.wal_folder(self._name).is_dir():
+                    self._ship(fact)
+            except MillstreamError as error:
+                logger.warning("can't ship", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
+                self._ending.wait(_AGAIN_S)
+            except Exception:
+                logger.exception("shipping fails", stream=self._name)
+                self._ending.wait(_AGAIN_S)
+            self._ending.wait(LOOK_EVERY_S)
+
+    def _ship(self, fact: RoleFact) -> None:
+        """Ship under a role until that changes, or until this process is to end."""
+        replication = self._home.config.replication
+        others = frozenset(NodeName(node) for node in replication.nodes if node != replication.node)
+        only = None if fact.role is Role.LEADS else fact.promise.node
+        with contextlib.ExitStack() as stack:
+            catalog = stack.enter_context(self._home.open_catalog())
+            stream = resolve_stream(self._home, catalog, self._name)
+            note_leaders(self._home, self._name, catalog)
+            notes = stack.enter_context(contextlib.closing(_Notes(self._home, self._name, catalog, stream, fact)))
+            of_role = _Kept if fact.role is Role.FOLLOWS else _Documents
+            documents: _Documents | _Kept = of_role(self._home, self._name)
+            stack.callback(documents.close)
+            shipper = WalShipper(
+                self._name,
+                str(self._home.wal_folder(self._name)),
+                fact,
+                others,
+                self.transport,
+                notes,
+                documents=documents.now,
+                only=only,
+                observers=frozenset(region_node(region) for region in replication.region_addresses),
+            )
+            self._shipper = shipper
+            shipper.start()
+            if replication.object_store is not None and only is None:
+                self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
+            try:
+                while not self._ending.wait(LOOK_EVERY_S) and not shipper.ended.is_set():
+                    if self._roles.of(self._name) != shipper.fact:
+                        shipper.hear(Heard(self._roles.of(self._name).promise))
+                    if fact.role is Role.FOLLOWS and self._is_left(shipper):
+                        break
+            finally:
+                within_s = duration_s(replication.ship_timeout) if self._ending.is_set() else 0.0
+                lacking = shipper.stop(within_s)
+                self._shipper, self._archiver = None, None
+                if lacking and within_s:
+                    logger.warning(
+                        "ends before all followers have everything", stream=self._name, lacking=list(lacking)
+                    )
+        if shipper.failure is not None:
+            raise shipper.failure
+
+    def _is_left(self, shipper: WalShipper) -> bool:
+        """Whether the candidate has come, and gone; it may come again."""
+        followers = shipper.facts()
+        if not followers or any(one["phase"] != Phase.APART for one in followers):
+            return False
+        self.candidate_came.clear()
+        return True
+
+    @contextlib.contextmanager
+    def _archiving(self, fact: RoleFact, shipper: WalShipper, documents: _Documents | _Kept) -> Iterator[WalArchiver]:
+        """The object store's part."""
+        from millstream.nodes.stores import lineage_document, store_of
+
+        archiver = WalArchiver(
+            self._name,
+            str(self._home.wal_folder(self._name)),
+            fact.promise,
+            lambda: store_of(self._home, self._name),
+            shipper.hear,
+            lineage_document(fact),
+            documents=documents.now,
+        )
+        archiver.start()
+        try:
+            yield archiver
+        finally:
+            archiver.stop(duration_s(self._home.config.replication.ship_timeout))
+
+
+class _Documents:
+    """What goes along with a stream's log. Any thread."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        self._lock = threading.Lock()
+        self._catalog = CatalogDocument(home)
+        self._sessions = SessionDocument(home.wal_folder(name))
+        self._level = Terms.configured(home, name).document()
+
+    def now(self) -> tuple[Document, ...]:
+        with self._lock:
+            found = self._level, self._catalog.newest(), self._sessions.newest()
+            return tuple(one for one in found if one is not None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._catalog.close()
+
+
+class _Kept:
+    """What goes along where this node follows: the documents that its leader has sent. This home's own catalog hasn't what the log needs."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        notes = FollowingNotes(home, name)
+        kept = [(one, version, notes.document(one)) for one, version in notes.versions().items()]
+        self._documents = tuple(Document(one, version, data) for one, version, data in kept if data is not None)
+
+    def now(self) -> tuple[Document, ...]:
+        return self._documents
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+class _Notes:
+    """See `ShipperNotes`."""
+
+    def __init__(self, home: Home, name: str, catalog: Catalog, stream: StreamId, fact: RoleFact) -> None:
+        self._roles = Roles(home)
+        self._name = name
+        self._catalog = catalog
+        self._stream = stream
+        make_folder(replication_folder(home, name))
+        self._acks = AcksFile(RealFiles(), str(home.acks_file(name)), stream, fact.promise.epoch)
+
+    def role(self, fact: RoleFact) -> None:
+        with self._roles.changing(self._name) as changing:
+            if fact.promise > changing.fact.promise:
+                changing.put(fact)
+
+    def cursor(self, node: NodeName, needed_from: Seq, position: ReplicaPosition, *, anew: bool) -> None:
+        if anew:
+            self._catalog.release(self._stream, follower_holder(node))
+            return
+        try:
+            self._hold(node, needed_from, position)
+        except FollowerBehindRetention:
+            # What it needed then it has meanwhile, from here or from elsewhere: else reading would have told it so.
+            self._catalog.release(self._stream, follower_holder(node))
+            self._hold(node, needed_from, position)
+
+    def _hold(self, node: NodeName, needed_from: Seq, position: ReplicaPosition) -> None:
+        self._catalog.set_needed_from(
+            self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER, position=position or None
+        )
+
+    def acks(self, holdings: Holdings, now_ns: int) -> None:
+        self._acks.take_over(holdings, now_ns)
+
+    def close(self) -> None:
+        self._acks.close()

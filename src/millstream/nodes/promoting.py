@@ -1,0 +1,404 @@
+"""`promote`: carries out what `protocol.replication.Promotion` decides, in a process of its own, while nobody follows or writes here."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from millstream.errors import (
+    CatalogError,
+    Fenced,
+    LogError,
+    MillstreamError,
+    NodeNameTaken,
+    PromotionLost,
+    UnknownStream,
+    UsageError,
+)
+from millstream.home.home import replace_file
+from millstream.leadership.leaders import note_leaders
+from millstream.leadership.node_calls import NodeState, ask_promise, state_of_node, this_node
+from millstream.leadership.promotion_check import hear_of_promotions, two_leaders
+from millstream.leadership.roles import Roles
+from millstream.model.ids import Epoch, GroupNumber, StreamId
+from millstream.model.replication import AckKind, NodeName
+from millstream.nodes.catalog_document import CATALOG, adopt_catalog
+from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.following import make_follower
+from millstream.nodes.level_document import LEVEL, Terms
+from millstream.nodes.peer_requests import node_state, wait_for_writer
+from millstream.processes.locks import RoleLock, once_let_go
+from millstream.protocol.replication.promotion import (
+    STORE,
+    Answered,
+    AskPromise,
+    Begin,
+    CatchUp,
+    CatchUpFailed,
+    CaughtUp,
+    Claim,
+    Claimed,
+    ClaimFailed,
+    Effect,
+    Event,
+    Failed,
+    Lead,
+    Promotion,
+    Refused,
+    Stand,
+    Standing,
+    Stood,
+    Superseded,
+    Survey,
+    TakeOver,
+    Tick,
+    TookOver,
+    Unanswered,
+)
+from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleFact, name_taken
+from millstream.protocol.replication.shipping import PersistRole
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.replica.promote import prepare_promotion
+from millstream.wal.replica.shipping import durable_marks
+from millstream.writers.stream_writer import resolve_stream, take_over
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.replication.follower import WalFollower
+
+logger = structlog.get_logger("millstream.promote")
+
+_SURVEYS_S: Final = 5.0
+_PROMISES_S: Final = 15.0
+"""A leader ends its writes before it answers."""
+_COMES_WITHIN_S: Final = 15.0
+"""How long nothing may come from the node that has more: longer than a link stands still until it is given up, and made anew."""
+_TICK_S: Final = 0.1
+_STEPS_ASIDE_S: Final = 15.0
+"""How long who follows here may take to see that this node is promoted: it looks for its leader for seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """What became of one stream."""
+
+    stream: str
+    epoch: Epoch
+    group: GroupNumber
+    """The last one that this node goes on behind."""
+    losses: tuple[str, ...]
+    """What may be lost, where that was accepted."""
+    seconds: float
+
+
+def promote(
+    home: Home, stream: str, *, accept_loss: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> Promoted:
+    """Make this node the leader of a stream that it follows, or has led.
+
+    Args:
+        home: whose.
+        stream: its name.
+        accept_loss: though something that was acknowledged may be lost: what, is said.
+        tell: told what happens, a line each.
+
+    Raises:
+        UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
+        TwoLeaders: this node leads, and has never followed the other one that does.
+        NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
+        PromotionLost: another node is being promoted, or was.
+        NodeNameTaken: another home of this node's name is.
+        HomeBusy: another promotion goes on here; or who wrote here doesn't end.
+        CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be tried again.
+    """
+    if stream not in home.config.streams:
+        raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
+    began_s = time.monotonic()
+    me = this_node(home)
+    home.prepare()
+    with contextlib.ExitStack() as held:
+        # Who follows here sees this lock, and steps aside for as long.
+        held.enter_context(RoleLock.take(home.run_folder, "promote", stream=stream))
+        _refuse_two_leaders(home, stream)
+        attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
+        fact, losses = attempt.run()
+        note_leaders(home, stream)
+    return Promoted(stream, fact.promise.epoch, fact.lineage.last.behind, losses, time.monotonic() - began_s)
+
+
+class _Attempt:
+    """One promotion, on the thread of whoever asks; other nodes are asked side by side."""
+
+    def __init__(
+        self, home: Home, stream: str, me: NodeName, *, accept_loss: bool, tell: Callable[[str], None]
+    ) -> None:
+        self._home = home
+        self._stream = stream
+        self._tell = tell
+        self._roles = Roles(home)
+        terms, has_store = self._terms()
+        nodes = terms.nodes | {me}
+        _refuse_several_writers(home, stream)
+        self._machine = Promotion(
+            me,
+            nodes,
+            self._roles.of(stream),
+            terms.level,
+            has_store=has_store,
+            accept_loss=accept_loss,
+            answer_s=_PROMISES_S,
+        )
+        self._asking = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="promote")
+        self._asked: set[Future[Event]] = set()
+        self._absent: set[NodeName] = set()
+        """Who didn't answer when it was asked how it stands: it isn't given long to promise."""
+        self._error: MillstreamError | None = None
+        self._lead: Lead | None = None
+        self._claimant: Final = secrets.token_hex(8)
+        """By which this attempt is told from one of a home that has the same name."""
+
+    def _terms(self) -> tuple[Terms, bool]:
+        """By what was acknowledged: the leader has sent what it goes by, which this node's configuration may say otherwise. And whether a store decides."""
+        own = Terms.configured(self._home, self._stream)
+        sent = FollowingNotes(self._home, self._stream).document(LEVEL)
+        its = own if sent is None else Terms.from_json(sent)
+        if its.level != own.level:
+            self._tell(f"the leader has acknowledged at {its.level}, and this node is configured for {own.level}")
+        if its.nodes != own.nodes:
+            self._tell(
+                f"the leader counts the nodes {', '.join(sorted(its.nodes))}; here are {', '.join(sorted(own.nodes))}"
+            )
+        stores = AckKind.OBJECT in {own.level.kind, its.level.kind}
+        return own.with_leaders(its), stores or self._home.config.replication.object_store is not None
+
+    def run(self) -> tuple[RoleFact, tuple[str, ...]]:
+        try:
+            self._step(Begin())
+            while self._lead is None and self._error is None:
+                done, self._asked = wait(self._asked, timeout=_TICK_S, return_when="FIRST_COMPLETED")
+                for answer in done:
+                    self._step(answer.result())
+                if not self._asked:
+                    time.sleep(_TICK_S)  # an answer that counts for nothing is waited for until time is up
+                self._step(Tick())
+        finally:
+            self._asking.shutdown(wait=False, cancel_futures=True)
+        if self._error is not None:
+            raise self._error
+        assert self._lead is not None, "it ends in one of the two"
+        return self._lead.fact, self._lead.losses
+
+    def _step(self, event: Event) -> None:
+        events = [event]
+        while events:
+            for effect in self._machine.step(events.pop(0), time.monotonic()):
+                found = self._carry_out(effect)
+                if found is not None:
+                    events.append(found)
+
+    def _carry_out(self, effect: Effect) -> Event | None:
+        match effect:
+            case Survey(node):
+                self._asked.add(self._asking.submit(self._survey, node))
+            case AskPromise(node, promise):
+                self._asked.add(self._asking.submit(self._ask, node, promise))
+            case Stand(promise):
+                return self._stand(promise)
+            case PersistRole(fact):
+                with self._roles.changing(self._stream) as changing:
+                    if changing.fact.promise > fact.promise:
+                        return Superseded(changing.fact.promise)
+                    changing.put(fact)
+            case Claim(promise):
+                return self._claim(promise)
+            case CatchUp(node):
+                return self._catch_up(node)
+            case TakeOver():
+                return TookOver(self._take_over())
+            case Lead():
+                self._lead = effect
+            case Failed(error):
+                self._error = error
+        return None
+
+    # --- others --------------------------------------------------------------------------------------------------------
+
+    def _survey(self, node: NodeName) -> Event:
+        try:
+            state = state_of_node(self._home, node, self._stream, timeout_s=_SURVEYS_S)
+        except MillstreamError as error:
+            self._tell(f"{node} doesn't answer: {error.message}")
+            self._absent.add(node)
+            return Unanswered(node)
+        return Answered(node, _standing(state))
+
+    def _ask(self, node: NodeName, promise: Promise) -> Event:
+        timeout_s = _SURVEYS_S if node in self._absent else _PROMISES_S
+        try:
+            state = ask_promise(self._home, node, self._stream, promise, self._claimant, timeout_s=timeout_s)
+        except Fenced as error:
+            higher = Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", ""))))
+            return Superseded(higher)
+        except NodeNameTaken as error:
+            return Refused(node, error)
+        except MillstreamError as error:
+            self._tell(f"{node} doesn't promise: {error.message}")
+            return Unanswered(node)
+        self._tell(f"{node} has promised, and has group {state.group}")
+        return Answered(node, _standing(state))
+
+    def _claim(self, promise: Promise) -> Event:
+        from millstream.nodes.stores import store_of, stored_lineage
+
+        try:
+            with contextlib.closing(store_of(self._home, self._stream)) as store:
+                if not store.claim(promise.epoch, promise.node, self._claimant):
+                    holder = store.holder_of(promise.epoch)
+                    lost = PromotionLost(f"epoch {promise.epoch} was claimed by {holder or 'another node'}")
+                    return ClaimFailed(name_taken(promise) if holder == promise.node else lost)
+                rank, _, persisted_upto = stored_lineage(store)
+                return Claimed(rank, persisted_upto)
+        except MillstreamError as error:
+            return ClaimFailed(error)
+
+    def _catch_up(self, node: NodeName) -> Event:
+        """Follow a node that has promised until everything is here that it has."""
+        self._tell(f"takes what it lacks from {node or 'the object store'}")
+        try:
+            fact = self._roles.of(self._stream)
+            notes = FollowingNotes(self._home, self._stream)
+            if node == STORE:
+                return self._fill()
+            follower = once_let_go(
+                lambda: make_follower(self._home, self._stream, fact, notes=notes, only=node), _STEPS_ASIDE_S
+            )
+            stop = threading.Event()
+            watching = threading.Thread(
+                target=_watch_progress, args=(follower, stop), name="promote-watch", daemon=True
+            )
+            watching.start()
+            try:
+                follower.run(stop, until_caught_up=True)
+            finally:
+                stop.set()
+                watching.join()
+        except MillstreamError as error:
+            self._tell(f"{node} can't be followed: {error.message}")
+            return CatchUpFailed(error)
+        return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
+
+    def _fill(self) -> Event:
+        """Take what the object store has more."""
+        from millstream.nodes.backfill import fill
+        from millstream.nodes.stores import store_of
+
+        with contextlib.closing(store_of(self._home, self._stream)) as store:
+            once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell), _STEPS_ASIDE_S)
+        return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
+
+    # --- this one ------------------------------------------------------------------------------------------------------
+
+    def _stand(self, promise: Promise) -> Event:
+        """Once whoever follows or writes here has stepped aside: they look at the role, and at who promotes."""
+        wait_for_writer(self._home, self._stream)
+        with self._roles.changing(self._stream) as changing:
+            if changing.fact.promise != self._machine.fact.promise:
+                return Superseded(changing.fact.promise)
+            changing.put(changing.fact.standing_for(promise, self._claimant))
+        # One that had just begun to follow when this looked first hears of the promise now.
+        wait_for_writer(self._home, self._stream)
+        return Stood(changing.fact, node_state(self._home, self._stream).group)
+
+    def _take_over(self) -> GroupNumber:
+        """The leader's catalog and sessions become this node's, then the log is recovered under a new epoch."""
+        folder = self._home.wal_folder(self._stream)
+        if self._machine.fact.role is Role.FOLLOWS and folder.is_dir():
+            # Parts of groups that never came whole: a writer's recovery would take them for damage.
+            once_let_go(lambda: prepare_promotion(str(folder)), _STEPS_ASIDE_S)
+        marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
+        notes = FollowingNotes(self._home, self._stream)
+        if not marks:
+            return GroupNumber(0)
+        stream = next(mark.stream for mark in marks.values())
+        catalog = notes.document(CATALOG)
+        if self._machine.fact.role is Role.FOLLOWS:
+            if catalog is not None:
+                adopt_catalog(self._home, catalog, [stream])
+            elif self._home.catalog_address() is None and not self._has_led(stream):
+                raise CatalogError(
+                    f"the leader of {self._stream} has never sent its catalog here",
+                    hint="Where its catalog lies in PostgreSQL, this node's has to lie there as well: [catalog] url.",
+                )
+            sessions = notes.document(SESSIONS)
+            if sessions is not None:
+                replace_file(folder / SESSIONS_NAME, sessions)
+        # `millstream run` may be there and wait for its part: this node doesn't lead yet, so that nobody opens the log, whose locks are taken here.
+        with self._home.open_catalog() as known:
+            found = resolve_stream(self._home, known, self._stream)
+            assert found == stream, "the log's own stream"
+            group = take_over(
+                self._home,
+                known,
+                found,
+                self._stream,
+                self._home.config.streams[self._stream],
+                reserved=max(mark.reserved_to for mark in marks.values()),
+            )
+        # From here on this home's own are newer: once another node leads, these would be taken for what that one has sent.
+        notes.forget_documents()
+        self._tell(f"has taken over, behind group {group}")
+        return group
+
+    def _has_led(self, stream: StreamId) -> bool:
+        """Whether this home's own catalog is that of the log: it wrote it, and whoever leads since hasn't sent another, and so nothing else either."""
+        with self._home.open_catalog() as known:
+            return bool(known.writers(stream))
+
+
+def _watch_progress(follower: WalFollower, stop: threading.Event) -> None:
+    """Stop it once nothing has come for long: the node that has more has gone as well, and whoever promotes is told."""
+    had, since_s = (-1, -1), time.monotonic()
+    while not stop.wait(_TICK_S):
+        has = int(follower.group), follower.lag().size_bytes
+        if has != had:
+            had, since_s = has, time.monotonic()
+        elif time.monotonic() - since_s > _COMES_WITHIN_S:
+            stop.set()
+
+
+def _standing(state: NodeState) -> Standing:
+    return Standing(state.fact.promise, state.fact.role, state.rank, state.persisted_upto, state.is_candidate)
+
+
+def _refuse_two_leaders(home: Home, stream: str) -> None:
+    """A node that was never told whom to follow leads as well, alone: to say so again would hide it."""
+    if not hear_of_promotions(home, stream):
+        return
+    for node in sorted(home.config.replication.nodes.keys() - {home.config.replication.node}):
+        try:
+            theirs = state_of_node(home, node, stream, timeout_s=_SURVEYS_S).fact
+        except MillstreamError:
+            continue  # it says nothing against it
+        if theirs.role is Role.LEADS:
+            raise two_leaders(stream, node)
+
+
+def _refuse_several_writers(home: Home, stream: str) -> None:
+    folder = home.wal_folder(stream)
+    with contextlib.suppress(LogError, FileNotFoundError):
+        writers = {mark.writer for mark in durable_marks(RealFiles(), str(folder)).values()}
+        if len(writers) > 1:
+            raise UsageError(
+                f"stream {stream} has {len(writers)} writers: a node of a stream of several can't be promoted",
+                hint="Bring back the node on which they run: this one follows, and is read as any log. A stream whose nodes are to be promoted "
+                "is one that was never written under a [writer] name.",
+            )

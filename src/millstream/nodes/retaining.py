@@ -1,0 +1,83 @@
+"""Retention of a follower's log: by this node's own bounds, and never more than its leader has let go of.
+
+Those who hold a log stand in the leader's catalog, which a promoted node takes over: what they need has to be here then. What this home
+alone needs besides is held here: writes of sessions that the copy which came lacks, and what `millstream reconcile` hasn't taken of another region's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from millstream.home.retention import bounds_of
+from millstream.leadership.roles import replication_folder
+from millstream.model.ids import RegionId, parse_region_log_name
+from millstream.model.positions import Seq
+from millstream.protocol.replication.roles import SESSIONS
+from millstream.protocol.retention import HolderKind, Retention
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import SESSIONS_HOLDER, drop_segments
+from millstream.wal.writing.session_file import HEAD_BYTES, covered_in
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.regions.region_table import KeptVectors
+
+logger = structlog.get_logger("millstream.retention")
+
+
+class CopyRetention:
+    """Of one stream's log that this home follows, another region's too (`shop@2`). For one thread."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        self._home: Final = home
+        self._name: Final = name
+        copied = parse_region_log_name(name)
+        self._stream: Final = name if copied is None else copied[0]
+        self._region: Final[RegionId | None] = None if copied is None else copied[1]
+        self._kept: KeptVectors | None = None
+        if self._region is not None:
+            # Few logs are another region's: the others' followers begin sooner without what merges.
+            from millstream.regions.region_table import KeptVectors
+
+            self._kept = KeptVectors(home)
+        self._looked_s: float | None = None
+
+    def look(self, leader_dropped: Seq) -> int:
+        """Let go of what nobody needs, if it is time to look; how many segments went.
+
+        Raises:
+            LogError: the log can't be read.
+        """
+        config = self._home.config.streams.get(self._stream)
+        now_s = time.monotonic()
+        if config is None or (self._looked_s is not None and now_s < self._looked_s + config.log.retention_interval_s):
+            return 0
+        self._looked_s = now_s
+        folder = self._home.wal_folder(self._name)
+        tracker = Retention()
+        tracker.needs("the leader", HolderKind.LEADER, Seq(leader_dropped + 1))
+        covered = self._sessions_covered()
+        if covered is not None:
+            tracker.needs(SESSIONS_HOLDER, HolderKind.SESSIONS, Seq(covered + 1))
+        if self._region is not None and self._kept is not None:
+            from millstream.regions.holders import merge_needs_of_copy
+
+            reader = StreamReader(str(folder))
+            merges = merge_needs_of_copy(self._stream, self._region, reader, config, self._kept)
+            for holder, needed_from in merges.items():
+                tracker.needs(holder, HolderKind.MERGE, needed_from)
+        swept = drop_segments(str(folder), tracker, bounds_of(config.log, folder))
+        if swept.dropped:
+            logger.info("segments dropped", stream=self._name, segments=len(swept.dropped))
+        return len(swept.dropped)
+
+    def _sessions_covered(self) -> Seq | None:
+        """Up to where the copy of the sessions goes that came from the leader."""
+        file = replication_folder(self._home, self._name) / f"{SESSIONS}.document"
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as document:
+            return covered_in(document.read(HEAD_BYTES))
+        return None

@@ -1,0 +1,64 @@
+"""`scrub`: what the object store has of a home's streams, verified; what is damaged there put back from the home's own log."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from millstream.errors import UnknownStream
+from millstream.model.addresses import mask_address
+from millstream.nodes.stores import store_of
+from millstream.wal.reader import StreamReader
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+
+
+def scrub_home(
+    home: Home, streams: Sequence[str] = (), *, dry_run: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Verify every byte that the store has of streams' logs.
+
+    Args:
+        home: a node of theirs, leader or not.
+        streams: names; none: all that are configured.
+        dry_run: whether nothing is put back.
+        tell: told how far it is, a line each.
+
+    Returns:
+        By stream `objects` and `bytes` that were read; `mended`, what was put back (of a dry run: could be); `damaged`, errors for what is damaged still.
+
+    Raises:
+        ConfigError: the home has no object store.
+        UnknownStream: there is no such stream, or this node has nothing of it.
+        StoreUnavailable, StoreUnusable, OtherStream, ShipmentUnreadable: as `Scrub.run`.
+    """
+    found = []
+    for name in streams or sorted(home.config.streams):
+        if name not in home.config.streams:
+            raise UnknownStream(f"no stream {name} in {home.config_file}", stream=name)
+        wal = home.wal_folder(name)
+        stream = StreamReader(str(wal)).stream_id
+        tell(f"reading what {mask_address(str(home.config.replication.object_store))} has of {name}")
+        with contextlib.closing(store_of(home, name)) as store:
+            done = store.scrub(stream, str(wal), mend=not dry_run, tell=tell)
+        found.append(
+            {
+                "stream": name,
+                "objects": done.objects,
+                "bytes": done.size_bytes,
+                "mended": [
+                    {
+                        "object": one.name,
+                        "shard": int(one.shard),
+                        "base_offset": int(one.base_offset),
+                        "bytes": one.size_bytes,
+                        "was": one.was,
+                    }
+                    for one in done.mended
+                ],
+                "damaged": [error.as_dict() for error in done.damaged],
+            }
+        )
+    return found

@@ -1,0 +1,229 @@
+"""The object store of a home, for who ships to it, who stands for leader, and who brings a log back from it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.errors import (
+    ConfigError,
+    Diverged,
+    FollowerBehindRetention,
+    MillstreamError,
+    ReplicaGap,
+    ShipmentUnreadable,
+    StoreDamaged,
+    UnknownStream,
+)
+from millstream.leadership.node_calls import this_node
+from millstream.leadership.roles import Roles
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd, Document, Hello, NodeName
+from millstream.protocol.replication.roles import LINEAGE, Greeting, Lineage, Rank, RoleFact
+from millstream.replication.object_store import ObjectStoreTransport
+from millstream.wal.mark import stream_cut
+from millstream.wal.replica.log import ReplicaEnd, ReplicaLog
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.ports import LeaderLink
+
+_CONNECTS_WITHIN_S: Final = 10.0
+_LOOKS_FOR_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came out of a store."""
+
+    end: ReplicaEnd
+    documents: dict[str, Document]
+    size_bytes: int
+    damage: tuple[StoreDamaged, ...] = ()
+    """What couldn't be read: of each shard the first object."""
+
+    @property
+    def lineage(self) -> Lineage:
+        """Who has led, as far as this log goes."""
+        found = self.documents.get(LINEAGE)
+        return Lineage() if found is None else Greeting.from_json(found.data).lineage.covered_by(self.end.group)
+
+
+def store_of(home: Home, stream: str) -> ObjectStoreTransport:
+    """The object store that the home's configuration names, for one of its streams. `ConfigError` where it names none."""
+    url = home.config.replication.object_store
+    if url is None:
+        raise ConfigError(f"{home.config_file} names no object store", hint="Set [replication] object_store.")
+    region = RegionId(home.config.streams[stream].region)
+    me, fact = this_node(home), Roles(home).of(stream)
+    claimant = fact.claimant if fact.promise.node == me else ""
+    return ObjectStoreTransport(url, stream, region=region, node=me, claimant=claimant)
+
+
+def stored_lineage(store: ObjectStoreTransport) -> tuple[Rank | None, Lineage, Seq]:
+    """How much a store has of what was acknowledged (None: nothing), who led up to there, and up to which number. Raises `StoreUnavailable`."""
+    found = store.newest()
+    if not found.marks:
+        return None, Lineage(), Seq(0)
+    group = max(mark.group for mark in found.marks.values())
+    document = found.documents.get(LINEAGE)
+    lineage = (Lineage() if document is None else Greeting.from_json(document).lineage).covered_by(group)
+    return Rank(lineage.last.promise, group), lineage, stream_cut(found.marks.values())
+
+
+def lineage_document(fact: RoleFact) -> Document:
+    """Who has led, as a document for a store: one a promise."""
+    greeting = Greeting(fact.lineage, fact.lineage.last.behind)
+    return Document(LINEAGE, int(fact.promise.epoch), greeting.to_json())
+
+
+def fetch(
+    store: ObjectStoreTransport,
+    stream: str,
+    folder: Path,
+    *,
+    upto: GroupNumber | None = None,
+    withholds: bool = False,
+    past_damage: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Fetched:
+    """Take everything that a store has of a stream and a log hasn't into that log.
+
+    Args:
+        store: the store.
+        stream: its name, for errors.
+        folder: the log's; nobody has it open. It is made where it isn't there.
+        upto: with that group it is enough, whatever is stored meanwhile; None: with what is there when nothing comes any more.
+        withholds: whether readers of the log see nothing of it before a leader says so.
+        past_damage: where objects are damaged or missing, take what lies in front of them on each shard; `damage` names them then.
+        stop: whether to break off.
+        tell: told how far it is, now and then.
+
+    Raises:
+        UnknownStream: the store has nothing of that stream, nor has the folder.
+        Diverged: the log has other bytes than the store; nothing of it was changed.
+        StoreDamaged: an object is damaged.
+        ShipmentUnreadable, StoreUnavailable, FollowerBehindRetention, DiskFull …: as what it does.
+    """
+    marks = store.newest().marks if past_damage else {}
+    damage: dict[ShardId, _Damage] = {}
+    taking = _Taking(tell)
+    log = ReplicaLog.open(str(folder), withholds=withholds)
+    try:
+        while True:
+            ends = {shard: one.end for shard, one in damage.items()}
+            hello = Hello(log.stream, NodeName("restore"), Epoch(0), log.position())
+            link = store.connect(hello, _CONNECTS_WITHIN_S, ends)
+            try:
+                taking.take(log, link, upto, stop)
+                break
+            except (ReplicaGap, FollowerBehindRetention, ShipmentUnreadable, Diverged) as error:
+                if isinstance(error, Diverged) and not past_damage:
+                    raise  # which of the two is right is for a person to say
+                found = _damage_in(error, log, store)
+                if not past_damage or found is None:
+                    raise _told_of(error, found) from error
+                known = damage.get(found.end_of)
+                assert known is None or found.end < known.end, f"it was read up to {known}, and failed"
+                damage[found.end_of] = found
+                tell(found.error.message)
+            finally:
+                link.close()
+        if log.stream is None and not stop():
+            if damage:
+                raise next(iter(damage.values())).error
+            raise UnknownStream(f"the store has nothing of stream {stream}", stream=stream)
+        end = log.end()
+    finally:
+        log.close()
+    if damage:
+        end = _show_in_front(folder, marks)
+    return Fetched(end, taking.documents, taking.size_bytes, tuple(one.error for one in damage.values()))
+
+
+class _Taking:
+    """What has come out of a store, over several readings."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._told_s = time.monotonic()
+        self.documents: dict[str, Document] = {}
+        self.size_bytes = 0
+
+    def take(self, log: ReplicaLog, link: LeaderLink, upto: GroupNumber | None, stop: Callable[[], bool]) -> None:
+        """Take what comes until nothing does any more. Raises as `ReplicaLog.apply`, and as the link."""
+        while not stop() and (shipment := link.recv(_LOOKS_FOR_S)) is not None:
+            # Shipments that are still there may have older ones than came first.
+            self.documents |= {
+                one.name: one
+                for one in shipment.documents
+                if one.name not in self.documents or one.version >= self.documents[one.name].version
+            }
+            if shipment.parts or shipment.marks:
+                log.apply(shipment)
+                self.size_bytes += sum(len(part.data) for part in shipment.parts)
+            if time.monotonic() - self._told_s > 1.0:
+                self._told_s = time.monotonic()
+                self._tell(f"{self.size_bytes >> 20} MiB are here")
+            if upto is not None and log.end().group >= upto:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """Where a shard can't be read on."""
+
+    end_of: ShardId
+    end: ByteEnd
+    """Of what can be read."""
+    error: StoreDamaged
+
+
+def _damage_in(error: MillstreamError, log: ReplicaLog, store: ObjectStoreTransport) -> _Damage | None:
+    """What an error says of the store's bytes; None where it is about something else."""
+    if "shard" not in error.details or (
+        isinstance(error, ShipmentUnreadable | Diverged) and "verified" not in error.details
+    ):
+        return None
+    shard = ShardId(int(error.details["shard"]))
+    if isinstance(error, ShipmentUnreadable | Diverged):
+        end = ByteEnd(Offset(int(error.details["base_offset"])), int(error.details["verified"]))
+    else:
+        end = log.position().get(shard, ByteEnd(Offset(0), 0))
+    name = store.segment_named(shard, end.base_offset)
+    of = f"segment {end.base_offset} of shard {shard}"
+    message = (
+        f"the object store has no {of}, though it has what follows"
+        if name is None
+        else f"object {name} is damaged: {error.message}"
+    )
+    facts: dict[str, Any] = {"shard": int(shard), "base_offset": int(end.base_offset), "byte": end.position}
+    return _Damage(shard, end, StoreDamaged(message, object=name, **facts))
+
+
+def _told_of(error: MillstreamError, found: _Damage | None) -> MillstreamError:
+    """What is told to who takes a whole log or nothing."""
+    if isinstance(error, ReplicaGap | FollowerBehindRetention):
+        return FollowerBehindRetention(
+            f"the object store lacks what comes next here: {error.message}",
+            hint="Its bytes from there on are older than the store, or were deleted there: `millstream scrub`, at a node that still has them in its log, "
+            "puts them back; else put them back from an older version or a copy of the store. `millstream follow --rebuild` begins with what the store has.",
+        )
+    if found is None and isinstance(error, ShipmentUnreadable) and "object" not in error.details:
+        return StoreDamaged(f"what the object store has is damaged: {error.message}", **error.details)
+    return error if found is None else found.error
+
+
+def _show_in_front(folder: Path, marks: Mapping[ShardId, DurableMark]) -> ReplicaEnd:
+    """Have a log show what it has in whole groups; how far that is. The marks that would tell cover what can't be read."""
+    writers = {mark.writer for mark in marks.values() if mark.writer}
+    alone = len(writers) == 1 and not any(mark.elsewhere is not None and mark.writer for mark in marks.values())
+    with contextlib.closing(ReplicaLog.open(str(folder), unmarked=frozenset(marks) if alone else frozenset())) as log:
+        return log.end()

@@ -1,0 +1,1 @@
+"""The processes of a home: supervision, locks, the control socket, and logs."""

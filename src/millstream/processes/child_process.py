@@ -1,0 +1,122 @@
+"""A part's own side of supervision: it hears `stop` and `drain`, tells facts, and ends when its supervisor has gone.
+
+The same process started by a person is its own: signals stop it, and there is nobody to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from millstream.errors import MillstreamError, Retry
+from millstream.processes.supervise import REPORT_VARIABLE
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Lifeline:
+    """What a part hears and tells.
+
+    `stop` is set by the word, by SIGTERM and by SIGINT; `drain` by its word alone. Facts may be told from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Final = threading.Event()
+        self.drain: Final = threading.Event()
+        self._lock = threading.Lock()
+        descriptor = os.environ.pop(REPORT_VARIABLE, None)
+        self._tell = None if descriptor is None else int(descriptor)
+        self._on_word: list[Callable[[], None]] = []
+        self._failure: MillstreamError | None = None
+
+    @property
+    def supervised(self) -> bool:
+        """Whether somebody listens."""
+        return self._tell is not None
+
+    def on_word(self, call: Callable[[], None]) -> None:
+        """Call something once `stop` or `drain` is set, on the thread that heard it."""
+        self._on_word.append(call)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hear and tell inside of the block; what it raises is told before it goes on. Main thread only."""
+
+        def heard(number: int, frame: object) -> None:
+            del number, frame
+            self._hear("stop")
+
+        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        if self._tell is not None:
+            os.set_inheritable(self._tell, False)
+            _die_with_parent()
+            threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+        try:
+            yield
+            if self._failure is not None:
+                raise self._failure
+        except MillstreamError as error:
+            self.tell("error", error.as_dict())
+            if self.supervised:
+                # Who supervises says it; said twice it would look like two.
+                raise SystemExit(error.exit_code) from error
+            raise
+        except Exception as error:
+            # Our bug: another process may get by it, and whoever waits for the work to end must hear of it.
+            facts = {"code": "unexpected", "message": f"{type(error).__name__}: {error}", "retry": Retry.BACKOFF.value}
+            self.tell("error", facts)
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def fail(self, error: MillstreamError) -> None:
+        """End the process: set `stop`, and have `held` raise the error once its block has ended. From any thread; the first error counts."""
+        if self._failure is None:
+            self._failure = error
+        self._hear("stop")
+
+    def tell(self, event: str, facts: dict[str, Any]) -> None:
+        """Tell the supervisor; nothing happens where there is none, or where it has gone."""
+        if self._tell is None:
+            return
+        line = json.dumps({"event": event, **facts}, default=str).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            while line:
+                line = line[os.write(self._tell, line) :]
+
+    def _listen(self) -> None:
+        # Not through sys.stdin: its lock, held by a thread that waits, aborts the interpreter when it shuts down.
+        heard = b""
+        while piece := os.read(0, 4096):
+            *words, heard = (heard + piece).split(b"\n")
+            for word in words:
+                self._hear(word.decode(errors="replace"))
+        # Only the supervisor's death closes the pipe. All that is durable stays so; all else is for its successor.
+        os._exit(1)
+
+    def _hear(self, word: str) -> None:
+        event = {"stop": self.stop, "drain": self.drain}.get(word)
+        if event is None or event.is_set():
+            return
+        event.set()
+        for call in self._on_word:
+            call()
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies: also where no thread runs to see the pipe's end."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

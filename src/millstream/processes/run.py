@@ -1,0 +1,134 @@
+"""`run`: all parts of a home under one supervisor, until a signal, or until everything has caught up."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from millstream.errors import ConfigError, MissingExtra
+from millstream.home.home import Home
+from millstream.processes.locks import RoleLock
+from millstream.processes.supervise import Event, Part, PartState, Supervisor
+
+_ERRORS_MAX: Final = 5
+"""How often a part of `--until-caught-up` may end with the same kind of trouble before a job should fail."""
+
+
+@dataclass(slots=True)
+class RunOutcome:
+    """How a `run` ended."""
+
+    caught_up: bool
+    interrupted: bool
+    set_aside: dict[str, str] = field(default_factory=dict)
+    """Tables that were set aside (`stream: schema.table`), each with its reason."""
+    paused: list[str] = field(default_factory=list)
+    """Tables whose copies are paused (`stream: schema.table`): nobody waited for them."""
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By part, the error for which it was given up."""
+    slots: dict[str, int | None] = field(default_factory=dict)
+    """By slot, the bytes of WAL that it holds at the source."""
+
+
+def part_command(home: Home, *words: str) -> list[str]:
+    """How a part of a home is started: by this very Python, whatever PATH says."""
+    return [sys.executable, "-m", "millstream.cli", "--home", str(home.path), *words]
+
+
+def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[Event], None]) -> RunOutcome:
+    """Run a home's parts: capture, pipeline and, without `until_caught_up`, HTTP.
+
+    Args:
+        home: the home.
+        until_caught_up: end when all that the sources had committed at the call is durable, landed and folded.
+        on_event: told of everything that parts do and tell.
+
+    Raises:
+        HomeBusy: another `run` has the home.
+        ConfigError: it configures no stream.
+        MissingExtra: pyspark isn't installed.
+    """
+    if not home.config.streams:
+        raise ConfigError(
+            f"{home.config_file} names no stream",
+            hint="Add [streams.<name>], with a source where one is captured; or make a home with `millstream init`.",
+        )
+    if importlib.util.find_spec("pyspark") is None:
+        raise MissingExtra(
+            "the pipeline needs pyspark, which isn't installed", hint="pip install 'millstream[spark]'", extra="spark"
+        )
+    home.prepare()
+    with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name, job=until_caught_up):
+        conductor = _Conductor(home, on_event, until_caught_up=until_caught_up)
+        conductor.supervisor.run()
+        return conductor.outcome()
+
+
+class _Conductor:
+    """Knows in which order parts end."""
+
+    def __init__(self, home: Home, on_event: Callable[[Event], None], *, until_caught_up: bool) -> None:
+        self._until_caught_up = until_caught_up
+        self._on_event = on_event
+        self._captures = False
+        option = ["--until-caught-up"] if until_caught_up else []
+        # Capture has been patient already when it says an error.
+        most, most_of_capture = (_ERRORS_MAX, 1) if until_caught_up else (None, None)
+        parts = [
+            Part(
+                "capture",
+                part_command(home, "capture", "run", *option),
+                may_end=until_caught_up,
+                errors_max=most_of_capture,
+            ),
+            Part("pipeline", part_command(home, "pipeline", "run"), errors_max=most),
+        ]
+        if not until_caught_up:
+            parts.append(Part("serve", part_command(home, "serve")))
+            if home.config.replication.node is not None:
+                parts.append(Part("follow", part_command(home, "follow")))
+        self.supervisor: Final = Supervisor(parts, on_event=self._heard)
+
+    def _heard(self, event: Event) -> None:
+        self._on_event(event)
+        name, what, _ = event
+        if (name, what) == ("capture", "progress"):
+            self._captures = True
+        if what not in {"ended", "given_up"}:
+            return
+        capture, pipeline = self.supervisor.parts["capture"], self.supervisor.parts["pipeline"]
+        if capture.over and pipeline.over:
+            self.supervisor.stop()
+        elif name == "capture" and self._until_caught_up:
+            # The pipeline lands what is durable, whether capture reached its goal or not; not where it never began.
+            self.supervisor.tell("pipeline", "stop" if what == "given_up" and not self._captures else "drain")
+
+    def outcome(self) -> RunOutcome:
+        """What came of it."""
+        parts = self.supervisor.parts
+        streams = {
+            name: list(parts[name].outcome.get("streams", {}).items()) if name in parts else []
+            for name in ("capture", "pipeline")
+        }
+        set_aside = {
+            f"{stream}: {table}": str(reason)
+            for told in streams.values()
+            for stream, facts in told
+            for table, reason in facts.get("set_aside", {}).items()
+        }
+        errors = {
+            name: running.error or {"message": "it could not be started"}
+            for name, running in parts.items()
+            if running.state is PartState.GIVEN_UP
+        }
+        caught_up = (
+            self._until_caught_up
+            and not errors
+            and all(bool(told) and all(facts.get("caught_up") for _, facts in told) for told in streams.values())
+        )
+        slots = {facts["slot"]: facts.get("slot_holds_bytes") for _, facts in streams["capture"] if facts.get("slot")}
+        paused = [f"{stream}: {table}" for stream, facts in streams["capture"] for table in facts.get("paused", ())]
+        return RunOutcome(caught_up, self.supervisor.interruptions > 0, set_aside, paused, errors, slots)

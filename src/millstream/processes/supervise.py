@@ -1,0 +1,312 @@
+"""Supervision: child processes that are started again when they die, and never outlive their supervisor.
+
+A *part* is a process of this program. What holds between the two (the child's side is `millstream.processes.child_process`):
+
+- its standard input is a pipe that only the supervisor holds: words on it (`stop`, `drain`), and its end, tell the
+  child what to do; at its end the child exits, so a SIGKILL of the supervisor leaves nobody behind;
+- it tells facts as JSON lines on a pipe of its own, the last of them being `error` or `outcome`;
+- it runs in a session of its own, so that a Ctrl-C at the terminal reaches the supervisor alone, who lets all drain.
+
+A part that dies is started again, with a delay that doubles while it goes on dying young. One that has said an error
+which only a person can mend, or nobody (`OPERATOR`, `NEVER`), is given up and reported; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Literal
+
+REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
+"""In a child's environment: the descriptor on which it tells facts; its being there says that it is supervised."""
+
+Word = Literal["stop", "drain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A process to keep running."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the supervisor's own."""
+    may_end: bool = False
+    """Whether an end with exit code 0, unasked for, is the end of its work rather than a death."""
+    errors_max: int | None = None
+    """Give it up after that many deaths in a row with an error told, whatever the error; None: never for that. A bug of
+    ours (`unexpected`) has one try more."""
+
+
+class PartState(StrEnum):
+    """Where a part stands."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    """It died; it is started again when its delay is over."""
+    ENDED = "ended"
+    """It did what it was asked to, or was told to stop."""
+    GIVEN_UP = "given_up"
+    """It said an error that no restart mends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long to wait before a part is started again."""
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    healthy_after_s: float = 60.0
+    """A part that lived this long starts over at `first_s`."""
+
+    def delay_s(self, deaths: int) -> float:
+        """The delay after that many deaths in a row, from 1."""
+        return float(min(self.most_s, self.first_s * 2 ** min(deaths - 1, 16)))
+
+
+@dataclass(slots=True)
+class Running:
+    """A part with what became of it; the supervisor's own."""
+
+    part: Part
+    state: PartState = PartState.WAITING
+    process: subprocess.Popen[bytes] | None = None
+    started_s: float = 0.0
+    due_s: float = 0.0
+    deaths: int = 0
+    errors: int = 0
+    restarts: int = 0
+    word: Word | None = None
+    outcome: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it will not run again."""
+        return self.state in {PartState.ENDED, PartState.GIVEN_UP}
+
+
+Event = tuple[str, str, dict[str, Any]]
+"""(part, what, facts): `started`, `died`, `ended`, `given_up`, or what the part told itself."""
+
+
+class Supervisor:
+    """Runs parts until all are over. Made, used and ended by the main thread alone.
+
+    Args:
+        parts: what to run; names are unique.
+        on_event: told of everything, on the main thread; may call `tell` and `stop`.
+        backoff: delays between restarts.
+        patience_s: how long parts may drain once they were told to stop, before they are killed.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        on_event: Callable[[Event], None],
+        backoff: Backoff | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        self.parts: Final = {part.name: Running(part) for part in parts}
+        self._on_event = on_event
+        self._backoff = backoff or Backoff()
+        self._patience_s = patience_s
+        self._inbox: queue.SimpleQueue[tuple[str, subprocess.Popen[bytes] | None, dict[str, Any] | None]]
+        self._inbox = queue.SimpleQueue()
+        self._kill_at_s: float | None = None
+        self.interruptions = 0
+        """How often SIGINT or SIGTERM came."""
+
+    def run(self) -> None:
+        """Start all parts and see to them until none is left.
+
+        SIGINT, SIGTERM and a terminal's end tell all to stop; a second one kills them.
+        """
+        with self._signals():
+            try:
+                while not all(running.over for running in self.parts.values()):
+                    self._start_what_is_due()
+                    self._take_one()
+                    self._kill_what_lingers()
+            finally:
+                self._kill_all()
+
+    def tell(self, name: str, word: Word) -> None:
+        """Say a word to a part; one that is started again hears it again."""
+        running = self.parts[name]
+        if running.word == "stop":
+            return
+        running.word = word
+        if running.state is PartState.WAITING and word == "stop":
+            running.state = PartState.ENDED
+        elif running.process is not None:
+            _say(running.process, word)
+
+    def stop(self) -> None:
+        """Tell all parts to drain and end."""
+        if self._kill_at_s is None:
+            self._kill_at_s = time.monotonic() + self._patience_s
+        for name, running in self.parts.items():
+            if not running.over:
+                self.tell(name, "stop")
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def _start_what_is_due(self) -> None:
+        for running in self.parts.values():
+            if running.state is PartState.WAITING and time.monotonic() >= running.due_s:
+                self._start(running)
+
+    def _start(self, running: Running) -> None:
+        listen, tell = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [*running.part.command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[tell],
+                env={**os.environ, **running.part.environment, REPORT_VARIABLE: str(tell)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(listen)
+            self._over(running, PartState.GIVEN_UP, {"code": "engine", "message": str(error), "retry": "operator"})
+            return
+        finally:
+            os.close(tell)
+        running.process, running.state, running.started_s = process, PartState.RUNNING, time.monotonic()
+        running.error, running.outcome = None, {}
+        threading.Thread(
+            target=self._listen,
+            args=(running.part.name, process, listen),
+            name=f"hears-{running.part.name}",
+            daemon=True,
+        ).start()
+        self._on_event((running.part.name, "started", {"pid": process.pid, "restarts": running.restarts}))
+        if running.word is not None:
+            _say(process, running.word)
+
+    def _listen(self, name: str, process: subprocess.Popen[bytes], descriptor: int) -> None:
+        with os.fdopen(descriptor, "rb") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    facts = json.loads(line)
+                    if isinstance(facts, dict):
+                        self._inbox.put((name, process, facts))
+        process.wait()
+        self._inbox.put((name, process, None))
+
+    def _take_one(self) -> None:
+        if all(running.over for running in self.parts.values()):
+            return
+        due = [r.due_s for r in self.parts.values() if r.state is PartState.WAITING]
+        if self._kill_at_s is not None:
+            due.append(self._kill_at_s)
+        wait_s = max(0.0, min(due) - time.monotonic()) if due else None
+        try:
+            name, process, facts = self._inbox.get(timeout=wait_s)
+        except queue.Empty:
+            return
+        if not name:
+            self._interrupted()
+            return
+        running = self.parts[name]
+        if process is not running.process:
+            return
+        if facts is None:
+            self._died(running)
+            return
+        what = str(facts.pop("event", "told"))
+        if what == "error":
+            running.error = facts
+        elif what == "outcome":
+            running.outcome = facts
+        self._on_event((name, what, facts))
+
+    def _died(self, running: Running) -> None:
+        process = running.process
+        assert process is not None
+        assert process.stdin is not None
+        running.process = None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        facts = {"exit_code": process.returncode}
+        if time.monotonic() - running.started_s >= self._backoff.healthy_after_s:
+            running.deaths = running.errors = 0
+        if process.returncode == 0 and (running.word is not None or running.part.may_end):
+            self._over(running, PartState.ENDED, facts)
+        elif running.error is not None and self._is_hopeless(running, running.error):
+            self._over(running, PartState.GIVEN_UP, running.error)
+        elif running.word == "stop":
+            self._over(running, PartState.ENDED, facts)
+        else:
+            running.deaths += 1
+            running.restarts += 1
+            delay_s = self._backoff.delay_s(running.deaths)
+            running.state, running.due_s = PartState.WAITING, time.monotonic() + delay_s
+            self._on_event((running.part.name, "died", {**facts, "restart_in_s": delay_s, "error": running.error}))
+
+    def _is_hopeless(self, running: Running, error: dict[str, Any]) -> bool:
+        running.errors += 1
+        most = running.part.errors_max
+        if most is not None and error.get("code") == "unexpected":
+            most += 1
+        return error.get("retry") in {"operator", "never"} or (most is not None and running.errors >= most)
+
+    def _over(self, running: Running, state: PartState, facts: dict[str, Any]) -> None:
+        running.state = state
+        self._on_event((running.part.name, state.value, facts))
+
+    def _interrupted(self) -> None:
+        self.interruptions += 1
+        if self.interruptions == 1:
+            self.stop()
+        else:
+            self._kill_at_s = time.monotonic()
+
+    def _kill_what_lingers(self) -> None:
+        if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
+            for running in self.parts.values():
+                if running.process is not None:
+                    running.process.kill()
+            self._kill_at_s = time.monotonic() + 1.0  # a kill takes a moment to be seen
+
+    def _kill_all(self) -> None:
+        for running in self.parts.values():
+            if running.process is not None:
+                running.process.kill()
+                running.process.wait()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def heard(number: int, frame: object) -> None:
+            del number, frame
+            self._inbox.put(("", None, None))
+
+        # SIGCHLD needs no handler: a part's end closes its pipe.
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, heard) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _say(process: subprocess.Popen[bytes], word: Word) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it is dying: it hears the word when it is started again
+        process.stdin.write(word.encode() + b"\n")
+        process.stdin.flush()

@@ -1,0 +1,112 @@
+"""Who holds a log for the regions that write a stream together: the others, also before they first come, and what is merged of all of them here.
+
+What another region hasn't followed yet, and what `millstream reconcile` hasn't taken yet, is nowhere else: both hold the log.
+
+- A region is a follower as any other, by what it has acknowledged. One that is configured and has never come needs everything; it stands in the catalog
+  from the first look on, so that it can be cut off by name.
+- Of each table that merges, what is kept (`data/regions`) says itself what it has. It can be deleted, and isn't on a node that was just promoted; so that
+  isn't noted a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import structlog
+
+from millstream.errors import UnknownTable
+from millstream.model.ids import RegionId, StreamId
+from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.positions import Seq
+from millstream.model.replication import OBJECT_STORE, NodeName, follower_holder, follower_of_holder, region_node
+from millstream.protocol.retention import HolderKind
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.config.model import StreamConfig
+    from millstream.config.replication_model import ReplicationConfig
+    from millstream.regions.region_table import KeptVectors
+    from millstream.wal.reader import StreamReader
+
+logger = structlog.get_logger("millstream.retention")
+
+
+def expect_followers(
+    catalog: Catalog, name: str, stream: StreamId, config: StreamConfig, replication: ReplicationConfig
+) -> None:
+    """Have the regions that are configured hold the log before they first come, and forget those that may follow no more.
+
+    Args:
+        catalog: who holds what.
+        name: the stream's, for what is told.
+        stream: its id.
+        config: its configuration.
+        replication: who may follow.
+    """
+    regions = {region_node(region) for region in replication.region_addresses}
+    # This node itself followed before it was promoted, and stands in the catalog that came from the old leader.
+    known = {NodeName(node) for node in replication.nodes if node != replication.node} | regions
+    if replication.object_store is not None:
+        known.add(OBJECT_STORE)
+    held = {p.name: p for p in catalog.pipelines(stream) if p.kind is HolderKind.FOLLOWER}
+    for holder in held:
+        node = follower_of_holder(holder)
+        if node is not None and node not in known:
+            catalog.release(stream, holder)
+            if node == replication.node:
+                logger.info("holds the log as a follower no more: it leads now", stream=name, node=node)
+            else:
+                logger.info("holds the log no more: it isn't among those that may follow", stream=name, node=node)
+    for node in sorted(regions) if config.region else ():
+        if follower_holder(node) not in held:
+            catalog.set_needed_from(stream, follower_holder(node), Seq(0), kind=HolderKind.FOLLOWER)
+
+
+def merge_needs(
+    catalog: Catalog, name: str, stream: StreamId, config: StreamConfig, kept: KeptVectors
+) -> Mapping[str, Seq]:
+    """By holder (`merge public.posts`), the first number of the own log that what is kept of a merged table lacks. Tables that nobody has written here yet need nothing."""
+
+    def is_there(table: str) -> bool:
+        try:
+            catalog.find_table(stream, *parse_qualified_name(table))
+        except UnknownTable:
+            return False
+        return True
+
+    return _needs(name, RegionId(config.region), config, kept, is_there)
+
+
+def merge_needs_of_copy(
+    name: str, region: RegionId, reader: StreamReader, config: StreamConfig, kept: KeptVectors
+) -> Mapping[str, Seq]:
+    """As `merge_needs`, of the copy of another region's log. Raises `LogError` where that can't be read."""
+
+    def is_there(table: str) -> bool:
+        wanted = parse_qualified_name(table)
+        return any((schema.namespace, schema.name) == wanted for schema in reader.schema_versions().values())
+
+    return _needs(name, region, config, kept, is_there)
+
+
+def _needs(
+    name: str,
+    region: RegionId,
+    config: StreamConfig,
+    kept: KeptVectors,
+    is_there: Callable[[str], bool],
+) -> dict[str, Seq]:
+    found = {}
+    for table in sorted(config.merge):
+        token = kept.of(name, config, table, region)
+        if token is not None:
+            found[merge_holder(table)] = Seq(token.linear() + 1)
+        elif is_there(table):
+            found[merge_holder(table)] = Seq(0)
+    return found
+
+
+def merge_holder(table: str) -> str:
+    """What holds a log for a merged table, by name."""
+    return f"merge {qualified_name(*parse_qualified_name(table))}"

@@ -1,0 +1,128 @@
+"""`millstream reconcile`: the tables of a stream that several regions write, brought together, or what that would change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from millstream.errors import LostTailMerged, UsageError
+from millstream.model.ids import RegionId
+from millstream.processes.locks import RoleLock
+from millstream.regions.region_table import Reconciled, RegionTable
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+
+
+@dataclass(frozen=True, slots=True)
+class ReconciledTable:
+    """What became of a table, or would."""
+
+    name: str
+    regions: int
+    """How many logs of regions the home has."""
+    rows: int = 0
+    """Rows that the regions have together."""
+    taken: tuple[Reconciled, ...] = ()
+    differences: Mapping[RegionId, pa.Table] = field(default_factory=dict)
+    """Of a dry run: by other region, `ReconciliationEngine.dry_run` of this region's log with that one's."""
+
+    unwritten: tuple[str, ...] = ()
+    """Columns that the configuration merges and no region has."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "table": self.name,
+            "regions": self.regions,
+            "unwritten": list(self.unwritten),
+            "rows": self.rows,
+            "taken": [one.as_dict() for one in self.taken],
+            "differences": {str(int(region)): lines.to_pylist() for region, lines in self.differences.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """What became of a stream's tables."""
+
+    stream: str
+    is_dry_run: bool
+    tables: tuple[ReconciledTable, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "stream": self.stream,
+            "dry_run": self.is_dry_run,
+            "tables": [table.as_dict() for table in self.tables],
+        }
+
+
+def reconcile_stream(
+    home: Home, stream: str | None, tables: Sequence[str] = (), *, dry_run: bool = False, limit: int = 1000
+) -> Reconciliation:
+    """Bring the tables of a stream's regions together, and keep the outcome.
+
+    Args:
+        home: whose.
+        stream: its name; None: the only one.
+        tables: their names; none: those that the configuration merges.
+        dry_run: whether nothing is kept, and what differs between the home's own region and each other one is told instead.
+        limit: lines of a dry run, of each table and region.
+
+    Raises:
+        UsageError: no table is named, and the configuration merges none.
+        UnknownStream, UnknownTable, MergeUnsuitable, OtherRegion, OtherStream, OffsetExpired, MergeStateUnreadable: see `OpenHome.merged`; what was
+            done of the tables before stays so.
+        LostTailMerged: as those, but of the other tables all is done.
+        HomeBusy: another process reconciles here.
+    """
+    if not dry_run:
+        # Who began first would end by putting less in the place of what the other one has kept, and retention has gone by that meanwhile.
+        home.prepare()
+        with RoleLock.take(home.run_folder, "reconcile"):
+            return _reconciled(home, stream, tables)
+    return _reconciled(home, stream, tables, rows_max=limit)
+
+
+def _reconciled(
+    home: Home, stream: str | None, tables: Sequence[str], *, rows_max: int | None = None
+) -> Reconciliation:
+    """As `reconcile_stream`; a dry run where it is said how many lines that may have."""
+    name = home.pick_stream(stream)
+    config = home.config.streams.get(name) if home.config_file.exists() else None
+    names = tuple(tables) or tuple(sorted(config.merge if config is not None else ()))
+    if not names:
+        raise UsageError(
+            f"stream {name} merges no table",
+            hint=f'Say how one merges, [streams.{name}.merge."public.posts"], or name one: its columns merge by lww.',
+        )
+    found = []
+    failed: LostTailMerged | None = None
+    for one in names:
+        table = RegionTable(home, name, one)
+        regions = len(table.regions)
+        if rows_max is not None:
+            own, *others = table.regions
+            local = table.state_of(own)
+            differences = {
+                other: table.engine.dry_run(local, table.state_of(other), rows_max=rows_max) for other in others
+            }
+            found.append(ReconciledTable(table.name, regions, differences=differences, unwritten=table.unwritten))
+            continue
+        taken: list[Reconciled] = []
+        try:
+            state = table.merged_state(take=taken)
+        except LostTailMerged as error:
+            failed = failed or error
+            continue
+        table.keep(state)
+        rows = table.engine.keys_in(state)
+        found.append(ReconciledTable(table.name, regions, rows, tuple(taken), unwritten=table.unwritten))
+    if failed is not None:
+        raise failed
+    return Reconciliation(name, rows_max is not None, tuple(found))

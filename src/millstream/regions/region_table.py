@@ -1,0 +1,530 @@
+"""Tables that several regions write, as one: read from the logs of all regions that a home has, its own among them.
+
+What has been merged once is kept in `data/regions/<stream>/`, a file a table, so that the next reading takes only what the logs have behind
+it. The file is derived: without it everything is read again, from where retention has left the logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.config.region_checks import key_of
+from millstream.crdt.columns import whole_column
+from millstream.crdt.declared import TableMerge, union_of
+from millstream.crdt.hlc import HybridTime
+from millstream.crdt.reconcile import (
+    Ends,
+    ReconciliationEngine,
+    RegionState,
+    Vector,
+    behind,
+    heard_in,
+    table_in,
+    vector_of,
+    widened,
+)
+from millstream.crdt.tables import REGION, SEQ, WALL, fold, lift, own_columns, state_schema
+from millstream.errors import (
+    LogError,
+    LogTruncated,
+    LostTailMerged,
+    MergeStateUnreadable,
+    MergeUnsuitable,
+    MillstreamError,
+    OtherRegion,
+    OtherStream,
+    QueryMemoryFull,
+    TokenFromFuture,
+    UnknownStream,
+    UnknownTable,
+)
+from millstream.model.ids import RegionId, region_log_name
+from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.positions import Seq, StreamToken, short_stream_id
+from millstream.model.schema import TableKind, TableSchema
+from millstream.private_files import make_folder, open_private
+from millstream.regions.ends import end_at, still_says
+from millstream.wal.reader import StreamReader, TableRecords
+
+if TYPE_CHECKING:
+    from millstream.config.model import StreamConfig
+    from millstream.home.home import Home
+    from millstream.wal.writing.writer import LogWriter
+
+_FOLD_ROWS: Final = 250_000
+"""Records that are read before they are folded, or as many as there are rows already, so that no row is folded again and again: beside them only
+one row a key and region is in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """What `reconcile` did, of one table and region."""
+
+    table: str
+    region: RegionId
+    is_own: bool
+    rows: int
+    """Rows of the region that were missing."""
+    after: Seq
+    upto: Seq
+    """The region's numbers that were read, `(after, upto]`."""
+    begins_at: Seq | None
+    """The first number that retention has left, where it has dropped what was never merged."""
+    is_anew: bool = False
+    """Whether the log had lost what was merged of its end, so that it was taken anew."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "table": self.table,
+            "region": int(self.region),
+            "own": self.is_own,
+            "rows": self.rows,
+            "after": int(self.after),
+            "upto": int(self.upto),
+            "begins_at": None if self.begins_at is None else int(self.begins_at),
+            "anew": self.is_anew,
+        }
+
+
+def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, StreamReader]:
+    """The logs that a home has of a stream's regions, its own first.
+
+    Raises:
+        OtherRegion: another region's log is named like the home's own region.
+    """
+    return {region: StreamReader(folder) for region, folder in _folders(home, stream, config).items()}
+
+
+def _folders(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, str]:
+    own = RegionId(0 if config is None else config.region)
+    names = home.regions_on_disk(stream)
+    if own in names:
+        raise OtherRegion(
+            f"data/wal/{names[own]} is named for region {own}, which is this home's own",
+            hint=f"Set `region` in [streams.{stream}] to a number of this home's own, or move the folder away.",
+        )
+    return {region: str(home.wal_folder(name)) for region, name in ({own: stream} | names).items()}
+
+
+class RegionTable:
+    """One table of a stream, as its regions have written it.
+
+    Args:
+        home: whose logs.
+        stream: its name.
+        table: its name.
+        bytes_max: how much one reading holds at once of rows, and again of records that aren't folded yet; None for any number.
+
+    Raises:
+        QueryMemoryFull: what is kept alone has more.
+        UnknownTable: no region has records of it.
+        MergeUnsuitable: it can't merge as the configuration says.
+        OtherRegion: a log is another region's than its folder says.
+    """
+
+    def __init__(self, home: Home, stream: str, table: str, *, bytes_max: int | None = None) -> None:
+        config = home.config.streams.get(stream) if home.config_file.exists() else None
+        self._file: Final = merge_file(home, stream, table)
+        self._bytes_max = bytes_max
+        with contextlib.suppress(FileNotFoundError):
+            self._check_fits(self._file.stat().st_size, table)
+        self._folders: Final = _folders(home, stream, config)
+        self._readers = {region: self._open(region) for region in self._folders}
+        self._own = next(iter(self._readers))
+        self.name: Final = qualified_name(*parse_qualified_name(table))
+        schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
+        known = [schema for found in schemas.values() for schema in found]
+        kept = self._kept_table()
+        if not known and kept is None:
+            raise UnknownTable(f"no region of {stream} has records of {table}", table=table)
+        # Of a table whose records retention has dropped, every one, what is kept alone knows what it was like.
+        found_key = known[-1].key if known else kept[0] if kept else ()
+        key = found_key if config is None else key_of(config, self.name) or found_key
+        for region, found in schemas.items():
+            for schema in found:
+                if schema.source != 0:
+                    raise MergeUnsuitable(
+                        f"{self.name} is captured in region {region}: only tables that applications write merge",
+                        table=self.name,
+                    )
+                if schema.key != key:
+                    raise MergeUnsuitable(
+                        f"{self.name} has the key {', '.join(schema.key) or 'none'} in region {region}, and {', '.join(key) or 'none'} here",
+                        hint="Give it one key in all regions: [streams.S.keys].",
+                        table=self.name,
+                    )
+        merge = merge_of(config, self.name)
+        columns = [schema.to_arrow() for schema in known]
+        self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
+        merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
+        self.engine: Final = ReconciliationEngine(key, merge, self.name)
+        self.unwritten: Final = tuple(name for name in merge.columns if name not in self.columns.names)
+        """Columns that the configuration merges and no region has: they come with their first row, or are misspelt."""
+        self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
+
+    @property
+    def regions(self) -> tuple[RegionId, ...]:
+        """Those that the home has logs of, its own first."""
+        return tuple(self._readers)
+
+    @property
+    def empty(self) -> RegionState:
+        """Nothing heard."""
+        # Not by `empty_table`: that looks for pandas, whose import takes half a second.
+        return RegionState(pa.Table.from_batches([], state_schema(self.columns, self.engine.merge)))
+
+    def state_of(self, region: RegionId, after: Seq = Seq(0)) -> RegionState:
+        """What a region's log says, behind a number; the vector says up to where.
+
+        Raises:
+            OffsetExpired: retention has dropped what follows on `after`.
+        """
+        while True:
+            # Who cuts the log back meanwhile leaves the beginning of one history here, and the end of another one or none.
+            with contextlib.suppress(TokenFromFuture, LogTruncated):
+                state = self._read(region, after)
+                if region not in state.ends or self._still_says(state, region):
+                    return state
+            self._readers[region] = self._open(region)
+
+    def _read(self, region: RegionId, after: Seq) -> RegionState:
+        reader = self._readers[region]
+        try:
+            upto = reader.persisted_upto()
+            vector = {region: StreamToken.scalar(reader.stream_id, upto)}
+        except LogError:
+            return self.empty  # nothing has come yet
+        end = end_at(reader, upto)
+        rows = self.empty.rows
+        waiting: list[pa.Table] = []
+        for part in self._parts(region, after, upto):
+            waiting.append(lift(part.batch, part.hybrid_ns, region, self.columns, self.engine.merge, table=self.name))
+            if sum(one.num_rows for one in waiting) >= max(_FOLD_ROWS, rows.num_rows) or self._is_much(waiting):
+                rows, waiting = self._folded([rows, *waiting]), []
+                self._check_fits(rows.nbytes, self.name)
+        rows = self._folded([rows, *waiting])
+        self._check_fits(rows.nbytes, self.name)
+        return RegionState(rows, vector, {} if end is None else {region: end})
+
+    def _is_much(self, waiting: list[pa.Table]) -> bool:
+        return self._bytes_max is not None and sum(one.nbytes for one in waiting) > self._bytes_max
+
+    def _check_fits(self, size: int, table: str) -> None:
+        if self._bytes_max is not None and size > self._bytes_max:
+            raise QueryMemoryFull(
+                f"{table}, merged, has more than {self._bytes_max} bytes",
+                hint="Read it where the home lies (`millstream.open`), or raise `[http] query_memory_bytes_max` there.",
+                size_max=self._bytes_max,
+            )
+
+    def _open(self, region: RegionId) -> StreamReader:
+        """A reader of a log as it is now."""
+        return StreamReader(self._folders[region])
+
+    def _still_says(self, state: RegionState, region: RegionId) -> bool:
+        """Whether a region's log, as it is now, has what a state has of it; read by a new reader from here on."""
+        reader = self._readers[region] = self._open(region)
+        return still_says(reader, behind(state.vector, region), state.ends.get(region))
+
+    def _folded(self, rows: list[pa.Table]) -> pa.Table:
+        return fold(pa.concat_tables(rows), self.engine.key, self.engine.merge)
+
+    def _parts(self, region: RegionId, after: Seq, upto: Seq) -> Iterator[TableRecords]:
+        reader, wanted = self._readers[region], self._ids[region]
+        start = max(after, Seq(reader.first_seq() - 1)) if after == 0 else after
+        if not wanted or start >= upto:
+            return
+        for part in reader.read_between(start, upto, table=next(iter(wanted)) if len(wanted) == 1 else None):
+            if part.schema.table_id in wanted:
+                _check_region(part.region, region)
+                yield part
+
+    def _schemas(self, reader: StreamReader) -> Iterator[TableSchema]:
+        """All versions of the table in a log."""
+        wanted = parse_qualified_name(self.name)
+        for schema in reader.schema_versions().values():
+            if schema.kind is TableKind.TABLE and (schema.namespace, schema.name) == wanted:
+                yield schema
+
+    def merged_state(self, *, take: list[Reconciled] | None = None) -> RegionState:
+        """What all regions' logs say together: what is kept, and what they have behind that.
+
+        Args:
+            take: told what was taken of which region, and where something was dropped before it was merged: the rest is taken all the same then.
+
+        Raises:
+            OffsetExpired: that, where nobody is told.
+            OtherStream: a region's log was made anew since what is kept was.
+            MergeStateUnreadable: what is kept is damaged.
+            MergeUnsuitable: columns are to merge otherwise than they did, and retention has dropped what that would be made of.
+            LostTailMerged: a region has lost what was merged of its end, and retention has dropped what would have to be read again.
+        """
+        state = self._kept()
+        if state is None:
+            self._check_can_begin_anew()
+            state = self.empty
+        for region in self.regions:
+            reader = self._readers[region]
+            after = self._heard(state, region, reader)
+            first = reader.first_seq() if take is not None or after == 0 else Seq(0)
+            lost = first if first > after + 1 else None
+            heard = self.state_of(region, after if lost is None else Seq(lost - 1))
+            # Looked at behind the reading: the log can be cut at any moment, and what is read of it later belongs to its new history.
+            is_anew = not self._still_says(state, region)
+            if is_anew:
+                state, heard = self._without_lost_tail(state, region)
+                after, lost = behind(state.vector, region), None
+            lacking = self.engine.missing(heard, state.vector)
+            del heard
+            if take is not None:
+                upto = behind(lacking.vector, region)
+                own = region == self._own
+                take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost, is_anew))
+            state = self.engine.apply(state, lacking)
+            del lacking
+            self._check_fits(state.rows.nbytes, self.name)
+        columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
+        return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
+
+    def _without_lost_tail(self, state: RegionState, region: RegionId) -> tuple[RegionState, RegionState]:
+        """A state without what a region's log doesn't say any more, and all that the log says.
+
+        Rows that the log still says stay, and those in front of what retention has left: of these nothing else can be known.
+        """
+        rows = state.rows
+        regions, seqs, walls = (whole_column(rows.column(one.name)).to_numpy() for one in (REGION, SEQ, WALL))
+        while True:
+            heard = self.state_of(region)
+            reader = self._readers[region]
+            first, upto = reader.first_seq(), behind(heard.vector, region)
+            at = np.flatnonzero((regions == int(region)) & (seqs >= first))
+            at = at[np.argsort(seqs[at])]
+            lost = np.zeros(len(seqs), bool)
+            lost[at] = True
+            with contextlib.suppress(TokenFromFuture, LogTruncated):  # cut once more, as is seen below
+                for part in self._parts(region, Seq(first - 1), upto) if first > 1 and len(at) else ():
+                    numbers = whole_column(part.batch.column(SEQ.name)).to_numpy()
+                    found = at[np.searchsorted(seqs[at], numbers).clip(max=len(at) - 1)]
+                    lost[found[(seqs[found] == numbers) & (walls[found] == part.hybrid_ns.to_numpy())]] = False
+            if region not in heard.ends or self._still_says(heard, region):
+                break
+        if first > 1 and lost.any():
+            raise LostTailMerged(
+                f"{self.name} was merged with records of region {region} that were lost there since ({np.count_nonzero(lost)} rows), and retention has "
+                f"dropped what those rows were before: what region {region} wrote before number {first}",
+                hint=f"While this home's copy of that log is built anew, wait until it is whole. Else move {self._file} away: `millstream reconcile` makes it "
+                "of what the logs have left.",
+                table=self.name,
+                region=int(region),
+            )
+        return self.engine.without(state, region, lost), heard
+
+    def _heard(self, state: RegionState, region: RegionId, reader: StreamReader) -> Seq:
+        token = state.vector.get(region)
+        if token is None:
+            return Seq(0)
+        if token.stream != short_stream_id(reader.stream_id):
+            raise OtherStream(
+                f"{self.name}: the log of region {region} was made anew: it was {token}, and is {reader.token()}",
+                hint=f"Delete {self._file}: it is made anew from the logs that are there.",
+                region=int(region),
+            )
+        return token.linear()
+
+    def keep(self, state: RegionState) -> None:
+        """Keep a state, durably, for the next reading."""
+        make_folder(self._file.parent)
+        fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        with open(fresh, "wb", opener=open_private) as output:
+            self.engine.write(state, output.write)
+            output.flush()
+            os.fsync(output.fileno())
+        fresh.rename(self._file)
+        folder = os.open(self._file.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _check_can_begin_anew(self) -> None:
+        """What is kept doesn't serve any more: refuse to do without it where the logs have less."""
+        try:
+            heard = vector_of(_mapped(self._file))
+        except FileNotFoundError:
+            return
+        for region, reader in self._readers.items():
+            if region in heard and reader.first_seq() > 1:
+                raise MergeUnsuitable(
+                    f"{self.name} has merged otherwise so far, or by another key; that can't be made anew: retention has dropped what region "
+                    f"{region} wrote before number {reader.first_seq()}",
+                    hint=f"Put [streams.S.merge] and the key back as they were. To do without what was dropped, move {self._file} away.",
+                    table=self.name,
+                    region=int(region),
+                )
+
+    def _kept_table(self) -> tuple[tuple[str, ...], pa.Schema] | None:
+        """The key and the columns of what is kept; None where there is nothing."""
+        try:
+            return table_in(_mapped(self._file))
+        except FileNotFoundError:
+            return None
+
+    def _kept(self) -> RegionState | None:
+        """What is kept; None where there is nothing, or columns merge otherwise now."""
+        try:
+            data = _mapped(self._file)
+        except FileNotFoundError:
+            return None
+        return self.engine.decode(data)
+
+
+def merge_file(home: Home, stream: str, table: str) -> Path:
+    """Where what was merged of a table is kept; `UsageError` where the text is no table's name."""
+    name = qualified_name(*parse_qualified_name(table))
+    return home.data / "regions" / stream / f"{quote(name, safe='')}.state"
+
+
+def _mapped(file: Path) -> memoryview:
+    """A file's bytes, where the system keeps them: what is kept is replaced, never written over. `FileNotFoundError` where there is none."""
+    with file.open("rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+class KeptVectors:
+    """Up to where what is kept of a home's merged tables has the regions' logs. Each file is read once, and again when it has changed; not for several threads."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._known: dict[Path, tuple[tuple[int, int, int], tuple[Vector, Ends]]] = {}
+
+    def of(self, stream: str, config: StreamConfig, table: str, region: RegionId) -> StreamToken | None:
+        """Up to where a region's log was heard; None where nothing is kept that the next reading can go on from, or the log was cut back since."""
+        vector, ends = self._kept(stream, config, table)
+        token = vector.get(region)
+        if token is None:
+            return None
+        name = stream if region == config.region else region_log_name(stream, region)
+        try:
+            reader = StreamReader(str(self._home.wal_folder(name)))
+            # Of a log that was made anew nothing was taken.
+            is_this = token.stream == short_stream_id(reader.stream_id)
+            return token if is_this and still_says(reader, token.linear(), ends.get(region)) else None
+        except (MillstreamError, OSError):
+            return None
+
+    def _kept(self, stream: str, config: StreamConfig, table: str) -> tuple[Vector, Ends]:
+        file = merge_file(self._home, stream, table)
+        try:
+            stat = file.stat()
+            seen = stat.st_ino, stat.st_mtime_ns, stat.st_size
+            known = self._known.get(file)
+            if known is None or known[0] != seen:
+                found = heard_in(_mapped(file), key_of(config, table), merge_of(config, table))
+                known = self._known[file] = seen, found or ({}, {})
+        except (FileNotFoundError, MergeStateUnreadable):
+            return {}, {}
+        return known[1]
+
+
+def merged_table(
+    home: Home, stream: str, table: str, *, at_ns: int | None = None, bytes_max: int | None = None
+) -> pa.Table:
+    """See `OpenHome.merged`, and `RegionTable` for `bytes_max`."""
+    found = RegionTable(home, stream, table, bytes_max=bytes_max)
+    return found.engine.value(found.merged_state(), at_ns=at_ns)
+
+
+def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
+    """How a table merges, whatever way its name is written."""
+    wanted = parse_qualified_name(table)
+    declared: Mapping[str, Mapping[str, str]] = {} if config is None else config.merge
+    return next(
+        (TableMerge.parse(words) for name, words in declared.items() if parse_qualified_name(name) == wanted),
+        TableMerge(),
+    )
+
+
+def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
+    """Refuse declarations that the tables' columns can't follow; `MergeUnsuitable` names table and column."""
+    declared = {parse_qualified_name(name) for name in config.merge}
+    for schema in schemas:
+        if schema.source == 0 and (schema.namespace, schema.name) in declared:
+            merge_of(config, schema.full_name).check(schema.full_name, schema.to_arrow(), schema.key, whole=False)
+
+
+def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
+    """Look whether a stream's logs are those of the regions that they stand for, and its tables can merge as the configuration says, before a writer does.
+
+    Raises:
+        MergeUnsuitable, OtherRegion: what would keep the stream from being opened.
+        LogError, CatalogError: it can't be looked at.
+    """
+    if home.has_catalog():
+        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+            check_merges(config, catalog.latest_schemas(catalog.stream(stream).id).values())
+    copies = []
+    for region, reader in region_readers(home, stream, config).items():
+        if region != config.region:
+            copies.append(region)
+        elif not home.wal_folder(stream).exists():
+            continue
+        newest_time(reader, region)
+    words = [f"this is region {config.region}"] if config.region else []
+    words += [f"has the log of region {region}" for region in copies]
+    words += [f"{len(config.merge)} table{'s' * (len(config.merge) != 1)} can merge"] if config.merge else []
+    return ", ".join(words)
+
+
+def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) -> None:
+    """Have a writer's times pass those of the regions that its home follows.
+
+    Raises:
+        ClockSkew: a region's clock is too far ahead of this one; the others' have been heard.
+        OtherRegion: a log is another region's than its folder says.
+    """
+    if not home.regions_on_disk(stream):
+        return
+    failed: MillstreamError | None = None
+    for region, reader in region_readers(home, stream, config).items():
+        if region == config.region:
+            continue
+        try:
+            time = newest_time(reader, region)
+            if time is not None:
+                log.hear(time, name=f"region {region}")
+        except MillstreamError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+def newest_time(reader: StreamReader, region: RegionId) -> HybridTime | None:
+    """The hybrid time of the last commit group of a region's log; None where it has none, or its last number was never used."""
+    upto = reader.persisted_upto()
+    for group in reader.read_groups(Seq(max(upto - 1, 0)), upto):
+        header = group[0].header
+        _check_region(header.region, region)
+        return HybridTime(header.hybrid_time, int(header.group_last_seq), int(region))
+    return None
+
+
+def _check_region(found: RegionId, expected: RegionId) -> None:
+    if found != expected:
+        raise OtherRegion(
+            f"the log that stands for region {expected} is that of region {found}",
+            found=int(found),
+            expected=int(expected),
+        )

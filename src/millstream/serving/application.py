@@ -1,0 +1,229 @@
+"""The ASGI application of a home: FastAPI for what people and programs ask now and then, and beside it the paths on which rows come in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from fastapi import Depends, FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.requests import Request
+from starlette.routing import Route
+
+from millstream import __version__
+from millstream.app.local_client import home_appender
+from millstream.config.quantities import size_bytes
+from millstream.errors import AccessError, MillstreamError, UsageError
+from millstream.home.config_mapping import place_compiled_code
+from millstream.ingest.lines import warm
+from millstream.ingest.undisturbed import made_elsewhere
+from millstream.model.access import Right
+from millstream.serving.access import Access, allow
+from millstream.serving.health import Health
+from millstream.serving.line_writes import VERSION, LineWrites
+from millstream.serving.memory_budget import Intake, Receive
+from millstream.serving.openapi import with_writes
+from millstream.serving.origin_check import Origins
+from millstream.serving.paths import known_parameters
+from millstream.serving.problems import MEDIA_TYPE, plain_problem, response_of, tell_problems
+from millstream.serving.reading import Reading
+from millstream.serving.request_batching import Groups
+from millstream.serving.requests import Scope, Send, answer_problem
+from millstream.serving.writes import Writes, is_rows_path
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.model.operations import Appended
+    from millstream.model.writes import AppendBatch
+
+logger = structlog.get_logger("millstream.serve")
+
+_TITLE: Final = "Millstream"
+_ABOUT: Final = "An ordered, durable change log: rows in over HTTP, and how the home does."
+
+
+class Application:
+    """What `serve` serves.
+
+    Args:
+        home: which.
+        access: who may do what.
+    """
+
+    def __init__(self, home: Home, access: Access) -> None:
+        place_compiled_code(home)
+        http = home.config.http
+        self.home: Final = home
+        self.access: Final = access
+        self.health: Final = Health(home)
+        self.appender: Final = home_appender(home)
+        self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
+        self.groups: Final = Groups(self._append)
+        self.reading: Final = Reading(home, self.intake)
+        self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
+        self._writes = Writes(home, self.groups, self.intake, access)
+        # Compiled, or read, while the first requests come: the first time on a machine it takes seconds.
+        parser = made_elsewhere(warm)
+        self._of_paths = {
+            b"/write": LineWrites(self._writes, "v1", parser),
+            b"/api/v2/write": LineWrites(self._writes, "v2", parser),
+        }
+
+    async def _append(self, stream: str, batch: AppendBatch, deadline_s: float) -> list[Appended | MillstreamError]:
+        return await self.appender.append_batch_async(stream, batch, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        """Where this process wrote the home, it is done with that."""
+        self.reading.close()
+        self.appender.close()
+
+    async def _may_read(self, scope: Scope) -> bool:
+        with contextlib.suppress(MillstreamError):
+            return (await self.access.caller_of(scope)).may(Right.READ)
+        return False
+
+    def asgi(self) -> Any:
+        """The application, as a server calls it."""
+        others = self.make_fastapi()
+        rows, lines, origins = self._writes, self._of_paths, self._origins
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                try:
+                    origins.check(scope["headers"])
+                except (AccessError, UsageError) as error:
+                    await answer_problem(send, error)
+                    return
+            if scope["type"] == "http" and scope["method"] == "POST":
+                path = scope["raw_path"]
+                if is_rows_path(path):
+                    await rows(scope, receive, send)
+                    return
+                if path in lines:
+                    await lines[path](scope, receive, send)
+                    return
+            await others(scope, receive, send)
+
+        return application
+
+    def make_fastapi(self) -> FastAPI:
+        """What isn't a write."""
+        app = FastAPI(
+            title=_TITLE,
+            description=_ABOUT,
+            version=__version__,
+            responses=None,
+            dependencies=[Depends(known_parameters)],
+        )
+        health = self.health
+        tell_problems(app)
+        app.state.access = self.access
+        app.include_router(self.reading.router)
+        may_read = [Depends(allow(Right.READ))]
+
+        @app.get(
+            "/status",
+            tags=["health"],
+            dependencies=may_read,
+            summary="The whole status, as `millstream status --json` prints it.",
+        )
+        def get_status() -> JSONResponse:
+            return JSONResponse(health.status())
+
+        @app.get(
+            "/v1/streams/{stream}/session",
+            tags=["write"],
+            dependencies=[Depends(allow(Right.WRITE))],
+            summary="What a stream's log has of a session of an application: its mark, and which numbers above that.",
+        )
+        async def get_session(stream: str, name: str) -> JSONResponse:
+            found = await asyncio.to_thread(self.appender.session, stream, name)
+            return JSONResponse(found.as_dict())
+
+        unwell: Any = {503: {"description": "They don't."}}
+
+        @app.get(
+            "/healthz",
+            tags=["health"],
+            summary="200 while capture and pipeline run and nothing is unreadable, else 503.",
+            responses=unwell,
+        )
+        async def get_health(request: Request) -> JSONResponse:
+            healthy, facts = await asyncio.to_thread(health.healthy)
+            # Load balancers have no token: they are told that it is, not what.
+            if not await self._may_read(request.scope):
+                facts = {"healthy": healthy}
+            return JSONResponse(facts, 200 if healthy else 503)
+
+        unready: Any = {
+            503: {
+                "description": "They aren't.",
+                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            }
+        }
+
+        @app.get(
+            "/readyz",
+            tags=["health"],
+            summary="200 while writes are taken; 503 while the server ends, or nobody takes them yet.",
+            responses=unready,
+        )
+        async def get_readiness(request: Request) -> Response:
+            ready, why = await asyncio.to_thread(health.ready)
+            # A caller that may read nothing is told whether it is ready, not why capture waits.
+            errors = await asyncio.to_thread(health.errors) if await self._may_read(request.scope) else []
+            if not ready:
+                return response_of(plain_problem(503, why) | ({"errors": errors} if errors else {}))
+            return JSONResponse({"ready": True, "detail": why, "errors": errors})
+
+        @app.get(
+            "/metrics",
+            tags=["health"],
+            dependencies=may_read,
+            response_class=PlainTextResponse,
+            summary="Metrics in Prometheus's text format.",
+        )
+        def get_metrics() -> Response:
+            from millstream.serving.metrics import prometheus_text
+
+            return Response(prometheus_text(health.status), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        influx = {"X-Influxdb-Version": VERSION.decode(), "X-Influxdb-Build": "OSS"}
+
+        @app.head("/ping", status_code=204, response_model=None, include_in_schema=False)
+        @app.get(
+            "/ping",
+            status_code=204,
+            response_model=None,
+            tags=["write"],
+            summary="InfluxDB's: whether somebody listens.",
+        )
+        def get_ping() -> Response:
+            return Response(status_code=204, headers=influx)
+
+        @app.get("/health", tags=["write"], summary="InfluxDB's: whether lines are taken.", responses=unready)
+        def get_influx_health() -> JSONResponse:
+            ready, why = health.ready()
+            facts: dict[str, Any] = {
+                "name": "influxdb",
+                "message": why,
+                "status": "pass" if ready else "fail",
+                "checks": [],
+            }
+            return JSONResponse({**facts, "version": VERSION.decode()}, 200 if ready else 503, influx)
+
+        # A path that takes writes says so to who asks it otherwise.
+        app.router.routes.append(Route("/v1/streams/{stream}/tables/{table}", self._writes, methods=["POST"]))
+        for path, endpoint in self._of_paths.items():
+            app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
+        described = app.openapi
+
+        def openapi() -> dict[str, Any]:
+            if app.openapi_schema is None:
+                app.openapi_schema = with_writes(described())
+            return app.openapi_schema
+
+        app.openapi = openapi  # type: ignore[method-assign]
+        return app

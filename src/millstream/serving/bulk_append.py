@@ -1,0 +1,196 @@
+"""One bulk append: batches come while those before are written, and each is told of once it is durable, in their order.
+
+Two threads take turns nowhere: the call's own receives, the other appends whatever has come, as one submission to the log. So batches of a
+transfer stand in the log in its order, and a slow disk holds the sender back by the room that there is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import pyarrow as pa
+
+from millstream.errors import MillstreamError, WriterClosed
+from millstream.ingest.arrow_rows import check_batch
+from millstream.ingest.bulk import PIECE_BYTES, Cutter, Piece, PutRequest
+from millstream.ingest.columns import table_of
+from millstream.model.writes import AppendBatch
+
+if TYPE_CHECKING:
+    from millstream.model.operations import Appended
+    from millstream.writers.appending import HomeAppender
+
+SUBMISSION_BYTES: Final = 2 * PIECE_BYTES
+_SUBMISSION_PIECES: Final = 1000
+
+
+class Room:
+    """So many bytes at once, over all transfers; one larger piece may stretch it while nothing else is there."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free = self._all = size_bytes
+        self._changed = threading.Condition()
+
+    def take(self, size_bytes: int, given_up: Callable[[], bool]) -> None:
+        """Wait until there is room for as many; or until `given_up`, which is looked at now and then."""
+        with self._changed:
+            while self._free < min(size_bytes, self._all) and not given_up():
+                self._changed.wait(0.2)
+            self._free -= size_bytes
+
+    def give(self, size_bytes: int) -> None:
+        """Have room for as many again."""
+        with self._changed:
+            self._free += size_bytes
+            self._changed.notify_all()
+
+
+class BulkAppend:
+    """Appends what one transfer brings.
+
+    Args:
+        asked: to which table, and how.
+        appender: the way to the log.
+        room: what pieces are counted against from when they have come until they are told of.
+        tell: sends the sender a line of JSON; called on another thread than `run`.
+    """
+
+    def __init__(self, asked: PutRequest, appender: HomeAppender, room: Room, tell: Callable[[bytes], None]) -> None:
+        self._asked = asked
+        self._appender = appender
+        self._room = room
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._waiting: deque[Piece] = deque()
+        self._has_all = False
+        self._open = 0
+        """Pieces that have come and aren't told of."""
+        self._failure: Exception | None = None
+
+    def has_work(self) -> bool:
+        """Whether something that has come isn't told of yet."""
+        return self._open > 0
+
+    def run(
+        self,
+        batches: Iterable[tuple[pa.RecordBatch, bytes | None]],
+        closing: threading.Event,
+        admit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Append them all; return once everything is durable and told.
+
+        Args:
+            batches: with what was sent beside each. Iterating blocks until the next has come.
+            closing: set when the server ends: what has come then is appended, and no more is taken.
+            admit: called with each batch; raises where its sender may send no more.
+
+        Raises:
+            MillstreamError: a batch was refused, or couldn't be appended. Those that were told of are durable; of the one that the error
+                is about a line was told as well, with `error` in it.
+            WriterClosed: the server ends.
+        """
+        cutter = Cutter(self._asked)
+        worker = threading.Thread(target=self._append_all, name="flight-append", daemon=True)
+        worker.start()
+        refused: tuple[Piece, MillstreamError] | None = None
+        try:
+            for place, (rows, metadata) in enumerate(batches):
+                try:
+                    admit()
+                    check_batch(rows)
+                    for piece in cutter.pieces(rows, metadata):
+                        self._offer(piece)
+                except MillstreamError as error:
+                    refused = Piece(rows, place, 0, None), error
+                    break
+                if closing.is_set():
+                    raise WriterClosed("the server ends; batches that it hasn't told of weren't appended")
+                if self._failure is not None:
+                    break
+        finally:
+            with self._changed:
+                self._has_all = True
+                self._changed.notify_all()
+            worker.join()
+        if self._failure is not None:
+            raise self._failure
+        if refused is not None:
+            self._tell_refused(*refused)
+
+    def _offer(self, piece: Piece) -> None:
+        self._room.take(piece.size_bytes, lambda: self._failure is not None)
+        with self._changed:
+            self._waiting.append(piece)
+            self._open += 1
+            self._changed.notify_all()
+
+    def _append_all(self) -> None:
+        while group := self._next_group():
+            try:
+                if self._failure is None:
+                    self._append(group)
+            except Exception as error:  # noqa: BLE001 - the thread that waits for this one raises it
+                self._failure = error
+            finally:
+                self._room.give(sum(piece.size_bytes for piece in group))
+                with self._changed:
+                    self._open -= len(group)
+
+    def _next_group(self) -> list[Piece]:
+        """What has come, as much as goes at once; nothing when all is done."""
+        with self._changed:
+            while not self._waiting and not self._has_all:
+                self._changed.wait()
+            group: list[Piece] = []
+            size = 0
+            while self._waiting and len(group) < _SUBMISSION_PIECES:
+                size += self._waiting[0].size_bytes
+                if group and size > SUBMISSION_BYTES:
+                    break
+                group.append(self._waiting.popleft())
+            return group
+
+    def _append(self, group: list[Piece]) -> None:
+        try:
+            rows = table_of(pa.Table.from_batches([piece.rows for piece in group]))
+        except MillstreamError as error:
+            if len(group) == 1:
+                self._tell_refused(group[0], error)
+            # One of them isn't what the log takes; those before it are.
+            for piece in group:
+                self._append([piece])
+            return
+        batch = AppendBatch(
+            self._asked.table,
+            rows,
+            [piece.rows.num_rows for piece in group],
+            [piece.write_id for piece in group],
+            self._asked.keep_valid_rows,
+            self._asked.level,
+        )
+        try:
+            outcomes = self._appender.append_batch(self._asked.stream, batch, deadline_s=self._asked.deadline_s)
+        except MillstreamError as error:  # all of them: no such stream, no room, nobody who writes
+            self._tell_refused(group[0], error)
+        refused: list[tuple[Piece, MillstreamError]] = []
+        for piece, outcome in zip(group, outcomes, strict=True):
+            if isinstance(outcome, MillstreamError):
+                refused.append((piece, outcome))
+            else:
+                self._tell_appended(piece, outcome)
+        if refused:
+            self._tell_refused(*refused[0])
+
+    def _tell_appended(self, piece: Piece, outcome: Appended) -> None:
+        self._tell(json.dumps(piece.told(outcome)).encode())
+
+    def _tell_refused(self, piece: Piece, error: MillstreamError) -> NoReturn:
+        """Who sends a batch only once the one before is told of hears of it here: a call can't be ended while it is waited for."""
+        self._tell(json.dumps({"batch": piece.batch, "row": piece.row, "error": error.as_dict()}, default=str).encode())
+        error.details.setdefault("batch", piece.batch)
+        error.details.setdefault("batch_row", piece.row)
+        raise error

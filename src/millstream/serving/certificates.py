@@ -1,0 +1,268 @@
+"""The server's certificate, its key and the authorities of clients: read, checked, and read again once they have changed.
+
+They are checked by a handshake with ourselves, in memory: what a client would stumble over (a key of another certificate, one that has
+expired) is said when the server starts, with the file's name, and a renewal that went wrong leaves the one in use alone.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.errors import CertificateUnusable
+from millstream.serving.access import CERTIFICATE, name_in_certificate
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+
+logger = structlog.get_logger("millstream.serve")
+
+LOOK_EVERY_S: Final = 2.0
+"""How often it is looked whether the files have changed."""
+_SOON_S: Final = 14 * 86_400.0
+"""An end this near is worth a warning: those that renew by themselves do it earlier."""
+_HANDSHAKE_STEPS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Where they lie."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @classmethod
+    def of_home(cls, home: Home) -> Certificates | None:
+        """As the configuration has them; None where there is no TLS."""
+        http = home.config.http
+        if http.tls_certificate is None or http.tls_key is None:
+            return None
+        certificate, key = (home.path / Path(file).expanduser() for file in (http.tls_certificate, http.tls_key))
+        return cls(certificate, key, None if http.client_ca is None else home.path / Path(http.client_ca).expanduser())
+
+    def server_context(self) -> ssl.SSLContext:
+        """A context for a server that has them.
+
+        Raises:
+            CertificateUnusable: a file can't be read, the key is another's or has a passphrase, or one has expired.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load(context)
+        if self.client_ca is not None:
+            _check_readable(self.client_ca)
+            try:
+                context.load_verify_locations(self.client_ca)
+            except ssl.SSLError as error:
+                raise _unusable(self.client_ca, f"holds no certificates that can be read: {_words(error)}") from error
+            now = time.time()
+            ends = [ssl.cert_time_to_seconds(str(one["notAfter"])) for one in context.get_ca_certs()]
+            if ends and max(ends) < now:
+                raise _unusable(self.client_ca, "has nothing but authorities that have expired")
+            context.verify_mode = ssl.CERT_REQUIRED
+            # A session that is resumed shows no certificate again, whatever authorities there are by then.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
+        self._check_handshake(context)
+        return context
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """The files' bytes: certificate, key and clients' authorities. Raises as `server_context`."""
+        self.server_context()
+        found = [
+            b"" if file is None else _check_readable(file) for file in (self.certificate, self.key, self.client_ca)
+        ]
+        return found[0], found[1], None if self.client_ca is None else found[2]
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Put certificate and key into a context in use: connections that are made from now on have them. Raises as `server_context`."""
+        self.server_context()
+        self._load(context)
+
+    def fingerprint(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """What changes when a file does."""
+        found: list[tuple[int, int, int] | None] = []
+        for file in (self.certificate, self.key, self.client_ca):
+            if file is None:
+                continue
+            try:
+                facts = file.stat()
+            except OSError:
+                found.append(None)
+            else:
+                found.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
+        return tuple(found)
+
+    def content(self) -> tuple[bytes | None, ...]:
+        """What the files hold; None of one that can't be read, or isn't configured."""
+        found: list[bytes | None] = []
+        for file in (self.certificate, self.key, self.client_ca):
+            try:
+                found.append(None if file is None else file.read_bytes())
+            except OSError:
+                found.append(None)
+        return tuple(found)
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        for file in (self.certificate, self.key):
+            _check_readable(file)
+
+        def no_passphrase() -> str:
+            raise _unusable(self.key, "has a passphrase", hint="Give it one without: nobody is there to type it.")
+
+        try:
+            context.load_cert_chain(self.certificate, self.key, no_passphrase)
+        except ssl.SSLError as error:
+            if "KEY_VALUES_MISMATCH" in str(error):
+                raise _unusable(self.key, f"isn't the key of {self.certificate}") from error
+            raise _unusable(
+                self.certificate, f"and {self.key} are no certificate and key that can be read: {_words(error)}"
+            ) from error
+
+    def _check_handshake(self, server: ssl.SSLContext) -> None:
+        """Have a client that trusts this certificate and nothing else shake hands: it sees the dates as others will."""
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname = False
+        client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        client.load_verify_locations(self.certificate)
+        verify, server.verify_mode = server.verify_mode, ssl.CERT_NONE
+        try:
+            certificate = _shaken(client, server)
+        except ssl.SSLCertVerificationError as error:
+            raise _unusable(
+                self.certificate,
+                f"can't be used: {error.verify_message}",
+                hint="Have it renewed, or set the clock right.",
+            ) from error
+        except ssl.SSLError as error:
+            raise _unusable(self.certificate, f"can't be used: {_words(error)}") from error
+        finally:
+            server.verify_mode = verify
+        left_s = ssl.cert_time_to_seconds(str(certificate.get("notAfter"))) - time.time()
+        if left_s < _SOON_S:
+            logger.warning("the certificate expires soon", file=str(self.certificate), days=round(left_s / 86_400, 1))
+
+
+class Renewal:
+    """Looks whether the files have changed, and has a context take them. Called from the thread that uses the context."""
+
+    def __init__(self, certificates: Certificates, context: ssl.SSLContext) -> None:
+        self._certificates = certificates
+        self.context: Final = context
+        self._newest = context
+        if certificates.client_ca is not None:
+            # Authorities can be added to a context, and none taken away: a connection goes over to the newest one.
+            context.sni_callback = self._choose
+        self._seen = certificates.fingerprint()
+        self._in_use = certificates.content()
+
+    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called for each connection when it has said hello, whether it names a server or not."""
+        del name, context
+        connection.context = self._newest
+
+    @classmethod
+    def of_home(cls, home: Home) -> Renewal | None:
+        """Of a new context with what the configuration has; None where there is no TLS. Raises as `Certificates.server_context`."""
+        certificates = Certificates.of_home(home)
+        return None if certificates is None else cls(certificates, certificates.server_context())
+
+    def look(self) -> bool:
+        """Whether the context has new ones. Of files that can't be used it is said once, and those before stay.
+
+        Files that were written again as they are renew nothing: calls of Flight would be ended for it.
+        """
+        found = self._certificates.fingerprint()
+        if found == self._seen:
+            return False
+        self._seen = found
+        content = self._certificates.content()
+        if content == self._in_use:
+            return False
+        try:
+            if self._certificates.client_ca is None:
+                self._certificates.renew(self.context)
+            else:
+                self._newest = self._certificates.server_context()
+        except CertificateUnusable as error:
+            logger.warning(
+                "the certificate or the clients' authority has changed and can't be used; what was before stays",
+                error=error.message,
+                code=error.code,
+            )
+            return False
+        self._in_use = content
+        logger.info("the certificate was renewed", file=str(self._certificates.certificate))
+        return True
+
+
+def telling_certificates(protocol: Any) -> Any:
+    """A protocol of uvicorn's whose requests find in their scope what the connection's client has shown: see `access.CERTIFICATE`.
+
+    Args:
+        protocol: its class.
+    """
+
+    class Telling(protocol):  # type: ignore[misc] # known when it runs
+        """As it is, else."""
+
+        app: Any
+
+        def connection_made(self, transport: Any) -> None:
+            """See asyncio.Protocol."""
+            connection = transport.get_extra_info("ssl_object")
+            name = None if connection is None else name_in_certificate(connection.getpeercert())
+            if name is not None:
+                self.app = _telling(self.app, name)
+            super().connection_made(transport)
+
+    return Telling
+
+
+def _telling(application: Callable[..., Any], name: str) -> Callable[..., Any]:
+    async def told(scope: Any, receive: Any, send: Any) -> None:
+        scope[CERTIFICATE] = name
+        await application(scope, receive, send)
+
+    return told
+
+
+def _shaken(client: ssl.SSLContext, server: ssl.SSLContext) -> dict[str, Any]:
+    """The server's certificate as a client finds it."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = client.wrap_bio(to_client, to_server)
+    theirs = server.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(_HANDSHAKE_STEPS):
+        waiting = 0
+        for side in (ours, theirs):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                waiting += 1
+        if not waiting:
+            break
+    return dict(ours.getpeercert() or {})
+
+
+def _check_readable(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise _unusable(file, f"can't be read: {error.strerror}") from error
+
+
+def _unusable(
+    file: Path, what: str, *, hint: str = "See [http] tls_certificate, tls_key and client_ca in millstream.toml."
+) -> CertificateUnusable:
+    return CertificateUnusable(f"{file} {what}", hint=hint, file=str(file))
+
+
+def _words(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")

@@ -1,0 +1,223 @@
+"""`POST /write` and `POST /api/v2/write`: InfluxDB's line protocol, as its clients of versions 1, 2 and 3 send it.
+
+A stream is the database (`db`) or bucket (`bucket`), a measurement a table. Lines that are wrong, or have no place in their table, are left out and
+told by their number; the others are durable when the answer comes. Errors have the shapes that those clients look for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from asyncio import wrap_future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from http import HTTPStatus
+from typing import Any, Final, Literal
+
+import structlog
+
+from millstream.errors import MillstreamError, ReplicationError, Retry, ServerBusy, UsageError
+from millstream.ingest.lines import Lines, TableLines, tables_of_lines
+from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
+from millstream.model.writes import WriteId
+from millstream.serving.memory_budget import ClientGoneError, Held, Receive, read_body
+from millstream.serving.problems import encoded, headers_of, status_of
+from millstream.serving.request_batching import Target
+from millstream.serving.requests import (
+    Scope,
+    Send,
+    answer,
+    deadline_said,
+    headers_said,
+    level_said,
+    parameters_said,
+    write_id_said,
+)
+from millstream.serving.writes import Writes
+
+logger = structlog.get_logger("millstream.serve")
+
+Dialect = Literal["v1", "v2"]
+"""Of `/write`, and of `/api/v2/write`."""
+_TOLD_MAX: Final = 20
+"""Lines that a message tells of."""
+_LINES_FACTOR: Final = 12
+"""How many times its size a body of lines takes while it is read, at the most."""
+_PARSER_PATIENCE_S: Final = 5.0
+"""InfluxDB's clients give up after ten."""
+_CODES: Final[Mapping[int, str]] = {
+    400: "invalid",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not found",
+    409: "conflict",
+    413: "request too large",
+    422: "unprocessable entity",
+    429: "too many requests",
+    503: "unavailable",
+}
+"""Version 2's, by status; others are `internal error`."""
+
+
+class _RefusedLine:
+    """A line that wasn't written, and why."""
+
+    __slots__ = ("line", "reason")
+
+    def __init__(self, line: int, reason: str) -> None:
+        self.line = line
+        self.reason = reason
+
+
+class LineWrites:
+    """Takes lines from requests.
+
+    Args:
+        writes: takes rows; what is bounded is bounded together.
+        dialect: of the clients.
+        parser: ends when the parser's machine code is there.
+    """
+
+    def __init__(self, writes: Writes, dialect: Dialect, parser: Future[None]) -> None:
+        self._writes = writes
+        self._parser = parser
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request: ASGI's way."""
+        try:
+            refused, count = await self._append(scope, receive)
+        except MillstreamError as error:
+            await self._fail(send, status_of(type(error)), _spoken(error))
+        except ClientGoneError:
+            return
+        except Exception:  # our bug: the request must not look as if it hadn't been heard
+            logger.exception("a request failed", path=scope["path"])
+            await self._fail(send, HTTPStatus.INTERNAL_SERVER_ERROR, "this is a bug of the server's")
+        else:
+            if not count:
+                await answer(send, HTTPStatus.NO_CONTENT, b"", [(b"x-influxdb-version", VERSION)])
+            else:
+                await self._fail(send, HTTPStatus.BAD_REQUEST, _told(refused, count), refused[0].line)
+
+    async def _fail(self, send: Send, status: int, message: str, line: int | None = None) -> None:
+        said: dict[str, Any]
+        if self._dialect == "v1":
+            said = {"error": message}
+        else:
+            said = {"code": _CODES.get(status, "internal error"), "message": message}
+            if line is not None:
+                said["line"] = line
+        beside = [header for header in headers_of(status) if header[0] != b"content-type"]
+        headers = [(b"content-type", b"application/json"), (b"x-influxdb-version", VERSION), *beside]
+        await answer(send, status, encoded(said), headers)
+
+    async def _append(self, scope: Scope, receive: Receive) -> tuple[list[_RefusedLine], int]:
+        """The lines that weren't written, the first ones, and how many they are."""
+        parameters, headers = parameters_said(scope), headers_said(scope)
+        name = "db" if self._dialect == "v1" else "bucket"
+        stream = parameters.get(name, "")
+        if not stream:
+            raise UsageError(f"the address names no {name}", hint=f"Add ?{name}=STREAM.")
+        await self._writes.admit(scope, stream, in_query=True)
+        deadline_s, acks = deadline_said(parameters, self._writes.deadline_s), level_said(headers)
+        write_id = write_id_said(headers)
+        if write_id is not None and write_id.key is None:
+            raise UsageError("lines of several tables are several writes: send an Idempotency-Key instead of a session")
+        now_ns = time.time_ns()
+        await self._warmed()
+        with Held(self._writes.intake) as held:
+            body = await read_body(receive, headers, self._writes.intake, held)
+            self._writes.weigh(held, len(body) * _LINES_FACTOR)
+            lines = await self._writes.read(
+                len(body), lambda: tables_of_lines(body, precision=parameters.get("precision", ""), now_ns=now_ns)
+            )
+            if not lines.tables and not lines.rejected_count:
+                raise UsageError("the body has no lines")
+            outcomes = await self._append_tables(stream, lines, deadline_s, acks, write_id, len(body))
+        return _refused(lines, outcomes)
+
+    async def _warmed(self) -> None:
+        """Wait for the parser's machine code; `ServerBusy` where a client wouldn't wait as long: it would send again what was taken after all."""
+        if not self._parser.done():
+            try:
+                async with asyncio.timeout(_PARSER_PATIENCE_S):
+                    await wrap_future(self._parser)
+            except TimeoutError:
+                raise ServerBusy(
+                    "the parser of lines is being compiled: nothing of these was taken",
+                    hint="Send them again in a moment.",
+                ) from None
+
+    async def _append_tables(
+        self,
+        stream: str,
+        lines: Lines,
+        deadline_s: float,
+        acks: AckLevel | None,
+        write_id: WriteId | None,
+        size_bytes: int,
+    ) -> list[Appended | MillstreamError]:
+        """What became of each table."""
+        size = size_bytes // max(1, len(lines.tables))
+        answers = [
+            self._writes.groups.append(
+                Target(stream, table.table, deadline_s, keep_valid_rows=True, acks=acks),
+                table.rows,
+                size_bytes=size,
+                write_id=write_id and WriteId(key=f"{write_id.key} {table.table}"),
+            )
+            for table in lines.tables
+        ]
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        outcomes: list[Appended | MillstreamError] = []
+        for outcome in found:
+            if not isinstance(outcome, Appended | MillstreamError):
+                raise outcome
+            outcomes.append(outcome)
+        return outcomes
+
+
+def _refused(lines: Lines, outcomes: Sequence[Appended | MillstreamError]) -> tuple[list[_RefusedLine], int]:
+    """Return the first lines that weren't written, in order, and how many there are.
+
+    Raises:
+        MillstreamError: a table's lines failed for another reason than the lines themselves, so the client sends all lines again.
+    """
+    refused = [_RefusedLine(line.line, f"{line.reason}: {line.text!r}") for line in lines.rejected]
+    count = lines.rejected_count
+    for table, outcome in zip(lines.tables, outcomes, strict=True):
+        if isinstance(outcome, MillstreamError):
+            if not _is_refusal(outcome):
+                raise outcome
+            refused += [_RefusedLine(int(line), outcome.message) for line in table.lines[:_TOLD_MAX]]
+            count += len(table.lines)
+        else:
+            refused += [_RefusedLine(_line_of(table, row.row), row.reason) for row in outcome.rejected]
+            count += len(outcome.rejected)
+    return sorted(refused, key=lambda one: one.line), count
+
+
+def _is_refusal(error: MillstreamError) -> bool:
+    """Whether the same lines would be refused again, also if a person has to change the configuration first."""
+    may_pass = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, ReplicationError)
+    return not may_pass and status_of(type(error)) < HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _line_of(table: TableLines, row: int) -> int:
+    return int(table.lines[row])
+
+
+def _told(refused: Sequence[_RefusedLine], count: int) -> str:
+    told = "; ".join(f"line {one.line}: {one.reason}" for one in refused[:_TOLD_MAX])
+    more = f"; and {count - _TOLD_MAX} more" if count > _TOLD_MAX else ""
+    return f"partial write: {told}{more} dropped={count}"
+
+
+def _spoken(error: MillstreamError) -> str:
+    return f"{error.message}. {error.hint}" if error.hint else error.message
+
+
+VERSION: Final = b"v1.8.10-millstream"
+"""Clients of version 1 look at it: what `/ping` says, too. They take `v2` for a server that has no `/write`."""

@@ -1,0 +1,452 @@
+"""What is read over HTTP: streams, tokens, records between tokens, the latest of rows, and SQL over the lake.
+
+Answers are as long as what was asked for and take the memory of a batch: they are made piece by piece on threads of their own, while their
+caller takes them. What fails before the first byte is a problem document; later on it stands in the answer itself (see
+`millstream.client.pieces`). A caller who takes nothing for a while, or goes away, is let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import anyio
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field, ValidationError
+from starlette.types import Message, Receive, Scope, Send
+
+from millstream.app.local_client import OpenHome
+from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, failed, latest_piece, piece
+from millstream.client.protocol import LATEST_ROWS_MAX
+from millstream.config.quantities import duration_s, size_bytes
+from millstream.errors import MediaTypeUnknown, MillstreamError, Overloaded
+from millstream.lake.query.bounds import QueryBounds
+from millstream.model.access import Right
+from millstream.serving.access import Access, allow
+from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
+from millstream.serving.query_workers import Asking, QueryWorkers
+from millstream.serving.requests import headers_said
+from millstream.serving.row_streams import as_stream, in_pieces
+from millstream.serving.writes import JSON_TYPE, media_type
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+
+_AT_ONCE: Final = 8
+"""Threads that make answers: each holds a batch, a stretch of `latest`, or what DuckDB needs for a query. Queries leave some of them free."""
+_ANSWERS_MAX: Final = 32
+"""Answers that are under way, most of them waiting for their callers: each holds a batch."""
+_KEPT: Final = 8
+"""Open homes that are kept for the next request: a reader that is new reads the log's last segment from its beginning."""
+_TAKES_WITHIN_S: Final = 60.0
+"""How long a caller may take nothing of what is sent."""
+_SQL_MAX: Final = 1 << 20
+_FOLDED: Final = 4
+"""How many times as much as its records a stretch of `latest` takes while it is folded, and a table of several regions as its rows."""
+_MERGED_ROWS: Final = 16_384
+"""Of a table of several regions, in a piece of the answer."""
+_GONE: Final = 499
+"""The status of an answer that nobody waits for any more: it is seen in logs alone."""
+
+_BINARY: Final = {"schema": {"type": "string", "format": "binary"}}
+_PIECES: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "Pieces: each a little-endian u32 length and an Arrow IPC stream.",
+        "content": {PIECES_TYPE: _BINARY},
+    }
+}
+_ROWS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "An Arrow IPC stream; pieces, for who accepts these.",
+        "content": {ARROW_TYPE: _BINARY, PIECES_TYPE: _BINARY},
+    }
+}
+
+_Found = TypeVar("_Found")
+_Text = Annotated[str | None, Query(max_length=4096)]
+
+
+class Question(BaseModel, extra="forbid"):
+    """A query."""
+
+    sql: str = Field(max_length=_SQL_MAX, description="One statement that only reads; tables are named schema.table.")
+    as_of: str | None = Field(
+        default=None, max_length=4096, description="A token, an ISO time or an age (`10m ago`): the tables as of then."
+    )
+
+
+_QUESTION: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {"application/json": {"schema": Question.model_json_schema()}},
+}
+
+
+class Reading:
+    """The reading side of a home's server: `router` has its endpoints. The application has an `Access` in `app.state.access`."""
+
+    def __init__(self, home: Home, intake: Intake) -> None:
+        self._home = home
+        self._intake = intake
+        self._idle: list[OpenHome] = []
+        self._lock = threading.Lock()
+        http = home.config.http
+        again = "Ask again a little later, or read with fewer callers."
+        self._answers = _Places(_ANSWERS_MAX, "answers are being read", again)
+        self._queries = _Places(
+            http.queries_max,
+            "queries run, as many as may",
+            "Ask again a little later; `[http] queries_max` says how many run at a time.",
+        )
+        self._bounds = QueryBounds(
+            size_bytes(http.query_memory_bytes_max),
+            size_bytes(http.query_spill_bytes_max),
+            duration_s(http.query_timeout),
+            home.queries_folder,
+        )
+        self._workers = QueryWorkers(home, self._bounds)
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="reading")
+        self.router: Final = APIRouter(prefix="/v1/streams", tags=["read"])
+        self._add()
+        self._add_query()
+
+    def close(self) -> None:
+        """Let go of threads and open homes; answers that are under way come to their ends."""
+        self._threads.shutdown(wait=False)
+        self._workers.close()
+
+    def _add(self) -> None:
+        get = self.router.get
+        may_read = [Depends(allow(Right.READ))]
+
+        @get("", summary="Names of the streams that have a log, of those that the caller may read.")
+        async def streams(request: Request) -> dict[str, Any]:
+            access: Access = request.app.state.access
+            caller = await access.caller_of(request.scope)
+            found = await self._asked(lambda home: home.streams())
+            return {"streams": [name for name in found if caller.may(Right.READ, name)]}
+
+        @get("/{stream}/token", dependencies=may_read, summary="The newest consistent cut of a stream's log.")
+        async def token(stream: str, vector: bool = False) -> dict[str, str]:  # noqa: FBT001, FBT002 - a parameter of the URL
+            return {"token": str(await self._asked(lambda home: home.token(stream, vector=vector)))}
+
+        @get(
+            "/{stream}/records",
+            responses=_PIECES,
+            dependencies=may_read,
+            summary="Records between two tokens, in order.",
+            response_class=StreamingResponse,
+        )
+        async def records(
+            request: Request, stream: str, table: _Text = None, after: _Text = None, upto: _Text = None
+        ) -> Response:
+            def made(home: OpenHome) -> Iterator[bytes]:
+                for batch in home.read(stream, table=table, after=after, upto=upto):
+                    yield from piece([batch], batch.schema)
+
+            return await self._answer(request, made, PIECES_TYPE)
+
+        @get(
+            "/{stream}/latest",
+            responses=_PIECES,
+            dependencies=may_read,
+            summary="What became of a table's rows.",
+            response_class=StreamingResponse,
+        )
+        async def latest(
+            request: Request,
+            stream: str,
+            table: Annotated[str, Query(max_length=4096)],
+            after: _Text = None,
+            upto: _Text = None,
+            rows_max: Annotated[int, Query(ge=1, le=LATEST_ROWS_MAX)] = LATEST_ROWS_MAX,
+        ) -> Response:
+            def made(home: OpenHome) -> Iterator[bytes]:
+                for found in home.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max):
+                    yield from latest_piece(found.emptied, found.rows, found.token)
+
+            return await self._answer(request, made, PIECES_TYPE)
+
+        @get(
+            "/{stream}/merged",
+            responses=_ROWS,
+            dependencies=may_read,
+            summary="A table that several regions write, as all of them together say it is.",
+            response_class=StreamingResponse,
+        )
+        async def merged(
+            request: Request,
+            stream: str,
+            table: Annotated[str, Query(max_length=4096)],
+            at: Annotated[datetime | None, Query(description="As of which moment signals have decayed.")] = None,
+        ) -> Response:
+            wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
+
+            def made(home: OpenHome) -> Iterator[bytes]:
+                reader = home.merged(stream, table, at=at).to_reader(max_chunksize=_MERGED_ROWS)
+                yield from in_pieces(reader) if wants_pieces else as_stream(reader)
+
+            media_type = PIECES_TYPE if wants_pieces else ARROW_TYPE
+            return await self._answer(request, made, media_type, places=(self._queries,))
+
+    def _add_query(self) -> None:
+        @self.router.post(
+            "/{stream}/query",
+            responses=_ROWS,
+            dependencies=[Depends(allow(Right.READ))],
+            summary="SQL over a stream's tables.",
+            response_class=StreamingResponse,
+            openapi_extra={"requestBody": _QUESTION},
+        )
+        async def query(request: Request, stream: str) -> Response:
+            try:
+                question = await self._question(request)
+            except ClientGoneError:
+                return Response(status_code=_GONE)
+            wants_pieces = PIECES_TYPE in request.headers.get("accept", "")
+            asked = self._workers.ask(Asking(stream, question.sql, question.as_of, wants_pieces))
+            return await self._answer(
+                request,
+                lambda _home: asked.parts(),
+                PIECES_TYPE if wants_pieces else ARROW_TYPE,
+                places=(self._queries,),
+                give_up=asked.give_up,
+                within_s=self._bounds.time_s,
+            )
+
+    async def _question(self, request: Request) -> Question:
+        """What a request asks. FastAPI would take the whole body, of any size, before it looks at who sends it."""
+        headers = headers_said(request.scope)
+        if media_type(headers) != JSON_TYPE:
+            raise MediaTypeUnknown(
+                "a query comes as JSON",
+                hint=f'Send {{"sql": "…"}}, and {JSON_TYPE} in Content-Type.',
+                header="Content-Type",
+                value=media_type(headers),
+            )
+        with Held(self._intake) as held:
+            body = await read_body(request.receive, headers, self._intake, held)
+            try:
+                return Question.model_validate_json(body)
+            except ValidationError as error:
+                raise RequestValidationError(error.errors(include_url=False, include_input=False)) from error
+
+    async def _asked(self, ask: Callable[[OpenHome], _Found]) -> _Found:
+        """A short answer."""
+
+        def work() -> _Found:
+            with self._opened() as home:
+                return ask(home)
+
+        return await asyncio.wrap_future(self._threads.submit(work))
+
+    async def _answer(
+        self,
+        request: Request,
+        made: Callable[[OpenHome], Iterator[bytes]],
+        media_type: str,
+        *,
+        places: tuple[_Places, ...] = (),
+        give_up: Callable[[], None] = lambda: None,
+        within_s: float | None = None,
+    ) -> Response:
+        """An answer that goes out while it is made. What fails before its first byte is raised.
+
+        Args:
+            request: what is answered.
+            made: makes its bytes.
+            media_type: theirs.
+            places: what it has to have one of, beside one of all answers.
+            give_up: ends what `made` does, from another thread.
+            within_s: how long it may take to make, send and be taken; as long as the caller goes on taking, if None.
+        """
+        until_s = None if within_s is None else asyncio.get_running_loop().time() + within_s
+
+        def whole() -> Iterator[bytes]:
+            with self._opened() as home:
+                has_parts = False
+                for part in made(home):
+                    has_parts = True
+                    yield part
+                if not has_parts:
+                    yield b""
+
+        with ExitStack() as taken:
+            for some in (self._answers, *places):
+                taken.enter_context(some.one())
+            making = _Making(whole(), self._threads, give_up)
+            unless_sent = taken.pop_all()
+
+        is_let_go = False
+
+        async def let_go() -> None:
+            nonlocal is_let_go
+            if not is_let_go:
+                is_let_go = True
+                with unless_sent, anyio.CancelScope(shield=True):
+                    await making.close()
+
+        try:
+            first = await _unless_gone(request, making)
+        except BaseException:
+            await let_go()
+            raise
+        if first is None:
+            await let_go()
+            return Response(status_code=_GONE)
+        return _Answer(_sent(first, making, media_type, let_go), media_type, let_go, until_s)
+
+    def _open(self) -> OpenHome:
+        return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // _FOLDED))
+
+    @contextmanager
+    def _opened(self) -> Iterator[OpenHome]:
+        """The home, open for one thread's use."""
+        with self._lock:
+            home = self._idle.pop() if self._idle else self._open()
+        try:
+            yield home
+        except MillstreamError as error:
+            if error.retry.value == "reopen":
+                home.close()
+                home = self._open()
+            raise
+        finally:
+            with self._lock:
+                if len(self._idle) < _KEPT:
+                    self._idle.append(home)
+
+
+class _Places:
+    """So many at a time; others are told to come again. For one event loop.
+
+    Args:
+        count: how many.
+        what: what they are, as in `3 … `.
+        hint: what to do where there is none free.
+    """
+
+    def __init__(self, count: int, what: str, hint: str) -> None:
+        self._count = count
+        self._what = what
+        self._hint = hint
+        self._taken = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """One of them, until the block ends; `Overloaded` where none is free."""
+        if self._taken >= self._count:
+            raise Overloaded(f"{self._taken} {self._what}", hint=self._hint)
+        self._taken += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
+
+
+class _Making:
+    """An answer's parts, made on threads, one after the other."""
+
+    def __init__(self, parts: Iterator[bytes], threads: ThreadPoolExecutor, give_up: Callable[[], None]) -> None:
+        self._parts = parts
+        self._threads = threads
+        self._give_up = give_up
+
+    async def next(self) -> bytes | None:
+        """The next part; None behind the last. Cancelled, it ends what the thread does."""
+        work: Future[bytes | None] = self._threads.submit(next, self._parts, None)
+        waiting = asyncio.wrap_future(work)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                if not work.cancel():
+                    self._give_up()
+                await asyncio.wait([waiting])
+            raise
+
+    async def close(self) -> None:
+        """Give back what the parts are made of."""
+        close = getattr(self._parts, "close", None)
+        if close is not None:
+            await asyncio.wrap_future(self._threads.submit(close))
+
+
+class _Answer(StreamingResponse):
+    """A response whose parts are let go however it ends, and whose caller has to take them."""
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        media_type: str,
+        let_go: Callable[[], Awaitable[None]],
+        until_s: float | None,
+    ) -> None:
+        super().__init__(parts, media_type=media_type)
+        self._parts = parts
+        self._let_go = let_go
+        self._until_s = until_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def within_patience(message: Message) -> None:
+            patience_ends_s = loop.time() + _TAKES_WITHIN_S
+            async with asyncio.timeout_at(min(patience_ends_s, self._until_s or patience_ends_s)):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, within_patience)
+        finally:
+            # Not by the parts themselves: where the caller goes before the first is sent, they never begin, and have nothing to end.
+            with anyio.CancelScope(shield=True):
+                try:
+                    await self._parts.aclose()
+                finally:
+                    await self._let_go()
+
+
+async def _sent(
+    first: bytes, making: _Making, media_type: str, let_go: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes, None]:
+    end = END
+    try:
+        yield first
+        while (part := await making.next()) is not None:
+            yield part
+    except MillstreamError as error:
+        if media_type != PIECES_TYPE:
+            raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
+        end = failed(error)
+    # Before its caller hears of the end, and asks the next thing: that one has its place then.
+    await let_go()
+    if media_type == PIECES_TYPE:
+        yield end
+
+
+async def _unless_gone(request: Request, making: _Making) -> bytes | None:
+    """The first part; None where its caller has gone before it was there."""
+    first: bytes | None = None
+    failure: list[Exception] = []
+    async with anyio.create_task_group() as group:
+
+        async def listen() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            group.cancel_scope.cancel()
+
+        group.start_soon(listen)
+        try:
+            first = await making.next()
+        except Exception as error:  # noqa: BLE001 - raised below: a group would wrap it
+            failure.append(error)
+        group.cancel_scope.cancel()
+    if failure:
+        raise failure[0]
+    return first

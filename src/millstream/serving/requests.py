@@ -1,0 +1,128 @@
+"""What requests say beside their body: headers, parameters, parts of their path; and how an answer goes back. For paths that answer by themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote_to_bytes
+
+from millstream.client.protocol import SERVER_DEADLINE_S_MAX
+from millstream.errors import InvalidValue, MillstreamError, UsageError
+from millstream.ingest.requests import check_write_id
+from millstream.model.replication import AckLevel
+from millstream.model.writes import WriteId
+from millstream.serving.problems import encoded, headers_of, problem_of
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+"""ASGI's."""
+_PARAMETERS_MAX: Final = 32
+_DIGITS_MAX: Final = 18
+
+
+def headers_said(scope: Scope) -> dict[bytes, bytes]:
+    """A request's headers by their name in small letters; of one that comes twice the last."""
+    return dict(scope["headers"])
+
+
+def parameters_said(scope: Scope) -> dict[str, str]:
+    """The parameters of a request's address; `UsageError` where they can't be read."""
+    text: bytes = scope.get("query_string", b"")
+    if not text:
+        return {}
+    try:
+        return dict(
+            parse_qsl(text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=_PARAMETERS_MAX)
+        )
+    except ValueError as error:
+        raise UsageError(f"the address's parameters can't be read: {error}") from error
+
+
+def text_of_path(part: bytes) -> str:
+    """A part of a path, without its percent signs; `UsageError` where it isn't text."""
+    try:
+        return unquote_to_bytes(part).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError("a name in the address isn't UTF-8") from error
+
+
+def deadline_said(parameters: Mapping[str, str], default_s: float) -> float:
+    """How long the request may wait for room."""
+    text = parameters.get("deadline_s")
+    if text is None:
+        return default_s
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= SERVER_DEADLINE_S_MAX:
+        raise UsageError(f"deadline_s={text!r}: it is a number of seconds, from 0 to {SERVER_DEADLINE_S_MAX:g}")
+    return found
+
+
+def level_said(headers: Mapping[bytes, bytes]) -> AckLevel | None:
+    """Where the request's rows have to be before it is answered, where its headers say that; `UsageError` where they name no level."""
+    text = headers.get(b"millstream-acks")
+    return None if text is None else AckLevel.parse(text.decode("latin-1").strip())
+
+
+def choice_said(parameters: Mapping[str, str], name: str, choices: Mapping[str, bool], default: str) -> bool:
+    """What a parameter chooses."""
+    text = parameters.get(name, default)
+    if text not in choices:
+        raise UsageError(f"{name}={text!r}: it is one of {', '.join(choices)}")
+    return choices[text]
+
+
+def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
+    """What tells the request's write apart from others, where its headers say that.
+
+    Raises:
+        UsageError: a session without a number, a number without a session, or both a session and a key.
+        InvalidValue, RowsTooLarge: the number isn't one from 1, or a text is empty or too long.
+    """
+    key, session = headers.get(b"idempotency-key"), headers.get(b"millstream-session")
+    number = headers.get(b"millstream-session-number")
+    if key is None and session is None and number is None:
+        return None
+    if (session is None) != (number is None) or (key is None) == (session is None):
+        raise UsageError(
+            "a write is told apart by Millstream-Session with Millstream-Session-Number, or by Idempotency-Key alone"
+        )
+    if session is None or number is None:
+        assert key is not None
+        return _checked(WriteId(key=_text("Idempotency-Key", key)))
+    if not number.isdigit() or len(number) > _DIGITS_MAX or int(number) < 1:
+        raise InvalidValue("Millstream-Session-Number isn't a whole number from 1")
+    return _checked(WriteId(session=_text("Millstream-Session", session), number=int(number)))
+
+
+def _checked(write_id: WriteId) -> WriteId:
+    # Here, where it is one request's: in a batch it would refuse all of them.
+    check_write_id(write_id)
+    return write_id
+
+
+def _text(header: str, value: bytes) -> str:
+    try:
+        text = value.decode().strip()
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"{header} isn't UTF-8") from error
+    if not text:
+        raise InvalidValue(f"{header} is empty")
+    return text
+
+
+async def answer(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Send an answer whole."""
+    if body:
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def answer_problem(send: Send, error: MillstreamError) -> None:
+    """Send an error as a problem document."""
+    document = problem_of(error)
+    await answer(send, document["status"], encoded(document), headers_of(document["status"]))

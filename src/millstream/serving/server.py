@@ -1,0 +1,248 @@
+"""`serve`: a home over HTTP, and over Arrow Flight where that is configured. It ends gracefully: what was asked before is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import resource
+import shutil
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.config.quantities import duration_s, size_bytes
+from millstream.errors import AddressInUse
+from millstream.home.catalog_watch import watched_catalog
+from millstream.home.home import Home
+from millstream.private_files import make_folder
+from millstream.processes.child_process import Lifeline
+from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
+from millstream.serving.bind_check import check_protected
+from millstream.serving.certificates import LOOK_EVERY_S, Renewal, telling_certificates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from millstream.nodes.leading import Shipping
+    from millstream.serving.application import Application
+    from millstream.serving.connections import ConnectionBounds
+    from millstream.serving.flight import FlightService
+
+logger = structlog.get_logger("millstream.serve")
+
+_BACKLOG: Final = 2048
+
+
+def serve_home(home: Home, lifeline: Lifeline) -> None:
+    """Serve until told to stop; then answer what was asked before, and end.
+
+    Raises:
+        HomeBusy: the home is served already.
+        AddressInUse: it can't listen there.
+        Unprotected: other machines would reach it, without TLS or without tokens.
+        CertificateUnusable: TLS is configured, and can't be had.
+        ConfigError: the variable that has this node's token isn't set.
+    """
+    from millstream.serving.access import Access
+    from millstream.serving.application import Application
+
+    home.loaded_config.node_token()
+    home.prepare()
+    host, port = home.config.http.address
+    check_protected("http", (host, port), home.config.http)
+    renewal = Renewal.of_home(home)
+    with (
+        contextlib.closing(Access.of_home(home)) as access,
+        RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
+        watched_catalog(home, lifeline),
+        _listen(host, port) as listener,
+        contextlib.closing(Application(home, access)) as application,
+        _shipping(home) as shipping,
+        _flight(home, application, shipping) as flight,
+        _told(home, shipping),
+    ):
+        # A wildcard address isn't one that a person can open.
+        address = f"{host}:{listener.getsockname()[1]}"
+        lifeline.tell("listening", {"address": address})
+        logger.info("listening", address=address)
+        _raise_open_files()
+        _clear(home.queries_folder)
+        # What is there by now stays: looking through it again and again takes as long as a tenth of the requests.
+        gc.collect()
+        gc.freeze()
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_serve(home, lifeline, application, listener, renewal, flight))
+
+
+async def _serve(
+    home: Home,
+    lifeline: Lifeline,
+    application: Application,
+    listener: socket.socket,
+    renewal: Renewal | None,
+    flight: FlightService | None,
+) -> None:
+    import uvicorn
+
+    from millstream.serving.connections import bounded, watch
+
+    http = home.config.http
+    bounds = connection_bounds(home)
+    config = uvicorn.Config(
+        application.asgi(),
+        http=bounded(bounds),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=max(1, round(bounds.idle_s)),
+        timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
+    )
+    config.load()
+    if renewal is not None:
+        config.ssl = renewal.context
+        config.http_protocol_class = telling_certificates(config.http_protocol_class)
+    server = uvicorn.Server(config)
+    # uvicorn would take the signals for itself, and raise them again at its end.
+    server.capture_signals = _leave_signals  # type: ignore[method-assign]
+
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def hear() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            loop.call_soon_threadsafe(told.set)
+
+    lifeline.on_word(hear)
+    if lifeline.stop.is_set() or lifeline.drain.is_set():
+        told.set()
+
+    async def end_when_told() -> None:
+        await told.wait()
+        application.health.draining = True
+        await asyncio.sleep(duration_s(http.drain_delay))
+        server.should_exit = True
+
+    async def renew() -> None:
+        while renewal is not None:
+            await asyncio.sleep(LOOK_EVERY_S)
+            # Here, on the loop's own thread: nobody makes a connection of the context meanwhile.
+            if renewal.look() and flight is not None:
+                flight.renew()
+
+    aside = [
+        asyncio.create_task(end_when_told()),
+        asyncio.create_task(watch(server.server_state, bounds)),
+        asyncio.create_task(renew()),
+    ]
+    try:
+        await server.serve(sockets=[listener])
+        # Nobody waits for these any more but their rows, which their senders may take for appended.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(duration_s(http.drain_timeout)):
+                await application.groups.drain()
+    finally:
+        for task in aside:
+            task.cancel()
+
+
+@contextlib.contextmanager
+def _shipping(home: Home) -> Iterator[Shipping | None]:
+    """What other nodes follow, and an object store gets, where the home is a node; what they lack at the end is shipped first."""
+    if home.config.replication.node is None:
+        yield None
+        return
+    from millstream.nodes.leading import Shipping
+
+    shipping = Shipping(home)
+    shipping.start()
+    yield shipping
+
+
+@contextlib.contextmanager
+def _told(home: Home, shipping: Shipping | None) -> Iterator[None]:
+    """The server's control socket; and the end of shipping, while followers' links still stand."""
+    if shipping is None:
+        yield
+        return
+    from millstream.processes.control import ControlServer
+
+    try:
+        with ControlServer(home, "serve", {"replication": shipping.facts}):
+            yield
+    finally:
+        shipping.end()
+
+
+@contextlib.contextmanager
+def _flight(home: Home, application: Application, shipping: Shipping | None) -> Iterator[FlightService | None]:
+    """Flight beside HTTP, where it is configured; it isn't imported elsewhere."""
+    if home.config.flight.listen is None:
+        yield None
+        return
+    from millstream.serving.flight import flight_of
+
+    with flight_of(home, application.access, application.appender, shipping) as flight:
+        yield flight
+
+
+def connection_bounds(home: Home) -> ConnectionBounds:
+    """What each connection may take, as the home's configuration has it."""
+    from millstream.serving.connections import ConnectionBounds
+
+    http = home.config.http
+    return ConnectionBounds(
+        connections_max=http.connections_max,
+        request_s=duration_s(http.request_timeout),
+        idle_s=duration_s(http.idle_timeout),
+        unread_bytes_max=size_bytes(http.body_bytes_max),
+    )
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        facts = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(facts[0], facts[1])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(facts[4])
+            # Who is told the address finds it open: what comes before the server runs waits.
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise AddressInUse(f"can't listen on {host}:{port}: {error}", address=f"{host}:{port}") from error
+    return listener
+
+
+def _clear(queries: Path) -> None:
+    """Take away what queries of an earlier server left behind, which was killed: this one has the home's lock."""
+    make_folder(queries)
+    for left in queries.iterdir():
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _raise_open_files() -> None:
+    """As many connections as the system lets this process have: what it begins with is commonly 1024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS knows a bound of its own below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextlib.contextmanager
+def _leave_signals() -> Iterator[Any]:
+    yield

@@ -1,0 +1,199 @@
+"""`POST /v1/streams/{stream}/tables/{table}`: rows over HTTP, durable when they are answered.
+
+It stands beside FastAPI, which would take longer for a small request than all else does; the OpenAPI document has it all the same
+(`millstream.serving.openapi`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import wrap_future
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+import pyarrow as pa
+import structlog
+
+from millstream.config.quantities import duration_s
+from millstream.errors import MediaTypeUnknown, MillstreamError, RowsTooLarge, UnknownStream
+from millstream.ingest.arrow_rows import rows_of_arrow
+from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines, valid_columns_of
+from millstream.ingest.undisturbed import made_elsewhere
+from millstream.ingest.valid_rows import ValidTable
+from millstream.model.access import Right
+from millstream.model.names import parse_qualified_name
+from millstream.serving.memory_budget import ClientGoneError, Held, Intake, Receive, read_body
+from millstream.serving.paths import ROWS_PARAMETERS, check_parameters, unknown_path
+from millstream.serving.problems import encoded, headers_of, plain_problem
+from millstream.serving.request_batching import Groups, Target
+from millstream.serving.requests import (
+    Scope,
+    Send,
+    answer,
+    answer_problem,
+    choice_said,
+    deadline_said,
+    headers_said,
+    level_said,
+    parameters_said,
+    text_of_path,
+    write_id_said,
+)
+
+if TYPE_CHECKING:
+    from millstream.home.home import Home
+    from millstream.model.operations import Appended
+    from millstream.serving.access import Access
+
+logger = structlog.get_logger("millstream.serve")
+
+ON_CLASH: Final = {"request": False, "rows": True}
+"""What is refused where a row has no place in its table: the request, or that row."""
+LINES_TYPES: Final = frozenset(
+    {"application/x-ndjson", "application/ndjson", "application/jsonl", "application/jsonlines"}
+)
+JSON_TYPE: Final = "application/json"
+ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
+_TEMPLATE: Final = "/v1/streams/{stream}/tables/{table}"
+_LARGE_BYTES: Final = 256 << 10
+"""Bodies from here on are read on a thread of their own, so that others are answered meanwhile."""
+_LARGE_AT_ONCE: Final = 2
+_JSON_FACTOR: Final = 24
+"""How many times its size a small body of JSON takes while its rows are Python's, at the most; of a larger one it is counted."""
+_ARROW_FACTOR: Final = 3
+_JSON_ANSWER: Final = [(b"content-type", b"application/json")]
+_Made = TypeVar("_Made")
+
+
+class Writes:
+    """Takes rows from requests.
+
+    Args:
+        home: whose streams.
+        groups: what appends them.
+        intake: what all requests together may hold.
+        access: who may write.
+    """
+
+    def __init__(self, home: Home, groups: Groups, intake: Intake, access: Access) -> None:
+        self._access = access
+        self._streams = frozenset(home.config.streams)
+        self._rows_max = home.config.http.rows_max
+        self.deadline_s: Final = duration_s(home.config.http.append_timeout)
+        self.groups: Final = groups
+        self.intake: Final = intake
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request: ASGI's way."""
+        if not is_rows_path(scope["raw_path"]):  # `%2F` parts no path
+            await answer_problem(send, unknown_path(scope["path"], [_TEMPLATE]))
+            return
+        try:
+            appended = await self._append(scope, receive)
+        except MillstreamError as error:
+            await answer_problem(send, error)
+        except ClientGoneError:
+            return
+        except Exception:  # our bug: the request must not look as if it hadn't been heard
+            logger.exception("a request failed", path=scope["path"])
+            await answer(send, 500, encoded(plain_problem(500, "this is a bug of the server's")), headers_of(500))
+        else:
+            await answer(send, 200, msgspec.json.encode(appended.as_dict()), _JSON_ANSWER)
+
+    async def _append(self, scope: Scope, receive: Receive) -> Appended:
+        parts = scope["raw_path"].split(b"/")
+        stream, table = text_of_path(parts[3]), text_of_path(parts[5])
+        await self.admit(scope, stream)
+        parse_qualified_name(table)
+        headers = headers_said(scope)
+        parameters = parameters_said(scope)
+        check_parameters(parameters, ROWS_PARAMETERS)
+        target = Target(
+            stream,
+            table,
+            deadline_said(parameters, self.deadline_s),
+            choice_said(parameters, "on_clash", ON_CLASH, "request"),
+            level_said(headers),
+        )
+        write_id = write_id_said(headers)
+        kind = media_type(headers)
+        if kind not in LINES_TYPES and kind not in {JSON_TYPE, ARROW_TYPE}:
+            raise MediaTypeUnknown(
+                f"rows don't come as {kind or 'a body without a Content-Type'}",
+                hint=f"Send application/x-ndjson, {JSON_TYPE} or {ARROW_TYPE}, and say so in Content-Type.",
+                header="Content-Type",
+                value=kind,
+            )
+        with Held(self.intake) as held:
+            body = await read_body(receive, headers, self.intake, held)
+            rows = await self._rows(kind, body, held, keep_valid_rows=target.keep_valid_rows)
+            size_bytes = len(body)
+            del body
+            if not isinstance(rows, ValidTable):
+                return await self.groups.append(target, rows, size_bytes=size_bytes, write_id=write_id)
+            appended = await self.groups.append(target, rows.table, size_bytes=size_bytes, write_id=write_id)
+            return rows.told(appended)
+
+    async def _rows(
+        self, kind: str, body: bytes, held: Held, *, keep_valid_rows: bool
+    ) -> list[Row] | pa.Table | ValidTable:
+        """A body's rows: small ones of JSON as they are, for the group that they go with."""
+        if kind == ARROW_TYPE:
+            self.weigh(held, len(body) * _ARROW_FACTOR)
+            return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max))
+        decode = rows_of_json if kind == JSON_TYPE else rows_of_lines
+        is_small = len(body) < _LARGE_BYTES
+        self.weigh(held, len(body) * _JSON_FACTOR if is_small else held_bytes(body))
+        if keep_valid_rows:
+            return await self.read(len(body), lambda: valid_columns_of(decode(body, rows_max=self._rows_max)))
+        if is_small:
+            return decode(body, rows_max=self._rows_max)
+        return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max)))
+
+    async def admit(self, scope: Scope, stream: str, *, in_query: bool = False) -> None:
+        """Let a request in that may write to the stream.
+
+        Raises:
+            Unauthenticated, Forbidden: as `Access.allowed`; before anything is said of what there is.
+            UnknownStream: there is none of that name.
+        """
+        if self._access.is_asked:
+            await self._access.allowed(scope, Right.WRITE, stream, in_query=in_query)
+        if stream not in self._streams:
+            raise UnknownStream(
+                f"there is no stream {stream!r} here",
+                hint="`GET /v1/streams` lists those that have a log.",
+                stream=stream,
+            )
+
+    def weigh(self, held: Held, size_bytes: int) -> None:
+        """Count what will be made of a body; `RowsTooLarge` where that could never be within bounds."""
+        if size_bytes > self.intake.bytes_max:
+            raise RowsTooLarge(
+                f"the body's rows may take {size_bytes} bytes of memory, of {self.intake.bytes_max} for all requests",
+                hint="Send it in several requests.",
+                what="memory",
+                size=size_bytes,
+                size_max=self.intake.bytes_max,
+            )
+        held.grow(max(0, size_bytes - held.size_bytes))
+
+    async def read(self, size_bytes: int, make: Callable[[], _Made]) -> _Made:
+        """What is made of a body of that size: here, or on another thread where that takes long."""
+        if size_bytes < _LARGE_BYTES:
+            return make()
+        async with self._large:
+            return await wrap_future(made_elsewhere(make))
+
+
+def media_type(headers: dict[bytes, bytes]) -> str:
+    """A body's, without its parameters."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+
+def is_rows_path(raw_path: bytes) -> bool:
+    """Whether a path, as it was sent, is that of a table's rows."""
+    parts = raw_path.split(b"/")
+    return len(parts) == 6 and parts[1] == b"v1" and parts[2] == b"streams" and parts[4] == b"tables"

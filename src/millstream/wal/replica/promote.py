@@ -1,0 +1,52 @@
+"""A follower's folder on its way into other hands: made ready for a writer.
+
+A writer's recovery explains what lies at the end of a log by a crash of the writer before. What a shipment left there, one shard far ahead
+of another, it would take for damage: so before a follower is promoted, everything that isn't shown goes. What was acknowledged is shown.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
+from millstream.model.replication import ByteEnd
+from millstream.ports import Files
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import MARK_NAME, list_shards, shard_folder
+from millstream.wal.mark import read_mark
+from millstream.wal.replica.divergence import Cut
+from millstream.wal.replica.log import ReplicaEnd, ReplicaLog
+from millstream.wal.replica.marks import NOBODY
+from millstream.wal.shards import lock_shards
+
+
+def prepare_promotion(folder: str, *, files: Files | None = None) -> ReplicaEnd:
+    """Make a follower's log one that a writer may open; nobody follows into it any more when this is called.
+
+    Returns:
+        Where it ends: what a writer's recovery will find.
+
+    Raises:
+        As `ReplicaLog.open`. A crash leaves what the same call goes on from.
+    """
+    files = RealFiles() if files is None else files
+    log = ReplicaLog.open(folder, files=files, side_by_side=False)
+    try:
+        end = log.end()
+    finally:
+        log.close()
+    with ExitStack() as held:
+        marks = lock_shards(files, folder, list_shards(files, folder))
+        for mark in marks.values():
+            held.callback(mark.close)
+        for shard in marks:
+            shard_dir = shard_folder(folder, shard)
+            shown = read_mark(files, shard_dir)
+            if shown is None or shown.writer == NOBODY:
+                Cut.at(files, folder, shard, None).apply(files)
+                files.remove(f"{shard_dir}/{MARK_NAME}")
+                files.sync_dir(shard_dir)
+                continue
+            position = 0 if shown.byte_end == SEGMENT_HEADER_SIZE else shown.byte_end
+            Cut.at(files, folder, shard, ByteEnd(shown.base_offset, position)).apply(files)
+    return end

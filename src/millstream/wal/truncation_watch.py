@@ -1,0 +1,107 @@
+"""What may become of a log while somebody reads it: retention drops its front, and one that has led is cut back to what its new leader has.
+
+Both are said before they are done: retention moves what it has dropped up (`DroppedMark`), and who cuts a log back lowers its marks first
+(`wal.replica.divergence`), which nobody else ever does. So a reader that finds a file gone, or other bytes than the mark had promised, looks at the marks
+again, and knows which it was. A log that was cut back and has grown again meanwhile has marks of another epoch, or lower ones: what a
+reader remembers of its frames may be another history's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+from millstream.errors import CorruptWal, LogError, LogTruncated, OffsetExpired
+from millstream.model.ids import ShardId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd
+from millstream.wal.readable_range import LogExtent
+
+
+class HistoryWatch:
+    """Whether a log is still the one that a reader has come to know, by its marks from look to look. For one thread."""
+
+    def __init__(self) -> None:
+        self._seen: Mapping[ShardId, DurableMark] = {}
+
+    def is_other(self, marks: Mapping[ShardId, DurableMark]) -> bool:
+        """Whether frames that were known when it was asked last may not be those of these marks."""
+        seen, self._seen = self._seen, marks
+        return seen is not marks and any(
+            (now := marks.get(shard)) is None or now.epoch != mark.epoch or _end(now) < _end(mark)
+            for shard, mark in seen.items()
+        )
+
+
+class Meanwhile:
+    """Around reading: turns what a reader runs into where the log was cut back, or dropped, meanwhile, into the error that says so.
+
+    Args:
+        extent: the log's.
+        ends: up to where reading relies on it, by shard; or its marks.
+        upto: up to which number it reads; that of the marks where None.
+
+    Raises:
+        LogTruncated: the log was cut back below one of those.
+        OffsetExpired: a segment is gone: retention was faster.
+    """
+
+    def __init__(
+        self,
+        extent: LogExtent,
+        ends: Mapping[ShardId, ByteEnd] | Mapping[ShardId, DurableMark],
+        upto: Seq | None = None,
+    ) -> None:
+        self._extent: Final = extent
+        self._ends: Final = ends
+        self._upto: Final = upto
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if not isinstance(error, FileNotFoundError | CorruptWal):
+            return
+        if self._extent.goes_by_marks:
+            with suppress(LogError, OSError):
+                self._check_not_cut_back(error)
+        if isinstance(error, FileNotFoundError):
+            first = self._extent.first_seq()
+            raise OffsetExpired(
+                f"retention has dropped {error.filename} while it was read; {first} is the first number left",
+                first=int(first),
+            ) from error
+
+    def _check_not_cut_back(self, error: FileNotFoundError | CorruptWal) -> None:
+        marks, persisted = self._extent.marks()
+        is_lower = is_other = False
+        for shard, end in self._ends.items():
+            if (now := marks.get(shard)) is not None:
+                is_lower |= _end(now) < _end(end)
+                is_other |= isinstance(end, DurableMark) and now.epoch != end.epoch
+        marked = (end.persisted_upto for end in self._ends.values() if isinstance(end, DurableMark))
+        if is_lower and persisted < (max(marked, default=0) if self._upto is None else self._upto):
+            raise LogTruncated(
+                f"the log was cut back to number {persisted} while it was read: what lay behind isn't in its stream's history any more",
+                persisted_upto=int(persisted),
+            ) from error
+        if is_lower or (is_other and not self._is_dropped(error)):
+            # It has grown again; a damaged log that got another writer in just this moment says so when it is read once more.
+            raise LogTruncated(
+                "the log has another writer since this reading began, and other bytes: it was cut back meanwhile",
+                hint="Read again, from a token that was there before this node led, or before it led last; a log that is damaged says so then.",
+                persisted_upto=int(persisted),
+            ) from error
+
+    def _is_dropped(self, error: FileNotFoundError | CorruptWal) -> bool:
+        """Whether it is a segment that is gone because retention has dropped it."""
+        if not isinstance(error, FileNotFoundError) or not str(error.filename).endswith(".wal"):
+            return False
+        _, shard, name = str(error.filename).rsplit("/", 2)
+        return Offset(int(name.removesuffix(".wal"))) < self._extent.dropped(ShardId(int(shard)))[1]
+
+
+def _end(of: DurableMark | ByteEnd) -> ByteEnd:
+    return ByteEnd(of.base_offset, of.byte_end) if isinstance(of, DurableMark) else of

@@ -1,0 +1,494 @@
+"""Appends that are durable here, and wait until other machines have them as well.
+
+The writer goes on meanwhile: commit groups follow one another at this machine's pace, and wait here in their order. One thread looks at what others
+hold while anything waits (`HighWater`), shows readers what they may see by now, and then tells those who waited: what was acknowledged can be read. Appends
+that ask for more than the stream's level wait in an order of their own, so that they hold nobody else up.
+
+What waits keeps its room in the writer's queue: so it is bounded by bytes, together with what hasn't been written yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import pyarrow as pa
+import structlog
+
+from millstream.errors import AckLevelUnavailable, LogError, NotEnoughReplicas
+from millstream.model.ids import GroupNumber, StreamId
+from millstream.model.operations import OPERATION_SCHEMA, Ack, Repeated, WriteOps
+from millstream.model.positions import Seq
+from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings, Reach
+from millstream.ports import HighWater
+from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.handed_over import HandedOver, wait_elsewhere
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.queue import SubmissionQueue
+from millstream.wal.writing.waiters import AwaitedAtLevel, BlockedAtLevel, Outcome, PromisedAtLevel, Waiting, answer
+
+logger = structlog.get_logger("millstream.wal")
+
+_Raised = TypeVar("_Raised", BlockedAtLevel, PromisedAtLevel, AwaitedAtLevel)
+
+_LOOK_FIRST_S: Final = 0.0002
+_LOOK_MAX_S: Final = 0.001
+_LOOK_LATE_S: Final = 0.02
+"""How often it looks: a fraction of the time that a network takes; what has waited for a second isn't about to come."""
+_LATE_S: Final = 1.0
+_TELL_AFTER_S: Final = 10.0
+_TELL_EVERY_S: Final = 60.0
+
+
+NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=OPERATION_SCHEMA), ())
+"""Who appends it waits for all that there was before."""
+
+
+def check_level(level: AckLevel, high_water: HighWater | None, reach: Reach | None = None, *, shared: bool) -> None:
+    """`AckLevelUnavailable` where nobody can say whether the level holds, or it never will."""
+    if level == LOCAL:
+        return
+    if shared:
+        raise AckLevelUnavailable(
+            f"this stream has several writers, each with groups of its own; nobody says of them whether {level} holds",
+            hint='Let one writer own the stream, or use acks = "local".',
+            level=str(level),
+        )
+    if high_water is None:
+        raise AckLevelUnavailable(
+            f"nobody says whether {level} holds: what is written here is known to this machine alone", level=str(level)
+        )
+    lacking = None if reach is None else reach.lacks(level)
+    if lacking is not None:
+        raise AckLevelUnavailable(
+            lacking,
+            hint="Ask for less, or add to [replication] and start again who writes here: it reads the configuration when it starts.",
+            level=str(level),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    waiting: Waiting
+    ack: Ack
+    group: GroupNumber
+    """The last that must be held: its own, or all that there was."""
+    upto: Seq | None
+    """Of what was written before, and is only told again: the number that must be held."""
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Awaiting:
+    """What waits, for those who look after it."""
+
+    submissions: int = 0
+    size_bytes: int = 0
+    longest_s: float = 0.0
+    """How long the first of them has waited."""
+    behind: tuple[str, ...] = ()
+    """The followers, or the object store, that haven't what it waits for."""
+
+
+class LevelWaits:
+    """Those who wait for more than this machine.
+
+    Args:
+        high_water: tells what others hold.
+        default: the stream's level.
+        committer: makes groups durable; with a level other than local it hides them.
+        queue: where what waits keeps its room.
+        stream: its name or id, for messages.
+        shown_upto: up to which number readers see the log, whoever writes it.
+
+    Concurrency: `hold` by the thread that writes; the others by any.
+    """
+
+    def __init__(
+        self,
+        high_water: HighWater,
+        default: AckLevel,
+        committer: GroupCommitter,
+        queue: SubmissionQueue,
+        stream: str,
+        shown_upto: Callable[[], Seq],
+    ) -> None:
+        self._high_water = high_water
+        self._shown_upto = shown_upto
+        self._default = default
+        self._committer = committer
+        self._queue = queue
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._held: dict[AckLevel, deque[_Held]] = {}
+        """By level, in the order of their groups."""
+        self._repeats: dict[AckLevel, deque[_Held]] = {}
+        """What was written before: each may be told as soon as that is held, whatever waits in front."""
+        self._expires_s = float("inf")
+        """No deadline is before it."""
+        self._asleep = False
+        self._closing = False
+        self._holdings = Holdings()
+        self._told_s = 0.0
+        self._unreadable = False
+        high_water.begin(committer.group)
+        self._look()
+        self._show()
+        self._thread = threading.Thread(target=self._run, name="wal-levels", daemon=True)
+        self._thread.start()
+
+    # --- for the thread that writes ----------------------------------------------------------------------------------
+
+    def hold(self, group: Iterable[tuple[Waiting, Ack]]) -> None:
+        """A commit group is durable here: tell those of whom nothing more is asked, and the others once they may be."""
+        now = time.monotonic()
+        newest = self._committer.group
+        told: list[tuple[Waiting, Outcome]] = []
+        with self._lock:
+            size = 0
+            for waiting, ack in group:
+                level = waiting.level
+                if level is None:
+                    told.append((waiting, ack))
+                    continue
+                size += waiting.size_bytes
+                upto = _repeated_upto(ack)
+                held = _Held(waiting, ack, newest, upto, now)
+                kept = self._held if upto is None else self._repeats
+                kept.setdefault(level, deque()).append(held)
+                if waiting.until_s is not None:
+                    self._expires_s = min(self._expires_s, waiting.until_s)
+            if size:
+                self._queue.hold(size)
+            if self._asleep and self._has_work():
+                self._asleep = False
+                self._work.notify_all()
+        answer(told)
+
+    # --- for any thread ----------------------------------------------------------------------------------------------
+
+    def awaited(self) -> Awaiting:
+        """What waits now."""
+        with self._lock:
+            held = [one for kept in self._all() for one in kept]
+            if not held:
+                return Awaiting()
+            first = min(held, key=lambda one: one.since_s)
+            return Awaiting(
+                len(held),
+                sum(one.waiting.size_bytes for one in held),
+                time.monotonic() - first.since_s,
+                self._behind(first),
+            )
+
+    def close(self, patience_s: float, why: str, *, goes_on: bool) -> None:
+        """Wait for so long; who waits then still is told that others are missing. Nothing more may come.
+
+        Args:
+            patience_s: how long.
+            why: what they are told.
+            goes_on: another process of this machine goes on with the log: who has a deadline waits until that, after this returns, and not for `patience_s`.
+        """
+        end = time.monotonic() + (0.0 if goes_on else patience_s)
+        with self._lock:
+            while self._any_held() and (left := end - time.monotonic()) > 0:
+                self._work.wait(min(left, _LOOK_LATE_S))
+            self._closing = True
+            self._work.notify_all()
+        self._thread.join()
+        with self._lock:
+            left_over = [one for kept in self._all() for one in kept]
+            self._held, self._repeats = {}, {}
+        self._let_go(left_over)
+        if goes_on:
+            left_over = self._handed_over(left_over)
+        answer([(one.waiting, self._missing(one, why)) for one in left_over])
+
+    def _handed_over(self, left: Sequence[_Held]) -> list[_Held]:
+        """Have those wait on that have a deadline; the others."""
+        waits = [
+            HandedOver(
+                one.waiting, one.ack, one.waiting.level or self._default, one.waiting.until_s, one.group, one.upto
+            )
+            for one in left
+            if one.waiting.until_s is not None
+        ]
+        hides = self._committer.shown is not None
+        wait_elsewhere(
+            waits,
+            self._high_water,
+            last_seen=self._holdings,
+            shown_upto=self._shown_upto if hides else None,
+            missing=self._missing_of,
+        )
+        return [one for one in left if one.waiting.until_s is None]
+
+    # --- the thread that looks ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause_s = _LOOK_FIRST_S
+        while True:
+            with self._lock:
+                while not self._closing and not self._has_work():
+                    self._asleep = True
+                    self._work.wait()
+                    pause_s = _LOOK_FIRST_S
+                self._asleep = False
+                if self._closing:
+                    return
+            if self._step():
+                pause_s = _LOOK_FIRST_S
+            elif pause_s < _LOOK_MAX_S or self._is_late():
+                pause_s = min(2 * pause_s, _LOOK_LATE_S if self._is_late() else _LOOK_MAX_S)
+            if not self._closing:
+                time.sleep(pause_s)
+
+    def _step(self) -> bool:
+        """Look once; whether anything came of it."""
+        shown, failure = self._look(), None
+        try:
+            moved = shown and self._show()
+        except OSError as error:
+            moved = False
+            failure = self._committer.poison("the mark of what readers are shown couldn't be moved", error)
+        now = time.monotonic()
+        with self._lock:
+            ready = self._take_ready() if failure is None else self._take_all()
+            late = self._take_late(now)
+            self._work.notify_all()
+        if self._committer.shown is not None:
+            with self._lock:
+                first = min((kept[0].group for kept in self._held.values() if kept), default=self._committer.group)
+            self._committer.shown.thin(first)
+        self._let_go([*ready, *late])
+        answer([(one.waiting, one.ack if failure is None else failure) for one in ready])
+        answer([(one.waiting, self._missing(one, "the append's deadline is over")) for one in late])
+        self._say_who_is_missing(now)
+        return moved or bool(ready)
+
+    def _look(self) -> bool:
+        """Learn what others hold; whether that is something else than before."""
+        before = self._holdings
+        try:
+            self._holdings = self._high_water.look()
+            self._unreadable = False
+        except (LogError, OSError) as error:
+            if not self._unreadable:
+                logger.warning("what other machines hold can't be read", stream=self._stream, error=str(error))
+            self._unreadable = True
+        hides = self._committer.shown is not None and self._committer.shown.hides
+        return before != self._holdings or hides
+
+    def _show(self) -> bool:
+        shown = self._committer.shown
+        return shown is not None and shown.show(self._holdings.group_reached(self._default))
+
+    def _reached(self, level: AckLevel) -> tuple[GroupNumber, Seq]:
+        """What is held as the level says, and as the stream's does."""
+        of_level = self._holdings.group_reached(level), self._holdings.seq_reached(level)
+        if self._committer.shown is None or level == self._default:
+            return of_level
+        group, upto = self._holdings.group_reached(self._default), self._holdings.seq_reached(self._default)
+        return min(of_level[0], group), min(of_level[1], upto)
+
+    def _take_ready(self) -> list[_Held]:
+        ready: list[_Held] = []
+        for level, kept in self._held.items():
+            group, _ = self._reached(level)
+            while kept and kept[0].group <= group:
+                ready.append(kept.popleft())
+        for level, kept in self._repeats.items():
+            group, upto = self._reached(level)
+            left: deque[_Held] = deque()
+            for one in kept:
+                is_held = one.group <= group or (one.upto is not None and one.upto <= upto)
+                (ready if is_held else left).append(one)
+            self._repeats[level] = left
+        return ready
+
+    def _take_late(self, now: float) -> list[_Held]:
+        """Those whose deadline is over."""
+        if now < self._expires_s:
+            return []
+        late: list[_Held] = []
+        self._expires_s = float("inf")
+        for by_level in (self._held, self._repeats):
+            for level, kept in by_level.items():
+                left: deque[_Held] = deque()
+                for one in kept:
+                    until_s = one.waiting.until_s
+                    if until_s is not None and until_s <= now:
+                        late.append(one)
+                        continue
+                    left.append(one)
+                    if until_s is not None:
+                        self._expires_s = min(self._expires_s, until_s)
+                by_level[level] = left
+        return late
+
+    def _take_all(self) -> list[_Held]:
+        taken = [one for kept in self._all() for one in kept]
+        self._held, self._repeats = {}, {}
+        return taken
+
+    def _let_go(self, done: Sequence[_Held]) -> None:
+        if done:
+            self._queue.let_go(sum(one.waiting.size_bytes for one in done))
+
+    def _all(self) -> list[deque[_Held]]:
+        return [*self._held.values(), *self._repeats.values()]
+
+    def _any_held(self) -> bool:
+        return any(self._all())
+
+    def _has_work(self) -> bool:
+        shown = self._committer.shown
+        return self._any_held() or (shown is not None and shown.hides)
+
+    def _is_late(self) -> bool:
+        with self._lock:
+            first = min((kept[0].since_s for kept in self._all() if kept), default=0.0)
+        return time.monotonic() - first > _LATE_S
+
+    def _behind(self, held: _Held) -> tuple[str, ...]:
+        level = held.waiting.level or self._default
+        return self._holdings.behind(held.group, level)
+
+    def _missing(self, held: _Held, why: str) -> NotEnoughReplicas:
+        return _missing(held.waiting.level or self._default, held.group, self._holdings, why)
+
+    @staticmethod
+    def _missing_of(held: HandedOver, holdings: Holdings, why: str) -> NotEnoughReplicas:
+        return _missing(held.level, held.group, holdings, why)
+
+    def _say_who_is_missing(self, now: float) -> None:
+        if now - self._told_s < _TELL_EVERY_S:
+            return
+        found = self.awaited()
+        if found.longest_s < _TELL_AFTER_S:
+            return
+        self._told_s = now
+        logger.warning(
+            "writes wait for other machines to have them", stream=self._stream, level=str(self._default), waiting=found.submissions,
+            for_s=round(found.longest_s, 1), behind=list(found.behind),
+        )  # fmt: skip
+
+
+def _missing(level: AckLevel, group: GroupNumber, holdings: Holdings, why: str) -> NotEnoughReplicas:
+    behind = holdings.behind(group, level)
+    who = f"{', '.join(behind)} lacks it" if behind else _too_few(level, holdings)
+    return NotEnoughReplicas(
+        f"the write is durable here, and not {level} as asked for: {who}, and {why}",
+        level=str(level),
+        behind=list(behind),
+    )
+
+
+def _too_few(level: AckLevel, holdings: Holdings) -> str:
+    """Why a level isn't reached that nobody lags behind of whom it is known."""
+    if level.kind is AckKind.OBJECT:
+        return "no object store has taken anything yet"
+    known = [place.name for place in holdings.places if not place.is_store]
+    return f"no more followers have come than {', '.join(known)}" if known else "no follower has come yet"
+
+
+class LevelsOfWriter:
+    """What a writer's callers ask for beyond this machine. Where nobody asks for anything, that is all there is of it.
+
+    Args:
+        committer, queue: the writer's.
+        options: its level, and its patience.
+        stream: for messages.
+        high_water: tells what others hold; None: nothing can be asked for.
+        shown_upto: up to which number readers see the log, whoever writes it.
+
+    Concurrency: `tell` by the thread that writes, `close` once; the others by any.
+    """
+
+    def __init__(
+        self,
+        committer: GroupCommitter,
+        queue: SubmissionQueue,
+        options: LogOptions,
+        stream: StreamId,
+        high_water: HighWater | None,
+        shown_upto: Callable[[], Seq],
+    ) -> None:
+        self._committer = committer
+        self._queue = queue
+        self._options = options
+        self._stream = str(stream)
+        self._high_water = high_water
+        self._shown_upto = shown_upto
+        self._ends_as, self._goes_on = "the log was closed", False
+        self._beginning = threading.Lock()
+        self._waits: LevelWaits | None = None
+        self.is_asked = options.acks != LOCAL
+        """Whether every append has to be somewhere else, too."""
+        if self.is_asked:
+            self._begun()
+
+    def _begun(self) -> LevelWaits:
+        with self._beginning:
+            if self._waits is None:
+                check_level(self._options.acks, self._high_water, self._options.reach, shared=False)
+                assert self._high_water is not None
+                self._waits = LevelWaits(
+                    self._high_water,
+                    self._options.acks,
+                    self._committer,
+                    self._queue,
+                    self._stream,
+                    self._shown_upto,
+                )
+            return self._waits
+
+    def raised(self, waiting: _Raised, acks: AckLevel | None, deadline_s: float | None) -> _Raised | None:
+        """The submission, which waits for what it asks for, or for the stream's level; None where it waits for this machine alone.
+
+        Raises:
+            AckLevelUnavailable: nobody can say whether what it asks for holds, or it never will.
+        """
+        level = self._options.acks
+        if acks is not None and not level.covers(acks):
+            check_level(acks, self._high_water, self._options.reach, shared=self._committer.is_shared)
+            level = acks
+        if level == LOCAL:
+            return None
+        self._begun()
+        waiting.level = level
+        waiting.until_s = None if deadline_s is None else time.monotonic() + deadline_s
+        return waiting
+
+    def tell(self, group: Sequence[Waiting], acks: Sequence[Ack]) -> None:
+        """A commit group is durable here."""
+        if self._waits is None:
+            answer(zip(group, acks, strict=True))
+        else:
+            self._waits.hold(zip(group, acks, strict=True))
+
+    def awaited(self) -> Awaiting:
+        """See `LevelWaits.awaited`."""
+        return Awaiting() if self._waits is None else self._waits.awaited()
+
+    def ends_as(self, why: str, *, goes_on: bool) -> None:
+        """See `LogWriter.ends_as`."""
+        self._ends_as, self._goes_on = why, goes_on
+
+    def close(self) -> None:
+        """Have everybody answered, whom the level reaches within the writer's patience and whom it doesn't; or left to `wait_elsewhere`."""
+        if self._waits is not None:
+            self._waits.close(self._options.acks_patience_s, self._ends_as, goes_on=self._goes_on)
+
+
+def _repeated_upto(ack: Ack) -> Seq | None:
+    """Where nothing of a submission was appended now: the last number of what it was told again. None where something was, or it had none."""
+    if ack.seqs.count:
+        return None
+    given = [outcome.given.seqs.last for outcome in ack.each if isinstance(outcome, Repeated)]
+    return max(given, default=None)

@@ -1,0 +1,556 @@
+"""A stream that reads from a write buffer: its operations go into the stream's log, each exactly once through all restarts.
+
+Where in the buffer the log has got to is durable with the rows themselves: each shard of the buffer is a *source* of the stream, and each
+operation tells the log, as capture's transactions do, that it has reached the offset behind it (`WriteOps.reached`). So nothing has to be
+agreed between two stores. What puts no row into the log (dropped by a rule, sent again, no operation) moves nothing there: that it was passed is
+noted in the catalog (`passed`), together with what the log had reached, and holds for a log that has as much. Else a buffer that has dropped
+such items would seem to have lost what was never taken.
+
+Who was left without an answer sends a write again under its session and number, or its key, and the buffer may have both. The second one within
+`AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before. Other rows
+under the same id are another write: the buffer has acknowledged them.
+
+A table that can't take rows (its key was configured otherwise, a column's type clashes, no rule takes them) is held: from that operation on its
+rows are left out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended: at the next start, or when
+somebody asks for it (`ask_again`), and the reader begins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.catalog.sources import OF_A_BUFFER
+from millstream.errors import (
+    BufferedOpUndecodable,
+    BufferOffsetGone,
+    BufferReplaced,
+    BufferSeekBeyondEnd,
+    BufferTruncated,
+    CatalogError,
+    CodecError,
+    DiskFull,
+    IngestError,
+    MillstreamError,
+    RoutingError,
+    UnknownTable,
+    UnsupportedFormat,
+)
+from millstream.ingest.buffer_consumer import OperationTaker, in_order
+from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
+from millstream.model.ids import ShardId, SourceId, StreamId
+from millstream.model.names import parse_qualified_name
+from millstream.model.operations import TableRows, WriteOps
+from millstream.model.positions import Lsn
+from millstream.protocol.buffer_replay import Checkpoint, Part, Replay, fold
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.model.operations import Ack
+    from millstream.ports import LogAppender, ShardReader, WriteBuffer
+
+logger = structlog.get_logger("millstream.buffer")
+
+_WAIT_S: Final = 0.2
+"""How long a reader waits for more before it looks whether it is to stop."""
+_LOOK_S: Final = 2.0
+"""How often it is looked whether the buffer is the same one, and whether a held table is asked for."""
+_NOTE_PASSED_S: Final = 2.0
+"""How often it is noted, at the most, what was passed: a write of the catalog a shard."""
+AGAIN_WITHIN: Final = 4096
+"""Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
+_IN_FLIGHT_BYTES: Final = 32 << 20
+"""Operations handed to the log and not durable yet, a shard."""
+_AGAIN: Final = "again"
+"""Of the fact that a part is held: somebody has asked for it."""
+_TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
+"""The last is the digest of an application's rows, where its sender made one."""
+_UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
+"""What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
+
+
+@dataclass(slots=True)
+class ShardProgress:
+    """How far a shard of the buffer is in the log."""
+
+    place: BufferOffset
+    """All below is in the log, or puts nothing there; but for what is held."""
+    end: BufferOffset
+    """Of the buffer, when it was last looked."""
+    taken: int = 0
+    """Operations since the start of this process."""
+    repeated: int = 0
+    """Writes that were sent again, and left out."""
+    undecodable: int = 0
+    """Items that held no operation, likewise."""
+
+
+@dataclass(slots=True)
+class TakingProgress:
+    """What is known of a stream that reads from a buffer."""
+
+    buffer: str
+    shards: dict[ShardId, ShardProgress] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    """Why tables are held, by name."""
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "name": self.buffer,
+            "role": "reads",
+            "shards": {
+                str(shard): {
+                    "place": int(one.place),
+                    "end": int(one.end),
+                    "taken": one.taken,
+                    "repeated": one.repeated,
+                    "undecodable": one.undecodable,
+                }
+                for shard, one in sorted(self.shards.items())
+            },
+            "held": dict(self.held),
+        }
+
+
+class BufferTaking:
+    """Takes a buffer's operations into a stream's log.
+
+    Args:
+        buffer: where they are.
+        name: what the buffer is called.
+        catalog: of the home.
+        stream: whose log.
+        log: its writer.
+        taker: makes them ours.
+    """
+
+    def __init__(
+        self,
+        buffer: WriteBuffer,
+        name: str,
+        catalog: Catalog,
+        stream: StreamId,
+        log: LogAppender,
+        taker: OperationTaker,
+    ) -> None:
+        self.progress = TakingProgress(name)
+        self._buffer = buffer
+        self._name = name
+        self._catalog = catalog
+        self._stream = stream
+        self._log = log
+        self._taker = taker
+        self._scope = facts_scope(stream, name)
+        self._failed: MillstreamError | Exception | None = None
+        self._lock = threading.Lock()
+        self._ends: tuple[threading.Event, ...] = ()
+        """Set when it is to stop."""
+
+    def run(self, stop: threading.Event, *, until_caught_up: bool = False, tell: Callable[[], None]) -> None:
+        """Take operations until it is stopped; with `until_caught_up`, until what the buffer had at the call is in the log.
+
+        Raises:
+            BufferReplaced: the buffer isn't the one that was read before.
+            CatalogError: the log was written with another catalog.
+            BufferTruncated: it ends before what was read of it.
+            BufferOffsetGone: it has dropped what wasn't taken yet.
+            BufferUnavailable, BufferMissing, BufferRefused: as the buffer says.
+            UnsupportedFormat: a newer Millstream wrote into it; nothing is passed over.
+            OutOfOrder, DiskFull, AppendOutcomeUnknown …: as the log says. Begin again at what the log has reached.
+        """
+        while self._run(stop, until_caught_up=until_caught_up, tell=tell):
+            logger.info("a table of the buffer that was held is asked for", buffer=self._name)
+
+    def _run(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> bool:
+        """Take operations, as `run`; whether it ended to begin anew."""
+        self._check_identity()
+        shards = self._buffer.shards()
+        replay = self._plan(shards)
+        asked = False
+        readers = {shard: self._reader(shard, replay) for shard in shards}
+        ended = threading.Event()
+        self._ends = (stop, ended)
+        ends = {shard: reader.end_offset() if until_caught_up else None for shard, reader in readers.items()}
+        for shard, reader in readers.items():
+            self.progress.shards[shard] = ShardProgress(replay.place(shard), reader.end_offset())
+        threads = [
+            threading.Thread(
+                target=self._run_shard, args=(reader, replay, ends[shard], stop, ended, tell), name=f"buffer-{shard}"
+            )
+            for shard, reader in readers.items()
+        ]
+        tell()
+        for thread in threads:
+            thread.start()
+        checked_s = time.monotonic()
+        try:
+            while any(thread.is_alive() for thread in threads):
+                for thread in threads:
+                    thread.join(_WAIT_S / len(threads))
+                if time.monotonic() - checked_s > _LOOK_S and not ended.is_set():
+                    self._check_identity()
+                    if self.progress.held and self._is_asked_again():
+                        asked = True
+                        ended.set()
+                    checked_s = time.monotonic()
+        except MillstreamError as error:
+            self._fail(error)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+            for reader in readers.values():
+                reader.close()
+        if self._failed is not None:
+            if isinstance(self._failed, BufferTruncated | BufferOffsetGone):
+                self._check_identity()  # it says more, where it says anything
+            raise self._failed
+        return asked and not stop.is_set()
+
+    # --- where to begin --------------------------------------------------------------------------------------------
+
+    def _check_identity(self) -> None:
+        known, found = self._catalog.fact(self._scope, "identity"), self._buffer.identity()
+        if known is None:
+            strange = set(self._log.reached()) - {row.id for row in self._catalog.all_sources(self._stream)}
+            if strange:
+                raise CatalogError(
+                    f"the log has taken operations from sources that the catalog doesn't know ({', '.join(map(str, sorted(strange)))}): which they were can't be told",
+                    hint="Restore the catalog; with a new one the same operations would be taken again.",
+                )
+            self._catalog.put_fact(self._scope, "identity", found)
+        elif known != found:
+            raise BufferReplaced(
+                f"write buffer {self._name} isn't the one that was read before: it was made anew",
+                buffer=self._name,
+                known=known,
+                found=found,
+            )
+
+    def _plan(self, shards: tuple[ShardId, ...]) -> Replay:
+        """What the log says, and what is held."""
+        facts = self._catalog.facts(self._scope)
+        checkpoints = []
+        for shard in shards:
+            reached = self.reached(self._source(shard))
+            checkpoints.append(Checkpoint.of_shard(shard, reached))
+            passed = facts.get(f"passed/{shard}")
+            if passed is not None and passed["behind"] <= reached:
+                checkpoints.append(Checkpoint.of_shard(shard, BufferOffset(passed["place"])))
+        self.progress.held.clear()
+        for name, fact in facts.items():
+            if isinstance(fact, dict) and "held_from" in fact:
+                if fact.pop(_AGAIN, False):
+                    self._catalog.put_fact(self._scope, name, fact)
+                part = Part(ShardId(fact["shard"]), fact["table"], fact["partition"])
+                start = max(BufferOffset(fact["held_from"]), self.reached(self._source(part.shard, part)))
+                checkpoints.append(Checkpoint(part, start, start))
+        return fold(checkpoints)
+
+    def _is_asked_again(self) -> bool:
+        return any(isinstance(fact, dict) and _AGAIN in fact for fact in self._catalog.facts(self._scope).values())
+
+    def _source(self, shard: ShardId, part: Part | None = None) -> SourceId:
+        """The number by which the log knows a shard of the buffer, or a held part of one."""
+        told = self._name if part is None else f"{self._name}/{part.table}/{part.partition or ''}"
+        return self._catalog.resolve_source(self._stream, OF_A_BUFFER, told, int(shard))
+
+    def _reader(self, shard: ShardId, replay: Replay) -> ShardReader:
+        """A reader of a shard at its own place; what isn't there any more is said by name."""
+        reader = self._buffer.reader(shard)
+        start = replay.start(shard)
+        if start == BUFFER_START:
+            # At the smallest offset that there was when it was first looked at.
+            began = self._catalog.fact(self._scope, f"began/{shard}")
+            if began is None:
+                self._catalog.put_fact(self._scope, f"began/{shard}", int(reader.place))
+            elif began < reader.place:
+                reader.seek(BufferOffset(began))  # what was dropped meanwhile is said when it is read
+            return reader
+        try:
+            # What it had must be there still, also where it begins with what was held.
+            reader.seek(replay.end(shard))
+            reader.seek_earliest()
+            # What lies before it is looked at, not taken; where the start itself is gone, that is said.
+            reader.seek(min(start, max(reader.place, BufferOffset(start - AGAIN_WITHIN))))
+        except BufferSeekBeyondEnd as error:
+            reader.close()
+            raise BufferTruncated(
+                f"shard {shard} of write buffer {self._name} ends at {error.details['end']}, and the log has what lay there up to {replay.end(shard)}",
+                buffer=self._name,
+                shard=int(shard),
+                place=int(replay.end(shard)),
+                end=error.details["end"],
+            ) from error
+        return reader
+
+    # --- one shard: a thread of its own ----------------------------------------------------------------------------
+
+    def _run_shard(
+        self,
+        reader: ShardReader,
+        replay: Replay,
+        end: BufferOffset | None,
+        stop: threading.Event,
+        ended: threading.Event,
+        tell: Callable[[], None],
+    ) -> None:
+        try:
+            one = _ShardTaking(self, reader, replay)
+            while not stop.is_set() and not ended.is_set():
+                if end is not None and reader.place >= end:
+                    break
+                if one.step():
+                    tell()
+                one.note_passed()
+            one.settle()
+            one.note_passed(at_once=True)
+        except MillstreamError as error:
+            self._fail(error)
+            ended.set()
+        except Exception as error:  # noqa: BLE001 - our bug: `run` raises it
+            self._fail(error)
+            ended.set()
+
+    def _fail(self, error: MillstreamError | Exception) -> None:
+        with self._lock:
+            if self._failed is None:
+                self._failed = error
+
+    # --- what `_ShardTaking` needs ---------------------------------------------------------------------------------
+
+    def submit(self, op: WriteOps) -> Future[Ack]:
+        """Hand it to the log."""
+        return self._log.submit(op)
+
+    def leaves_others(self) -> bool:
+        """Whether it was stopped, and only other machines are waited for, which the stream asks for."""
+        return any(end.is_set() for end in self._ends) and self._log.is_written()
+
+    def make_ours(self, table: TableRows) -> tuple[TableRows, ...]:
+        """As `OperationTaker.taken`."""
+        return self._taker.taken(table)
+
+    def source(self, shard: ShardId, part: Part | None = None) -> SourceId:
+        """As `_source`."""
+        return self._source(shard, part)
+
+    def reached(self, source: SourceId) -> BufferOffset:
+        """Up to where the log has what it knows by that number."""
+        return BufferOffset(self._log.reached().get(source, Lsn(BUFFER_START)))
+
+    def hold(self, part: Part, offset: BufferOffset, why: MillstreamError) -> None:
+        """Note durably that a part's rows are left out from an offset on."""
+        fact = {"shard": int(part.shard), "table": part.table, "partition": part.partition, "held_from": int(offset)}
+        self._catalog.put_fact(self._scope, _fact_name(part), {**fact, "code": why.code, "reason": why.message})
+        self.progress.held[part.table] = why.message
+        logger.error(
+            "a table of the buffer is held; others go on",
+            buffer=self._name,
+            table=part.table,
+            partition=part.partition,
+            shard=int(part.shard),
+            offset=int(offset),
+            code=why.code,
+            error=why.message,
+            hint=f"{why.hint} Then start anew, or ask for it by `millstream tables retry`: what it lacks is taken from the buffer.".strip(),
+        )
+
+    def passed(self, shard: ShardId, place: BufferOffset, *, behind: BufferOffset) -> None:
+        """Note durably that nothing of a shard below a place is lacking in a log that has reached `behind`."""
+        self._catalog.put_fact(self._scope, f"passed/{shard}", {"behind": int(behind), "place": int(place)})
+
+    def release(self, part: Part) -> None:
+        """Note durably that a part has all that it lacked."""
+        self._catalog.drop_fact(self._scope, _fact_name(part))
+        logger.info("a table of the buffer has what it lacked", buffer=self._name, table=part.table)
+
+
+def facts_scope(stream: StreamId, buffer: str) -> str:
+    """The catalog's scope of what a stream notes of the buffer that it reads from."""
+    return f"buffer/{stream}/{buffer}"
+
+
+def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
+    """Ask for a held table: what it lacks is taken within seconds where a reader runs, else when it starts. False where it isn't held.
+
+    Args:
+        catalog: of the home.
+        scope: as `facts_scope` gives it.
+        table: `schema.table`, quoted where it must be.
+    """
+    wanted = parse_qualified_name(table)
+    held = {
+        name: fact
+        for name, fact in catalog.facts(scope).items()
+        if isinstance(fact, dict) and "held_from" in fact and parse_qualified_name(fact["table"]) == wanted
+    }
+    for name, fact in held.items():
+        catalog.put_fact(scope, name, fact | {_AGAIN: True})
+    return bool(held)
+
+
+class _ShardTaking:
+    """One shard's operations, in their order."""
+
+    def __init__(self, taking: BufferTaking, reader: ShardReader, replay: Replay) -> None:
+        self._taking = taking
+        self._reader = reader
+        self._replay = replay
+        self._progress = taking.progress.shards[reader.shard]
+        self._source = taking.source(reader.shard)
+        self._catching_up = {
+            part: taking.source(part.shard, part) for part in replay.held if part.shard == reader.shard
+        }
+        """Parts that were held, and are taken again."""
+        self._handed = {source: taking.reached(source) for source in (self._source, *self._catching_up.values())}
+        """How far each source will be once all that was handed to the log is durable."""
+        self._held: set[Part] = set()
+        self._start = replay.start(reader.shard)
+        self._recent: OrderedDict[tuple[object, ...], BufferOffset] = OrderedDict()
+        """The last writes that can be told apart, by what tells them, with where they lie last; oldest first."""
+        self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
+        self._in_flight_bytes = 0
+        self._noted = replay.place(reader.shard)
+        """What was noted as passed, or begun with."""
+        self._noted_s = time.monotonic()
+
+    def step(self) -> bool:
+        """Take the next operation; whether there was one. Raises what taking it, or one before it, has met."""
+        try:
+            found = self._reader.read(wait_s=0.0 if self._in_flight else _WAIT_S)
+        except BufferedOpUndecodable as error:
+            if isinstance(error.__cause__, UnsupportedFormat):
+                raise error.__cause__ from error  # a newer Millstream's: not to be passed over
+            if error.details["offset"] < self._start:
+                return True
+            self._progress.undecodable += 1
+            logger.warning("passed over", buffer=error.details["buffer"], code=error.code, error=error.message)
+            return True
+        if found is ReadPause.PENDING:
+            self.settle()
+            self._progress.end = self._reader.end_offset()
+            return False
+        assert not isinstance(found, ReadPause), "a reader that has said what is gone is read again"
+        self._take(found)
+        return True
+
+    def drain(self) -> None:
+        """Wait until all that was handed to the log is durable; raises what it says."""
+        while self._in_flight:
+            self._await_one()
+
+    def settle(self) -> None:
+        """Drain, and release what was held where all of it that lies below the shard's own place is taken."""
+        self.drain()
+        if self._reader.place >= self._replay.place(self._reader.shard):
+            self._release()
+
+    def note_passed(self, *, at_once: bool = False) -> None:
+        """Note where the reader is, if the log won't say so by itself; from time to time, or at once."""
+        place = self._reader.place
+        if place <= max(self._noted, self._handed[self._source]):
+            return
+        if not at_once and time.monotonic() - self._noted_s < _NOTE_PASSED_S:
+            return
+        self.drain()
+        self._noted_s = time.monotonic()
+        # An older note says too little, never too much: the next one makes up for it.
+        with contextlib.suppress(CatalogError, DiskFull):
+            self._taking.passed(self._reader.shard, place, behind=self._handed[self._source])
+            self._noted = place
+        self._progress.place = max(self._progress.place, place)
+
+    def _is_repeated(self, found: BufferedOp) -> bool:
+        """Whether the same write lies a little before; from now on it is known."""
+        offset = found.meta.offset
+        while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
+            self._recent.popitem(last=False)
+        told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
+        if told[0] is None and told[2] is None:
+            return False
+        # From the last one on, not from the first: a reader that begins between them may not see that one.
+        is_repeated = told in self._recent
+        self._recent[told] = offset
+        self._recent.move_to_end(told)
+        return is_repeated
+
+    def _take(self, found: BufferedOp) -> None:
+        offset = found.meta.offset
+        is_repeated = self._is_repeated(found)
+        if offset < self._start:
+            return
+        if is_repeated:
+            self._progress.repeated += 1
+            return
+        if offset >= self._replay.place(self._reader.shard):
+            self._release()
+        tables: list[TableRows] = []
+        for table in found.op.tables:
+            part = Part(self._reader.shard, table.schema.full_name, table.partition)
+            if part in self._held or self._is_persisted(part, offset):
+                continue
+            try:
+                tables += self._taking.make_ours(table)
+            except _UNFIT as error:
+                self.drain()
+                self._taking.hold(part, offset, error)
+                self._held.add(part)
+                self._catching_up.pop(part, None)
+        self._append(found, tuple(tables))
+
+    def _is_persisted(self, part: Part, offset: BufferOffset) -> bool:
+        place = self._replay.place(part.shard)
+        return offset < place and self._replay.is_persisted(part, offset)
+
+    def _append(self, found: BufferedOp, tables: tuple[TableRows, ...]) -> None:
+        sources = list(self._catching_up.values())
+        if found.meta.offset >= self._replay.place(self._reader.shard):
+            sources.append(self._source)
+        if tables:
+            self._progress.taken += 1
+            after = BufferOffset(found.meta.offset + 1)
+            op = in_order(
+                found.op,
+                tables,
+                reached={source: Lsn(after) for source in sources},
+                behind={source: Lsn(self._handed[source]) for source in sources},
+            )
+            self._handed.update(dict.fromkeys(sources, after))
+            size = op.size_bytes
+            self._in_flight.append((self._taking.submit(op), size, found.meta.offset))
+            self._in_flight_bytes += size
+        while self._in_flight and (self._in_flight_bytes > _IN_FLIGHT_BYTES or self._in_flight[0][0].done()):
+            self._await_one()
+
+    def _await_one(self) -> None:
+        future, size, offset = self._in_flight[0]
+        while not wait([future], timeout=_WAIT_S).done:
+            if self._taking.leaves_others():
+                self._in_flight.clear()  # durable here: who begins anew goes on behind it
+                return
+        self._in_flight.popleft()
+        self._in_flight_bytes -= size
+        future.result()
+        self._progress.place = max(self._progress.place, BufferOffset(offset + 1))
+
+    def _release(self) -> None:
+        """What was held has all that lies below the shard's own place: from here on it goes with the others."""
+        if self._catching_up:
+            self.drain()
+        for part in self._catching_up:
+            self._taking.release(part)
+        self._catching_up.clear()
+
+
+def _fact_name(part: Part) -> str:
+    return f"held/{part.shard}/{part.table}/{part.partition or ''}"

@@ -1,0 +1,521 @@
+"""The owner: the one process that writes a home's streams. It captures, appends and drops what nobody needs any more.
+
+Each stream has a writer and a thread of its own. One that fails for good is reported, and the others go on; one that
+may recover is begun again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.errors import (
+    DiskFull,
+    Fenced,
+    MillstreamError,
+    ReadOnly,
+    Retry,
+    SourceError,
+    UnknownStream,
+    WriterClosed,
+)
+from millstream.home.catalog_watch import watched_catalog
+from millstream.home.config_mapping import capture_config, place_compiled_code
+from millstream.home.home import Home
+from millstream.home.retention import is_for_sessions, sweep
+from millstream.ingest.local import AppendServer
+from millstream.leadership.roles import Roles
+from millstream.model.ids import StreamId
+from millstream.processes.child_process import Lifeline
+from millstream.processes.control import ControlServer
+from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role
+from millstream.regions.holders import expect_followers, merge_needs
+from millstream.regions.region_table import KeptVectors, hear_regions
+from millstream.writers.appending import append_socket
+from millstream.writers.buffer_consumer import BufferTaking
+from millstream.writers.buffered import buffer_name, open_buffer
+from millstream.writers.stream_writer import StreamWriter, operation_taker, stream_writer
+from millstream.writers.trouble import forget_given_up, note_given_up
+from millstream.writers.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
+
+if TYPE_CHECKING:
+    from millstream.capture import CaptureOutcome, CaptureProgress
+    from millstream.catalog import Catalog
+    from millstream.config.model import BufferConfig, StreamConfig
+    from millstream.config.replication_model import ReplicationConfig
+    from millstream.ingest.appender import Appender
+    from millstream.writers.buffer_consumer import TakingProgress
+    from millstream.writers.sinks import OpenOther
+
+logger = structlog.get_logger("millstream.owner")
+
+_BACKOFF_FIRST_S: Final = 0.5
+_BACKOFF_MAX_S: Final = 30.0
+_WELL_S: Final = 10.0
+"""After it got on for so long, or with another cause, the waits begin with the shortest again."""
+_NOTHING_CAPTURED: Final[dict[str, Any]] = {
+    "reached": 0,
+    "tables": [],
+    "set_aside": {},
+    "paused": [],
+    "slot": "",
+    "slot_holds_bytes": None,
+}
+_LOOK_EVERY_S: Final = 0.1
+_ATTEMPTS_OF_A_JOB: Final = 5
+"""How often `--until-caught-up` tries before it fails: some seconds, for a server that is just starting."""
+
+
+class OwnedStream:
+    """One stream of the owner; all but `run` may be looked at from any thread."""
+
+    def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig, open_other: OpenOther) -> None:
+        self.name: Final = name
+        self.config: Final = config
+        self.home: Final = home
+        self._open_other: Final = open_other
+        self.catalog: Final = catalog
+        self.writer: StreamWriter | None = None
+        self.progress: CaptureProgress | None = None
+        self.taking: TakingProgress | None = None
+        """Of one that reads from a write buffer."""
+        self.facts_at_end: dict[str, Any] | None = None
+        """How it ended, JSON-able: as `run_owner` gives it back."""
+        self.error: MillstreamError | None = None
+        """Why it waits, or was given up; None while it gets on."""
+        self.gave_up = False
+        self.crash: Exception | None = None
+        """A broken invariant: our bug, which ends the process."""
+        self.others_done: Final = threading.Event()
+        """Set when no stream captures any more."""
+        self.since_s = time.time()
+        self._attempt = 0
+        self._failed_by = ""
+        """The code of the error that `_attempt` counts."""
+        self._well_since_s: float | None = None
+        """Since when capture has got on, on the monotonic clock."""
+        self._kept = KeptVectors(home)
+        self._unheard: str | None = None
+        """Why a region was not heard, as it was told."""
+
+    def run(
+        self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
+    ) -> None:
+        """Capture until it ends by itself, is stopped, or can't go on. Never raises what is in our tree of errors.
+
+        Args:
+            stop: ends it.
+            until_caught_up: whether it ends by itself.
+            tell: called when there is progress.
+            supervised: whether a supervisor says the last error: said twice it would look like two.
+        """
+        roles = Roles(self.home)
+        while True:
+            try:
+                if not self._wait_for_lead(roles, stop, until_caught_up=until_caught_up, tell=tell):
+                    return
+                with (
+                    stream_writer(
+                        self.home, self.catalog, self.name, self.config, self._open_other, check=self._check_captures
+                    ) as writer,
+                    _until_led_no_more(self.home, self.name, stop) as ended,
+                ):
+                    self.writer = writer
+                    self._run_with(writer, ended, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
+                    if not roles.leads_surely(self.name):
+                        writer.log.ends_as("another node leads from here on")
+                if stop.is_set() or roles.leads(self.name):
+                    return
+                logger.warning("another node leads", stream=self.name, leader=roles.of(self.name).leader)
+            except (ReadOnly, Fenced):
+                continue  # just now
+            except MillstreamError as error:
+                if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
+                    return
+            except Exception as error:  # noqa: BLE001 - a thread's end must not pass for the end of its work
+                self.crash = error
+                stop.set()
+                return
+            finally:
+                self.writer = None
+
+    def _wait_for_lead(
+        self, roles: Roles, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
+    ) -> bool:
+        """Wait until this node leads the stream; False where it is to end before. A job doesn't wait: there is nothing to capture here."""
+        while not roles.leads(self.name):
+            if until_caught_up:
+                self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": True}
+                tell()
+                return False
+            if stop.wait(_LOOK_EVERY_S):
+                return False
+        return True
+
+    def _check_captures(self, stream: StreamId) -> None:
+        own = self.home.config.writer.name
+        if own is not None and self.config.source is not None:
+            refuse_to_capture(self.catalog, stream, self.name, own)
+
+    def _run_with(
+        self,
+        writer: StreamWriter,
+        stop: threading.Event,
+        *,
+        until_caught_up: bool,
+        tell: Callable[[], None],
+        supervised: bool,
+    ) -> None:
+        """Capture, and let applications append meanwhile, also while the source is away. Raises where the writer has failed."""
+        if self.config.buffer is not None and self.config.buffer.role == "reads":
+            self._take_from_buffer(writer, self.config.buffer, stop, until_caught_up=until_caught_up, tell=tell)
+            return
+        if self.config.source is None:
+            self._gets_on(writer)
+            tell()
+            # Of a job: for as long as the others take, so that applications can append meanwhile.
+            while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
+                self._hear_regions(writer)
+            self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
+            return
+        if writer.name is not None:
+            note_capturing_writer(self.catalog, writer.stream, writer.name)
+        while True:
+            try:
+                outcome = self._capture(writer, stop, until_caught_up=until_caught_up, tell=tell)
+            except MillstreamError as error:
+                if writer.log.failure() is not None:
+                    raise
+                if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
+                    return
+            else:
+                self.error, self.facts_at_end = outcome.error, _outcome_facts(outcome)
+                return
+
+    def _hear_regions(self, writer: StreamWriter) -> None:
+        """Have what is written here be later than what has come from other regions. A clock that is wrong elsewhere stops nothing here."""
+        try:
+            hear_regions(self.home, self.name, self.config, writer.log)
+        except MillstreamError as error:
+            if self._unheard != error.message:
+                logger.warning("a region isn't heard", stream=self.name, code=error.code, error=error.message)
+            self._unheard = error.message
+        else:
+            self._unheard = None
+
+    def _take_from_buffer(
+        self,
+        writer: StreamWriter,
+        config: BufferConfig,
+        stop: threading.Event,
+        *,
+        until_caught_up: bool,
+        tell: Callable[[], None],
+    ) -> None:
+        """Take what others have put into the stream's buffer."""
+        name = buffer_name(self.name, config)
+        told_s = 0.0
+
+        def told() -> None:
+            nonlocal told_s
+            self._attempt = 0
+            self._gets_on(writer)
+            if time.monotonic() - told_s >= 1.0:
+                told_s = time.monotonic()
+                tell()
+
+        with open_buffer(self.home, self.name, config) as buffer:
+            taker = operation_taker(self.catalog, writer, self.config)
+            taking = BufferTaking(buffer, name, self.catalog, writer.stream, writer.log, taker)
+            self.taking = taking.progress
+            try:
+                taking.run(stop, until_caught_up=until_caught_up, tell=told)
+            except MillstreamError as error:
+                raise writer.log.failure() or error from None
+        self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
+
+    def _again(self, error: MillstreamError, stop: threading.Event, *, until_caught_up: bool, supervised: bool) -> bool:
+        """What to do about an error: whether to begin again, having waited; else the stream is given up, or was stopped."""
+        was_well = self._well_since_s is not None and time.monotonic() - self._well_since_s >= _WELL_S
+        self._attempt = 1 if was_well or error.code != self._failed_by else self._attempt + 1
+        self._failed_by = error.code
+        self._waits(error)
+        mends_itself = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, DiskFull)
+        # A job ends with what somebody has to do at the source; a service goes on once that is done.
+        if isinstance(error, SourceError) and not until_caught_up:
+            mends_itself = mends_itself or error.mends_at_source
+        patient = mends_itself and not (until_caught_up and self._attempt >= _ATTEMPTS_OF_A_JOB)
+        if not patient or stop.is_set():
+            self.gave_up = True
+            if not stop.is_set():
+                note_given_up(self.catalog, self.name, error)
+            if not supervised:
+                logger.error(
+                    "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
+                )
+            return False
+        wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(self._attempt - 1, 10))
+        wait_s *= random.uniform(0.5, 1.0)  # noqa: S311 - many that lost one server don't come back at once
+        logger.warning(
+            "the stream begins again",
+            stream=self.name,
+            code=error.code,
+            error=error.message,
+            hint=error.hint,
+            in_s=round(wait_s, 2),
+        )
+        return not stop.wait(wait_s)
+
+    def _gets_on(self, writer: StreamWriter) -> None:
+        """It does what it is there for: what kept it from that is over."""
+        if self._well_since_s is None:
+            self.error, self._well_since_s = None, time.monotonic()
+            forget_given_up(self.catalog, writer.stream)
+
+    def _waits(self, error: MillstreamError) -> None:
+        """It doesn't get on, and why: what was known of its progress is out of date."""
+        self.error, self.progress, self._well_since_s = error, None, None
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of it now, JSON-able."""
+        progress, writer = self.progress, self.writer
+        return {
+            "stream": self.name,
+            "since": self.since_s,
+            "progress": None if progress is None else dataclasses.asdict(progress),
+            "buffer": self._buffer_facts(),
+            "writer": None if writer is None else dataclasses.asdict(writer.log.stats()),
+            "routing": None if writer is None else writer.routing.facts(),
+            "outcome": self.facts_at_end,
+            "error": None if self.error is None else self.error.as_dict(),
+            "gave_up": self.gave_up,
+        }
+
+    def _buffer_facts(self) -> dict[str, Any] | None:
+        """Of the write buffer, where there is one."""
+        if self.config.buffer is None:
+            return None
+        if self.taking is not None:
+            return self.taking.facts()
+        return {"name": buffer_name(self.name, self.config.buffer), "role": self.config.buffer.role}
+
+    def drop_old_segments(self) -> None:
+        """Let go of segments that nobody needs and that are too old or too many."""
+        writer = self.writer
+        if writer is None:
+            return
+        expect_followers(self.catalog, self.name, writer.stream, self.config, _replication_now(self.home))
+        merges = merge_needs(self.catalog, self.name, writer.stream, self.config, self._kept)
+        swept = sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log, merges)
+        if is_for_sessions(swept):
+            writer.log.copy_sessions()  # the next round lets go of it
+
+    def _capture(
+        self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
+    ) -> CaptureOutcome:
+        from millstream.capture import run_capture
+
+        def on_progress(progress: CaptureProgress) -> None:
+            self._gets_on(writer)
+            self.progress = progress
+            tell()
+
+        return run_capture(
+            capture_config(self.home, self.name, self.config, first_shard=writer.first_shard),
+            self.catalog,
+            writer.log,
+            stop=stop,
+            until_caught_up=until_caught_up,
+            on_progress=on_progress,
+            on_wait=self._waits,
+        )
+
+
+def _replication_now(home: Home) -> ReplicationConfig:
+    """Who may follow, by the file as it is: `serve` may have been started anew with another one. As it was, where it can't be read."""
+    with contextlib.suppress(MillstreamError):
+        return Home(home.path, needs_source=False).config.replication
+    return home.config.replication
+
+
+@contextlib.contextmanager
+def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator[threading.Event]:
+    """An event that is set with `stop`, and once this node leads the stream no more."""
+    if not home.config.replication.nodes:
+        yield stop
+        return
+    roles, ended, over = Roles(home), threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads_surely(name):
+            continue
+        ended.set()
+
+    watching = threading.Thread(target=watch, name=f"lead-{name}", daemon=True)
+    watching.start()
+    try:
+        yield ended
+    finally:
+        over.set()
+        watching.join()
+
+
+def run_owner(
+    home: Home,
+    lifeline: Lifeline,
+    *,
+    open_other: OpenOther,
+    until_caught_up: bool = False,
+    on_progress: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Own a home until told to stop, or until all its streams have caught up.
+
+    Args:
+        home: whose configured streams to capture.
+        lifeline: says when to stop, and hears progress.
+        open_other: opens the homes that its sinks are.
+        until_caught_up: end when all that the sources had committed at the call is durable and copied.
+        on_progress: called about once a second a stream, from their threads.
+
+    Returns:
+        By stream: `caught_up`, `set_aside`, `paused`, `slot`, `slot_holds_bytes`, `tables`.
+
+    Raises:
+        HomeBusy: another process owns the home.
+        MillstreamError: a stream couldn't go on (the first one's error, after the others have ended).
+    """
+    home.prepare()
+    place_compiled_code(home)
+    if home.config.writer.name is not None:
+        refuse_embedded_catalog(home)
+    with (
+        RoleLock.take(
+            home.run_folder,
+            "owner",
+            patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5,
+            writer=home.config.writer.name,
+        ),
+        # An application that has written meanwhile steps aside, once it has answered those who wait.
+        RoleLock.take(home.run_folder, writer_role(home.config.writer.name), patience_s=LOCK_PATIENCE_S),
+        home.open_catalog() as catalog,
+        watched_catalog(home, lifeline),
+        contextlib.ExitStack() as stack,
+    ):
+        streams = [OwnedStream(home, catalog, name, config, open_other) for name, config in home.config.streams.items()]
+
+        def facts() -> dict[str, Any]:
+            return {"streams": {stream.name: stream.facts() for stream in streams}}
+
+        def tell(stream: OwnedStream) -> None:
+            told = stream.facts()
+            lifeline.tell("progress", told)
+            on_progress(told)
+
+        by_name = {stream.name: stream for stream in streams}
+        acts = {
+            "reshard": lambda asked: _writer_of(by_name, str(asked["stream"])).routing.reshard(int(asked["shards"]))
+        }
+        stack.enter_context(ControlServer(home, "owner", {"status": facts}, acts))
+        server = AppendServer(
+            append_socket(home, home.config.writer.name), lambda stream: _appender_of(by_name, stream)
+        )
+        stack.callback(server.close)
+        threads = [
+            threading.Thread(
+                target=stream.run,
+                args=(lifeline.stop,),
+                kwargs={
+                    "until_caught_up": until_caught_up,
+                    "tell": lambda stream=stream: tell(stream),
+                    "supervised": lifeline.supervised,
+                },
+                name=f"stream-{stream.name}",
+            )
+            for stream in streams
+        ]
+        done = threading.Event()
+        keepers = [
+            threading.Thread(target=_keep_retention, args=(stream, done), name=f"retention-{stream.name}", daemon=True)
+            for stream in streams
+        ]
+        for thread in (*threads, *keepers):
+            thread.start()
+        _wait_for(threads, streams, lifeline)
+        done.set()
+        for keeper in keepers:
+            keeper.join()
+    for stream in streams:
+        if stream.crash is not None:
+            raise stream.crash
+    failed = [stream.error for stream in streams if stream.gave_up and stream.error is not None]
+    outcome = {s.name: s.facts_at_end for s in streams if s.facts_at_end is not None}
+    lifeline.tell("outcome", {"streams": outcome})
+    if failed:
+        raise failed[0]
+    return outcome
+
+
+def _appender_of(streams: dict[str, OwnedStream], name: str) -> Appender:
+    """What applications append to a stream by; raises as `_writer_of`."""
+    return _writer_of(streams, name).appender
+
+
+def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:
+    """Who writes a stream; `WriterClosed` while it begins."""
+    stream = streams.get(name)
+    if stream is None:
+        raise UnknownStream(f"the process that writes has no stream {name}: it was started before there was one")
+    if stream.gave_up and stream.error is not None:
+        raise stream.error
+    writer = stream.writer
+    if writer is None:
+        Roles(stream.home).check_leads(name)
+        raise WriterClosed(f"the log of {name} is just being opened; nothing of it was appended")
+    return writer
+
+
+def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifeline: Lifeline) -> None:
+    reported: set[str] = set()
+    capturing = [thread for thread, stream in zip(threads, streams, strict=True) if stream.config.source is not None]
+    while any(thread.is_alive() for thread in threads):
+        if not any(thread.is_alive() for thread in capturing):
+            for stream in streams:
+                stream.others_done.set()
+        for thread in threads:
+            thread.join(0.2)
+        for stream in streams:
+            # The last one's error is this process's own, and told as such.
+            others = any(thread.is_alive() for thread in threads)
+            if others and stream.gave_up and stream.error is not None and stream.name not in reported:
+                reported.add(stream.name)
+                lifeline.tell("stream_failed", {"stream": stream.name, **stream.error.as_dict()})
+
+
+def _keep_retention(stream: OwnedStream, done: threading.Event) -> None:
+    while not done.wait(stream.config.log.retention_interval_s):
+        try:
+            stream.drop_old_segments()
+        except MillstreamError as error:
+            logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
+        except Exception:
+            # Our bug. Keeping too much harms less than ending, and the next round may get by it.
+            logger.exception("retention failed, and is tried again", stream=stream.name)
+
+
+def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:
+    return {
+        "caught_up": outcome.caught_up,
+        "reached": int(outcome.reached),
+        "tables": list(outcome.tables),
+        "set_aside": dict(outcome.set_aside),
+        "paused": list(outcome.paused),
+        "slot": outcome.slot,
+        "slot_holds_bytes": outcome.slot_holds_bytes,
+    }

@@ -1,0 +1,470 @@
+"""One of several writers of a stream: registered in the catalog, kept alive among the others, and heir of those that died.
+
+A home's processes may each write to its streams, each to shards of its own in the one folder; what they share is the catalog, which
+lies in PostgreSQL then. A thread beside each writer tells the others where it stands, lets readers pass what others were given while it
+is idle, and recovers the shards of writers of this folder whose leases have run out. Writers call out to each other when they have
+shown something, so that an idle one asks the catalog at once and not at its next turn; what is called may get lost.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import structlog
+
+from millstream.errors import (
+    CatalogError,
+    ConfigError,
+    LeaseTooShort,
+    MillstreamError,
+    ShardLocked,
+    StaleEpoch,
+    WriterAlive,
+)
+from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
+from millstream.model.positions import Seq
+from millstream.protocol.sequencer import Announcement
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.catalog.announcements import PostgresAnnouncements
+    from millstream.catalog.sequencing import PostgresSequenceStore
+    from millstream.ports import Announcements
+    from millstream.protocol.sequencer import Registration, WriterEntry
+    from millstream.wal.writing.sequence_allocator import SharedNumbers
+    from millstream.wal.writing.writer import LogOptions, LogWriter
+
+logger = structlog.get_logger("millstream.writers")
+
+EMBEDDED: Final = "`[writer] name` is set, and the catalog is embedded: several writers need one that they share"
+EMBEDDED_HINT: Final = (
+    "Name a PostgreSQL database in `[catalog] url`, and `millstream catalog move`; or take `[writer]` away."
+)
+FOLLOW_EVERY_S: Final = 0.5
+"""How often an idle writer that hears nothing lets readers pass what others were given: half of the second that is promised."""
+_TELL_EVERY_S: Final = 0.05
+"""How often a busy writer calls out to the others."""
+_ASKING_SHARE: Final = 0.1
+"""How much of its time a writer that hears others all the time spends on asking where they stand."""
+_SIGNS_A_LEASE: Final = 4
+_TRIES: Final = 3
+"""A catalog that is slow once has had something else to do."""
+_SLOW_START_S: Final = 1.0
+_LOOK_S: Final = 0.05
+_PATIENCE_S: Final = 10.0
+"""How long a process that holds a shard, and isn't one that was fenced, is waited for."""
+_AGAIN_S: Final = 30.0
+"""When shards that couldn't be recovered are tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriterPlace:
+    """Whose log, where, and how it is written."""
+
+    stream: StreamId
+    folder: str
+    options: LogOptions | None
+    lease_s: float
+
+
+class SharedWriter:
+    """A writer among several, and the thread that keeps it so. Made by `open`.
+
+    Attributes:
+        log: what appends.
+        name: this writer's.
+        writer: its number.
+        shards: where it writes.
+    """
+
+    def __init__(
+        self,
+        log: LogWriter,
+        name: str,
+        writer: WriterId,
+        shards: tuple[ShardId, ...],
+        keeper: WriterKeeper,
+        store: PostgresSequenceStore,
+    ) -> None:
+        self.log: Final = log
+        self.name: Final = name
+        self.writer: Final = writer
+        self.shards: Final = shards
+        self._keeper = keeper
+        self._store = store
+
+    @classmethod
+    def open(
+        cls,
+        catalog: Catalog,
+        stream: StreamId,
+        folder: str,
+        *,
+        name: str,
+        location: str,
+        lease_s: float,
+        shard_count: int = 1,
+        first_shard: int | None = None,
+        options: LogOptions | None = None,
+        announcements: Announcements | None = None,
+    ) -> Self:
+        """Register, wait for the incarnation before where it still may answer, recover its shards, and begin.
+
+        Args:
+            catalog: in PostgreSQL.
+            stream: whose writer.
+            folder: of its log.
+            name: the writer's: the same name gets the same shards again.
+            location: tells folders apart, of all machines that share the catalog: the home's id, which moves with its folder.
+            lease_s: how long the writer lives without a sign.
+            shard_count: how many shards it has.
+            first_shard: the first of them. None: behind those of the writers that were there before, if they have as many each.
+            options: how the log is written.
+            announcements: how writers call out to each other; through the catalog if not given.
+
+        Raises:
+            LeaseTooShort: the catalog answers too slowly for it.
+            WriterNameTaken: a writer of that name has its log elsewhere.
+            ShardTaken: one of the shards is another writer's.
+            ShardLocked: another process holds the folder or a shard, and goes on holding it.
+            SequenceUnusable: somebody has changed the numbers in the catalog.
+            CorruptWal, DiskFull …: as `LogWriter.open`.
+        """
+        store = store_of(catalog, stream, lease_s)
+        began = time.monotonic()
+        place = WriterPlace(stream, folder, options, lease_s)
+        try:
+            registration, shards, log = _begin(store, place, name, location, shard_count, first_shard)
+        except BaseException:
+            store.close()
+            raise
+        took_s = time.monotonic() - began
+        if took_s > _SLOW_START_S:
+            logger.info(
+                "a writer took long to start",
+                writer=name,
+                seconds=round(took_s, 2),
+                waited_s=registration.waits_us / 1e6,
+            )
+        if announcements is None:
+            announcements = _announcements_of(catalog, stream)
+        keeper = WriterKeeper(log, store, registration, name, location, place, announcements)
+        return cls(log, name, registration.writer, shards, keeper, store)
+
+    def close(self) -> None:
+        """Write what waits, tell the others that nothing is undecided, and go."""
+        self._keeper.stop()
+        self.log.close()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Caller:
+    """A thread that calls out what a writer has shown, and hears the others. What it waits for holds up nobody else.
+
+    Args:
+        log: the writer.
+        registration: of this incarnation.
+        announcements: how writers call out to each other; closed with the thread.
+    """
+
+    def __init__(self, log: LogWriter, registration: Registration, announcements: Announcements) -> None:
+        self._log = log
+        self._registration = registration
+        self._announcements = announcements
+        self._known = log.persisted_upto()
+        """The greatest position that was called out, by whomever."""
+        self._done = threading.Event()
+        self._called = threading.Event()
+        threading.Thread(target=self._run, name="writer-calls", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread, when it comes back from where it waits."""
+        self._done.set()
+        self._called.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when somebody has called out more than this writer knows, or after that many seconds."""
+        self._called.wait(timeout_s)
+        self._called.clear()
+
+    def known_at_most(self, newest: Seq) -> None:
+        """Nobody was given more: who said so was wrong."""
+        self._known = min(self._known, newest)
+
+    def _run(self) -> None:
+        tells_at_s = 0.0
+        with closing(self._announcements):
+            while not self._done.is_set():
+                heard = self._announcements.hear(_TELL_EVERY_S)
+                self._known = max(self._known, *(told.position for told in heard), Seq(0))
+                position = self._log.persisted_upto()
+                if position < self._known:
+                    self._called.set()
+                elif position > self._known and time.monotonic() >= tells_at_s:
+                    self._known, tells_at_s = position, time.monotonic() + _TELL_EVERY_S
+                    self._announcements.tell(
+                        Announcement(self._registration.writer, self._registration.epoch, position)
+                    )
+
+
+class WriterKeeper:
+    """The thread that keeps a writer alive, and looks after those that died.
+
+    Args:
+        log: the writer.
+        store: of the stream's numbers.
+        registration: of this incarnation.
+        name: the writer's.
+        location: the folder's: of writers that have their logs elsewhere nothing can be recovered here.
+        place: the folder.
+        announcements: how writers call out to each other; closed with the thread.
+    """
+
+    def __init__(
+        self,
+        log: LogWriter,
+        store: PostgresSequenceStore,
+        registration: Registration,
+        name: str,
+        location: str,
+        place: WriterPlace,
+        announcements: Announcements,
+    ) -> None:
+        self._log = log
+        self._store = store
+        self._name = name
+        self._location = location
+        self._place = place
+        self._every_s = min(FOLLOW_EVERY_S, place.lease_s / _SIGNS_A_LEASE)
+        self._asked_s = time.monotonic()
+        """When the catalog answered the last time."""
+        self._inherits_from_s = 0.0
+        """Until then nobody is taken for dead."""
+        self._failed_s: dict[str, float] = {}
+        """When somebody's shards couldn't be recovered."""
+        self._done = threading.Event()
+        self._heir: threading.Thread | None = None
+        """Recovers what the dead left, which may take longer than a lease."""
+        self._told: dict[str, str] = {}
+        """What was said of whom: once is enough."""
+        self._caller = _Caller(log, registration, announcements)
+        self._thread = threading.Thread(target=self._run, name=f"writer-{name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, once what it recovers is recovered."""
+        self._done.set()
+        self._caller.stop()
+        self._thread.join()
+        if self._heir is not None:
+            self._heir.join()
+
+    def _run(self) -> None:
+        asks_at_s = time.monotonic() + self._every_s
+        while not self._done.is_set():
+            self._caller.wait(max(0.0, asks_at_s - time.monotonic()))
+            asked_s = time.monotonic()
+            if not self._ask():
+                return
+            now_s = time.monotonic()
+            asks_at_s = now_s + self._every_s
+            # Called all the time, it asks a tenth of the time.
+            self._done.wait(min(self._every_s, (now_s - asked_s) / _ASKING_SHARE))
+
+    def _ask(self) -> bool:
+        """Give a sign, follow the others, and look after those that died; False where this writer has ended."""
+        try:
+            view = self._log.follow() or self._store.view()
+        except StaleEpoch as error:
+            logger.warning("this writer was taken over", writer=self._name, error=error.message)
+            return False
+        except CatalogError as error:
+            self._say("catalog", f"the catalog can't be asked: {error.message}")
+            return True
+        except MillstreamError as error:
+            logger.warning("this writer ended", writer=self._name, error=error.message)
+            return False
+        now_s = time.monotonic()
+        if now_s - self._asked_s > self._place.lease_s / 2:
+            # The catalog was away, or this process stood still: others, too, get a lease's time to give a sign.
+            self._inherits_from_s = now_s + self._place.lease_s
+        self._asked_s = now_s
+        self._told.pop("catalog", None)
+        self._caller.known_at_most(view.newest)
+        if view.expired and now_s >= self._inherits_from_s and (self._heir is None or not self._heir.is_alive()):
+            self._heir = threading.Thread(target=self._look_after, args=(view.expired,), name=f"heir-{self._name}")
+            self._heir.start()
+        return True
+
+    def _look_after(self, expired: frozenset[int]) -> None:
+        with suppress(CatalogError):
+            for entry in self._store.writers():
+                if entry.writer not in expired or entry.name == self._name:
+                    continue
+                if time.monotonic() < self._failed_s.get(entry.name, -math.inf) + _AGAIN_S:
+                    continue
+                if entry.location != self._location:
+                    self._say(entry.name, f"its lease has run out, and its log lies in {entry.location}")
+                    continue
+                try:
+                    inherit(self._store, self._place, entry)
+                except (WriterAlive, StaleEpoch):
+                    continue  # it has come back, or another process was faster
+                except MillstreamError as error:
+                    self._failed_s[entry.name] = time.monotonic()
+                    self._say(entry.name, f"its lease has run out, and its shards can't be recovered: {error.message}")
+                else:
+                    self._told.pop(entry.name, None)
+                    self._failed_s.pop(entry.name, None)
+
+    def _say(self, of: str, what: str) -> None:
+        if self._told.get(of) != what:
+            self._told[of] = what
+            logger.warning("a writer's numbers wait", writer=of, why=what)
+
+
+def _begin(
+    store: PostgresSequenceStore,
+    place: WriterPlace,
+    name: str,
+    location: str,
+    shard_count: int,
+    first_shard: int | None,
+) -> tuple[Registration, tuple[ShardId, ...], LogWriter]:
+    from millstream.wal.files import RealFiles
+    from millstream.wal.shards import refuse_beside_an_owner
+
+    before = {entry.name: entry.writer for entry in store.writers()}
+    refuse_beside_an_owner(RealFiles(), place.folder, before.get(name))
+    above = Epoch(0)
+    while True:
+        registration = store.register(name, location, above=above)
+        first = (registration.writer - 1) * shard_count if first_shard is None else first_shard
+        shards = tuple(ShardId(first + number) for number in range(shard_count))
+        try:
+            return registration, shards, _open_log(store, place, registration, shards)
+        except StaleEpoch as error:
+            known = error.details.get("epoch", 0)
+            if "writer" in error.details or above >= known:
+                raise
+            # The shards were this writer's, so that nobody newer writes: the catalog is older than the log.
+            above = Epoch(known)
+        except MillstreamError:
+            if registration.given_to == 0:
+                # It has nothing anywhere: nobody has to wait for it.
+                with suppress(MillstreamError):
+                    store.settle(registration.writer, registration.epoch)
+            raise
+
+
+def inherit(store: PostgresSequenceStore, place: WriterPlace, dead: WriterEntry) -> None:
+    """Recover what a dead writer of this folder left: its whole groups belong to the log, the rest of its numbers never will be.
+
+    Raises:
+        WriterAlive: its lease runs.
+        StaleEpoch: nothing of it is undecided.
+        CorruptWal, DiskFull …: as `LogWriter.open`.
+    """
+    taken = store.take_over(dead.writer)
+    _open_log(store, place, taken, ()).close()
+    logger.warning("recovered the shards of a writer that gave no sign", writer=dead.name, given_to=int(dead.given_to))
+
+
+def _open_log(
+    store: PostgresSequenceStore, place: WriterPlace, registration: Registration, shards: tuple[ShardId, ...]
+) -> LogWriter:
+    """Open the log under a registration; waits for as long as the incarnation before may still answer its callers."""
+    from millstream.wal.writing.sequence_allocator import SharedNumbers
+    from millstream.wal.writing.writer import LogWriter
+
+    numbers = SharedNumbers(store, registration)
+    patient_until_s = time.monotonic() + _PATIENCE_S
+    while True:
+        check_round_trip(numbers.keep_lease, place.lease_s)
+        may_wait = numbers.waits_on() or (not registration.seizes and time.monotonic() < patient_until_s)
+        try:
+            with _kept_alive(numbers, place.lease_s):
+                return LogWriter.open(
+                    place.folder,
+                    stream=place.stream,
+                    shards=shards,
+                    epoch=registration.epoch,
+                    reservations=numbers,
+                    options=place.options,
+                    writer=registration.writer,
+                )
+        except ShardLocked:
+            if not may_wait:
+                raise
+        time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _kept_alive(numbers: SharedNumbers, lease_s: float) -> Iterator[None]:
+    """Renew the lease meanwhile: to recover a long log, or to wait for the folder, may take longer."""
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(lease_s / _SIGNS_A_LEASE):
+            try:
+                numbers.keep_lease()
+            except StaleEpoch:
+                return
+            except CatalogError:
+                continue
+
+    thread = threading.Thread(target=renew, name="writer-opens", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
+    """How long the catalog takes to answer, s; `LeaseTooShort` where that takes too much of the lease, each of some times."""
+    round_trip_s = math.inf
+    for _ in range(_TRIES):
+        asked = time.monotonic()
+        ask()
+        round_trip_s = min(round_trip_s, time.monotonic() - asked)
+        if round_trip_s <= lease_s / _SIGNS_A_LEASE:
+            return round_trip_s
+    raise LeaseTooShort(
+        f"the catalog took {round_trip_s:.3f} s or more to answer, {_TRIES} times, and the lease is {lease_s} s: it would run out under a writer that lives",
+        lease_s=lease_s,
+        round_trip_s=round_trip_s,
+    )
+
+
+def _announcements_of(catalog: Catalog, stream: StreamId) -> PostgresAnnouncements:
+    from millstream.catalog.announcements import PostgresAnnouncements
+
+    return PostgresAnnouncements(catalog.database, stream)
+
+
+def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:
+    """The numbers that a stream's writers share; `ConfigError` where the catalog can't be shared."""
+    from millstream.catalog.sequencing import PostgresSequenceStore
+
+    refuse_embedded(catalog)
+    return PostgresSequenceStore(catalog.database, stream, lease_s=lease_s)
+
+
+def refuse_embedded(catalog: Catalog) -> None:
+    """`ConfigError` where the catalog can't be shared by writers."""
+    if catalog.database.address is None:
+        raise ConfigError(EMBEDDED, hint=EMBEDDED_HINT)

@@ -1,0 +1,151 @@
+"""A stream's sinks beside its log, from the configuration: opened by the first rows that go there, and again where that failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import pyarrow as pa
+
+from millstream.config.model import BufferConfig
+from millstream.errors import DedupWindowExpired, MillstreamError, Retry, SessionsNeedOneWriter
+from millstream.model.buffers import single_operations
+from millstream.model.records import LOG_ROW_PREFIX
+from millstream.routing.sinks import BufferSink, took_part
+from millstream.writers.buffered import open_buffer_in
+
+if TYPE_CHECKING:
+    from millstream.client.protocol import HomeCalls
+    from millstream.config.model import StreamConfig
+    from millstream.config.routing_model import SinkConfig
+    from millstream.home.home import Home
+    from millstream.model.operations import Appended, WriteOps
+    from millstream.ports import RecordSink, SinkOutcome
+
+OpenOther: TypeAlias = "Callable[[Path | str, str | None], HomeCalls]"
+"""Opens a home in a folder, or the one behind an address with a token. What opens homes writes them too, so it is handed in."""
+
+_APPEND_DEADLINE_S: Final = 60.0
+_TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
+"""Of an operation; the last is the digest of its rows."""
+
+
+def sinks_of(home: Home, name: str, config: StreamConfig, open_other: OpenOther) -> dict[str, RecordSink]:
+    """A stream's sinks by name; nothing is opened yet."""
+    routing = config.routing
+    if routing is None:
+        return {}
+    return {sink: LazySink(_maker(home, name, found, open_other)) for sink, found in routing.sinks.items()}
+
+
+def _maker(home: Home, stream: str, config: SinkConfig, open_other: OpenOther) -> Callable[[], RecordSink]:
+    if config.kind == "millstream":
+        place = config.location if "://" in config.location else home.path / config.location
+        origin = f"{home.identity().id}/{stream}"
+        return lambda: OtherStream(open_other(place, config.token), config.name or stream, origin=origin)
+    shared = {"location", "create", "shards", "client", "timeout", "accept_loss"}
+    facts = {key: value for key, value in config.model_dump().items() if key in shared}
+    buffer = BufferConfig(kind=config.kind, role="writes", **facts)
+    name = config.location if config.kind == "log" else config.name or f"millstream_{stream}"
+    return lambda: BufferSink(open_buffer_in(home.path, name, buffer))
+
+
+class LazySink:
+    """A sink that is opened when rows come: one that is away keeps nobody from opening the stream.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, make: Callable[[], RecordSink]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._sink: RecordSink | None = None
+
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
+        """As `ports.RecordSink`; raises what opening it raises."""
+        with self._lock:
+            if self._sink is None:
+                self._sink = self._make()
+            sink = self._sink
+        return sink.append(ops, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        """As `ports.RecordSink`."""
+        with self._lock:
+            sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.close()
+
+
+class OtherStream:
+    """A stream of another Millstream (`ports.RecordSink`): each operation is one there too, told apart as it is here.
+
+    Args:
+        home: the other one.
+        stream: its name there.
+        origin: what no other stream has that sends there.
+    """
+
+    def __init__(self, home: HomeCalls, stream: str, *, origin: str) -> None:
+        self._home = home
+        self._stream = stream
+        self._origin = origin
+        self._knows_keys = True
+        """Whether the other stream can tell writes apart: one with several writers can't."""
+
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
+        """As `ports.RecordSink`. Behind an operation that failed by no fault of its own none is tried."""
+        outcomes: list[SinkOutcome] = []
+        stopped: MillstreamError | None = None
+        for op in single_operations(ops):
+            outcome = stopped or self._append(op, _APPEND_DEADLINE_S if deadline_s is None else deadline_s)
+            if isinstance(outcome, MillstreamError) and outcome.retry is not Retry.NEVER:
+                stopped = outcome
+            outcomes.append(outcome)
+        return outcomes
+
+    def _append(self, op: WriteOps, deadline_s: float) -> SinkOutcome:
+        numbers: list[dict[str, Any]] = []
+        for place, table in enumerate(op.tables):
+            rows = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[len(LOG_ROW_PREFIX) :])
+            named = {column: rows.column(column) for column in rows.column_names if _says_something(rows, column)}
+            try:
+                appended = self._append_rows(
+                    table.schema.full_name, pa.table(named), self._key_of(op, place), deadline_s
+                )
+            except MillstreamError as error:
+                return took_part(error, numbers) if numbers else error
+            if appended is None:
+                numbers.append({"duplicate": True})
+            else:
+                numbers.append({"first": int(appended.seqs.first), "rows": appended.row_count})
+        return {"stream": self._stream, "appended": numbers}
+
+    def _append_rows(self, table: str, rows: pa.Table, key: str | None, deadline_s: float) -> Appended | None:
+        if key is not None and self._knows_keys:
+            try:
+                return self._home.append(self._stream, table, rows, deadline_s=deadline_s, idempotency_key=key)
+            except SessionsNeedOneWriter:
+                self._knows_keys = False
+            except DedupWindowExpired:
+                return None  # it is there, and where isn't known any more
+        return self._home.append(self._stream, table, rows, deadline_s=deadline_s)
+
+    def _key_of(self, op: WriteOps, place: int) -> str | None:
+        """The same whenever the operation is sent again, and no other one's; None where nothing tells it apart."""
+        told = [op.operations.column(name)[0].as_py() for name in _TOLD_BY]
+        if told[0] is None and told[2] is None:
+            return None
+        return f"routed-{blake2b(repr((self._origin, *told, place)).encode(), digest_size=20).hexdigest()}"
+
+    def close(self) -> None:
+        """As `ports.RecordSink`."""
+        self._home.close()
+
+
+def _says_something(rows: pa.Table, column: str) -> bool:
+    """Whether a column has a value: one without is no column of the other stream's yet."""
+    return bool(rows.column(column).null_count < rows.num_rows)

@@ -1,0 +1,265 @@
+"""The writer of a home's stream: the only one, or one of several, as the configuration says; with what applications append by."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from millstream.errors import ClockSkew, LogError, OtherRegion, ShardLocked, StaleEpoch
+from millstream.home.config_mapping import log_options, session_limits, shard_of, write_rules
+from millstream.ingest.appender import Appender
+from millstream.ingest.buffer_consumer import OperationTaker
+from millstream.ingest.schemas import TableRules
+from millstream.leadership.promotion_check import hear_of_promotions
+from millstream.leadership.roles import Roles
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
+from millstream.model.operations import FIRST_SHARD
+from millstream.processes.locks import LOCK_PATIENCE_S
+from millstream.regions.region_table import check_merges, hear_regions
+from millstream.routing.dispatch import Dispatcher
+from millstream.wal.files import RealFiles
+from millstream.wal.replica.shipping import durable_marks
+from millstream.writers.buffered import (
+    AppenderOfReader,
+    AppenderToBuffer,
+    buffer_name,
+    open_buffer,
+)
+from millstream.writers.older_catalog import adopt_log
+from millstream.writers.routing import StreamRouting, shards_to_open
+from millstream.writers.shared_writer import SharedWriter
+from millstream.writers.sinks import sinks_of
+from millstream.writers.writer_facts import refuse_to_own
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from millstream.catalog import Catalog
+    from millstream.config.model import StreamConfig
+    from millstream.home.home import Home
+    from millstream.model.positions import Seq
+    from millstream.ports import ApplicationLog
+    from millstream.wal.writing.writer import LogWriter
+    from millstream.writers.sinks import OpenOther
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWriter:
+    """A stream's writer in this process."""
+
+    stream: StreamId
+    log: LogWriter
+    first_shard: ShardId
+    appender: Appender
+    name: str | None
+    """Of one among several."""
+    routing: StreamRouting
+
+
+@contextmanager
+def stream_writer(
+    home: Home,
+    catalog: Catalog,
+    name: str,
+    config: StreamConfig,
+    open_other: OpenOther,
+    *,
+    check: Callable[[StreamId], None] | None = None,
+) -> Iterator[StreamWriter]:
+    """Become a stream's writer, for the block: a new epoch, the shards' locks, recovery.
+
+    Args:
+        home: whose stream.
+        catalog: the home's.
+        name: the stream's.
+        config: the stream's.
+        open_other: opens the homes that its sinks are.
+        check: raises where this process may not write the stream after all.
+
+    Raises:
+        ConfigError: the stream has several writers, and the configuration says of none that it is this one; or it says so, and the catalog is
+            embedded.
+        ShardLocked: another process holds a shard, and goes on holding it.
+        LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, of one among several.
+        ReadOnly, Fenced: another node leads the stream.
+        CorruptWal, DiskFull …: as `LogWriter.open`.
+        CatalogOlder: the catalog has something else under a number that stands in the log.
+        MergeUnsuitable: a table can't merge as the configuration says.
+        OtherRegion: the log is another region's than the configuration says.
+    """
+    # Before the first write: this node may have been away while another was promoted.
+    hear_of_promotions(home, name)
+    Roles(home).check_leads(name)
+    stream = resolve_stream(home, catalog, name)
+    if check is not None:
+        check(stream)
+    if config.merge:
+        check_merges(config, catalog.latest_schemas(stream).values())
+    with contextlib.ExitStack() as opened:
+        own = home.config.writer.name
+        if own is None:
+            log, writer = _own(home, catalog, stream, name, config)
+            opened.enter_context(log)
+            first_shard = FIRST_SHARD
+        else:
+            shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
+            log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
+        adopt_log(catalog, stream, str(home.wal_folder(name)), log.reached(), from_buffer=_reads_buffer(config))
+        # Once more, with the shards' locks: who has meanwhile been promised that this node writes no more waits for these, and for nothing else.
+        Roles(home).check_leads(name)
+        with contextlib.suppress(ClockSkew, OtherRegion):  # the owner tells of it, again and again
+            hear_regions(home, name, config, log)
+        routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
+        rules, buffer = _table_rules(config, routing, first_shard), config.buffer
+        if buffer is None:
+            to = _with_sinks(home, name, config, log, routing, open_other, opened)
+            appender = Appender(catalog, stream, to, writer=writer, rules=rules)
+        elif buffer.role == "writes":
+            to_buffer = opened.enter_context(open_buffer(home, name, buffer))
+            appender = AppenderToBuffer(
+                catalog,
+                stream,
+                log,
+                writer=writer,
+                rules=rules,
+                buffer=to_buffer,
+                buffer_name=buffer_name(name, buffer),
+            )
+        else:
+            appender = AppenderOfReader(
+                catalog,
+                stream,
+                log,
+                writer=writer,
+                rules=rules,
+                buffer_name=buffer_name(name, buffer),
+                stream_name=name,
+            )
+        yield StreamWriter(stream, log, first_shard, appender, own, routing)
+
+
+def _reads_buffer(config: StreamConfig) -> bool:
+    return config.buffer is not None and config.buffer.role != "writes"
+
+
+def _table_rules(config: StreamConfig, routing: StreamRouting, first_shard: ShardId) -> TableRules:
+    return TableRules(
+        rules_of=write_rules(config),
+        place=routing.place,
+        check_place=routing.check,
+        home_shard=shard_of(config, first_shard),
+    )
+
+
+def _with_sinks(
+    home: Home,
+    name: str,
+    config: StreamConfig,
+    log: LogWriter,
+    routing: StreamRouting,
+    open_other: OpenOther,
+    opened: contextlib.ExitStack,
+) -> ApplicationLog:
+    """What applications' operations go to: the log, with the sinks beside it where there are any."""
+    sinks = sinks_of(home, name, config, open_other)
+    if not sinks or config.routing is None:
+        return log
+    dispatcher = Dispatcher(log, sinks, ignore_errors=frozenset(config.routing.ignore_errors))
+    opened.callback(dispatcher.close)
+    routing.ignored = dispatcher.ignored
+    return dispatcher
+
+
+def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
+    """What makes operations out of a write buffer the stream's own: by its rules, on its shards."""
+    return OperationTaker(catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard))
+
+
+def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:
+    """A stream's id: that of the log that is there, where there is one."""
+    from millstream.wal.reader import StreamReader
+
+    folder = home.wal_folder(name)
+    found = None
+    if folder.is_dir():
+        with contextlib.suppress(LogError):
+            found = StreamReader(str(folder)).stream_id
+    return catalog.resolve_stream(name, found=found)
+
+
+def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, writer: str) -> SharedWriter:
+    own = home.config.writer
+    return SharedWriter.open(
+        catalog,
+        stream,
+        str(home.wal_folder(name)),
+        name=writer,
+        location=home.identity().id,
+        lease_s=own.lease_s,
+        shard_count=config.log.shards,
+        first_shard=own.first_shard,
+        options=log_options(config, home.config.replication),
+    )
+
+
+def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig) -> tuple[LogWriter, WriterId]:
+    from millstream.wal.files import RealFiles
+    from millstream.wal.replica.acks import AcksReader
+    from millstream.wal.writing.writer import LogWriter
+
+    refuse_to_own(catalog, stream, name)
+    above = Epoch(0)
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        writer, epoch = catalog.register_writer(stream, above=above)
+        try:
+            log = LogWriter.open(
+                str(home.wal_folder(name)),
+                stream=stream,
+                shards=shards_to_open(catalog, stream, config),
+                epoch=epoch,
+                reservations=catalog.reservations(stream),
+                options=log_options(config, home.config.replication),
+                region=RegionId(config.region),
+                writer=writer,
+                sessions=session_limits(config),
+                high_water=AcksReader(RealFiles(), str(home.acks_file(name)), stream),
+            )
+        except StaleEpoch as error:
+            # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.
+            if above >= error.details.get("epoch", 0):
+                raise
+            above = Epoch(error.details["epoch"])
+        except ShardLocked:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            return log, writer
+
+
+def take_over(
+    home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, *, reserved: Seq
+) -> GroupNumber:
+    """Recover a log that another node has written, under an epoch of this one's, and write nothing; returns its last commit group.
+
+    Args:
+        home: whose stream.
+        catalog: the home's, which has the stream's rows.
+        stream: its id.
+        name: its name.
+        config: its configuration.
+        reserved: numbers up to it may have been given out: what is written from now on lies above.
+
+    Raises:
+        ShardLocked, CorruptWal, DiskFull …: as `LogWriter.open`.
+    """
+    _, epoch = catalog.register_writer(stream)
+    catalog.reservations(stream).reserve_to(reserved, epoch=epoch)
+    log, _ = _own(home, catalog, stream, name, config)
+    log.close()
+    return max(mark.group for mark in durable_marks(RealFiles(), str(home.wal_folder(name))).values())

@@ -1,0 +1,79 @@
+"""What tells appends from afar apart, where a stream knows no keys."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from millstream.client.steps import Answer, Call, Lost, Nap, append_call, appended
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    Fenced,
+    MillstreamError,
+    NoRouteMatches,
+    PartialWrite,
+    ReadOnly,
+    SessionsNeedOneWriter,
+)
+from millstream.serving.problems import status_of
+
+PROBLEM = {"content-type": "application/problem+json"}
+NO_KEYS = Answer(409, PROBLEM, json.dumps({"code": SessionsNeedOneWriter.code, "detail": "several writers"}).encode())
+
+
+def calls_of(
+    answers: list[Answer | Lost], *, key: str | None, deadline_s: float = 0.0
+) -> tuple[list[Call], MillstreamError]:
+    """What is asked, one answer after the other, and how it ends."""
+    call = append_call("web", "t", [{"x": 1}], session=None, number=None, idempotency_key=key, keep_valid_rows=False)
+    steps = appended(call, url="http://there", deadline_s=deadline_s, now=lambda: 0.0)
+    asked = []
+    wish = next(steps)
+    for answer in answers:
+        assert isinstance(wish, Call)
+        asked.append(wish)
+        try:
+            wish = steps.send(answer)
+        except MillstreamError as ended:
+            return asked, ended
+        if isinstance(wish, Nap):
+            wish = steps.send(None)
+    raise AssertionError("it goes on")
+
+
+def test_a_key_of_the_clients_own_is_left_out_where_a_stream_has_several_writers() -> None:
+    asked, ended = calls_of([NO_KEYS, Lost("cut off", sent=True)], key=None)
+    assert ["Idempotency-Key" in call.headers for call in asked] == [True, False]
+    assert asked[0].body == asked[1].body
+    assert isinstance(ended, AppendOutcomeUnknown)
+
+
+@pytest.mark.parametrize("error", [PartialWrite, NoRouteMatches])
+def test_what_routing_says_is_told_and_not_tried_again(error: type[MillstreamError]) -> None:
+    """A partial write was sent again until the deadline, to the sinks that had taken it, too."""
+    said = Answer(int(status_of(error)), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
+    asked, ended = calls_of([said], key=None, deadline_s=30.0)
+    assert (len(asked), type(ended)) == (1, error)
+
+
+@pytest.mark.parametrize("error", [ReadOnly, Fenced])
+def test_who_doesnt_lead_says_who_does(error: type[MillstreamError]) -> None:
+    """It was a 500, after which nobody knows what became of the rows."""
+    facts = {"code": error.code, "detail": "no", "details": {"leader": "b"}}
+    said = Answer(int(status_of(error)), PROBLEM, json.dumps(facts).encode())
+    asked, ended = calls_of([said], key=None, deadline_s=30.0)
+    assert (len(asked), type(ended), ended.details["leader"]) == (1, error, "b")
+    _, ended = calls_of([Lost("cut off", sent=True), said], key=None, deadline_s=30.0)
+    assert isinstance(ended, AppendOutcomeUnknown), "the try before may be there"
+
+
+def test_a_partial_write_is_no_status_that_clients_try_again() -> None:
+    assert 400 <= status_of(PartialWrite) < 500
+    assert status_of(PartialWrite) not in {408, 425, 429}
+
+
+def test_a_key_of_the_callers_is_not() -> None:
+    asked, ended = calls_of([NO_KEYS], key="mine")
+    assert len(asked) == 1
+    assert isinstance(ended, SessionsNeedOneWriter)

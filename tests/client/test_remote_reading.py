@@ -1,0 +1,318 @@
+"""A home behind an address gives what the home itself gives; what goes wrong on the way is told as what it is."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import pyarrow as pa
+import pytest
+from tests.app.homes import make_home, wait_for
+from tests.app.landed import LandedHome
+from tests.app.served import serving
+
+import millstream
+from millstream.app.local_client import OpenHome
+from millstream.client.client import RemoteHome
+from millstream.client.pieces import END, Pieces, failed, piece
+from millstream.errors import (
+    AnswerCutOff,
+    AnswerUnreadable,
+    InvalidQuery,
+    InvalidToken,
+    OffsetExpired,
+    QueryMemoryFull,
+    ReplicaTooStale,
+    ServerUnreachable,
+    TokenFromFuture,
+    UnknownStream,
+    UnknownTable,
+    UsageError,
+)
+from millstream.testing.pytest_plugin import Database
+
+WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n[streams.idle]\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    made = make_home(tmp_path / "web", WEB)
+    with millstream.open(made) as opened:
+        for number in range(20):
+            opened.append("web", "users", [{"id": number % 5, "n": number}, {"id": 100 + number, "n": number}])
+            opened.append("web", "clicks", {"number": number, "page": f"/{number}", "tags": ["a", None, str(number)]})
+        yield made
+
+
+@pytest.fixture
+def both(home: Path) -> Iterator[tuple[OpenHome, RemoteHome]]:
+    with serving(home) as url, millstream.open(home) as here, millstream.connect(url) as there:
+        yield here, there
+
+
+def test_what_is_read_is_the_same_here_and_there(both: tuple[OpenHome, RemoteHome]) -> None:
+    here, there = both
+    assert there.streams() == here.streams() == ["web"]
+    assert there.token("web") == here.token("web")
+    assert there.token("web", vector=True) == here.token("web", vector=True)
+    records = [row for batch in here.read("web", table="clicks") for row in batch.to_pylist()]
+    middle = f"{here.token('web').stream}.s{records[10]['__seq']}"
+    for asks in (
+        {},
+        {"table": "public.users"},
+        {"table": "clicks", "after": middle},
+        {"upto": middle},
+        {"after": here.token("web")},
+    ):
+        mine, theirs = list(here.read("web", **asks)), list(there.read("web", **asks))
+        assert [batch.schema.metadata for batch in theirs] == [batch.schema.metadata for batch in mine]
+        assert theirs == mine
+    stretches = [list(home.read_latest("web", "users", rows_max=7)) for home in both]
+    assert stretches[0] == stretches[1]
+    assert len(stretches[0]) > 3
+    merged = [home.merged("web", "users", at=datetime(2020, 1, 1, tzinfo=UTC)) for home in both]
+    assert merged[0] == merged[1]
+    assert [row["n"] for row in merged[0].to_pylist() if row["id"] < 5] == [15, 16, 17, 18, 19]
+    assert [s.get("tokens") for s in there.status()["streams"]] == [s.get("tokens") for s in here.status()["streams"]]
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (lambda home: home.token("shop"), UnknownStream),
+        (lambda home: list(home.read("web", table="nothing")), UnknownTable),
+        (lambda home: list(home.read("web", table="a.b.c")), UsageError),
+        (lambda home: list(home.read("web", after="00000000.s1")), InvalidToken),
+        (lambda home: list(home.read("web", upto=f"{home.token('web').stream}.s99999")), TokenFromFuture),
+        (lambda home: list(home.read_latest("web", "clicks")), UsageError),
+        (lambda home: home.merged("web", "nothing"), UnknownTable),
+        (lambda home: home.query("select 1", stream="shop"), UnknownStream),
+        (lambda home: home.query("select * from nothing", stream="web"), InvalidQuery),
+        (lambda home: home.query("select 1; select 2", stream="web"), InvalidQuery),
+        (lambda home: home.query("select * from read_csv('/etc/passwd')", stream="web"), InvalidQuery),
+    ],
+)
+def test_what_is_refused_is_refused_by_the_same_error(
+    both: tuple[OpenHome, RemoteHome], ask: Callable[[OpenHome | RemoteHome], object], error: type[Exception]
+) -> None:
+    said = []
+    for home in both:
+        with pytest.raises(error) as caught:
+            ask(home)
+        said.append((type(caught.value), caught.value.as_dict()))  # type: ignore[attr-defined]
+    assert said[0] == said[1]
+
+
+def test_a_table_of_all_regions_takes_what_it_may_behind_an_address(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "web", WEB + '[http]\nquery_memory_bytes_max = "1MiB"\n')
+    with millstream.open(home) as here, serving(home) as url, millstream.connect(url) as there:
+        rows = [{"id": number, "text": f"{number:04}" * 100} for number in range(1000)]
+        here.append("web", "users", rows[:100])
+        assert there.merged("web", "users").to_pylist() == rows[:100]
+        here.append("web", "users", rows)
+        assert here.merged("web", "users").to_pylist() == rows
+        with pytest.raises(QueryMemoryFull, match="users"):
+            there.merged("web", "users")
+
+
+def test_what_can_be_no_stream_is_none(home: Path) -> None:
+    with serving(home) as url, millstream.connect(url) as there:
+        for name in ("../web", "", "web/token?x=", "Web"):
+            with pytest.raises(UnknownStream):
+                there.token(name)
+
+
+def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -> None:
+    connection = postgres.connect()
+    connection.execute("CREATE TABLE orders (id int PRIMARY KEY, total numeric(10, 2), note text)")
+    connection.execute("INSERT INTO orders SELECT g, g * 1.25, 'order ' || g FROM generate_series(1, 200000) g")
+    landed = LandedHome(tmp_path / "shop", postgres.dsn)
+    landed.catch_up()
+    with millstream.open(landed.home.path) as here:
+        before = here.token("shop")
+        connection.execute("DELETE FROM orders WHERE id > 10")
+        landed.catch_up()
+        with serving(landed.home.path) as url, millstream.connect(url) as there:
+            for sql in (
+                "select * from public.orders order by id",
+                "select sum(total) as t, null as nothing from public.orders",
+                "select * from public.orders where false",
+                "show tables",
+            ):
+                assert there.query(sql) == here.query(sql, stream="shop")
+            past = there.query("select * from public.orders order by id", as_of=before)
+            assert past.num_rows == 200_000
+            assert past == here.query("select * from public.orders order by id", as_of=before)
+            assert there.query("select count(*) as n from public.orders", as_of=str(before)).to_pylist() == [
+                {"n": 200_000}
+            ]
+            # For others it is a plain stream of Arrow's.
+            answer = httpx.post(
+                f"{url}/v1/streams/shop/query",
+                json={"sql": "select id from public.orders", "as_of": str(before)},
+                timeout=60,
+            )
+            assert answer.headers["content-type"] == "application/vnd.apache.arrow.stream"
+            assert pa.ipc.open_stream(answer.content).read_all().num_rows == 200_000
+            # It reads the lake and nothing else, and never writes.
+            for sql in (
+                "copy (select 1) to '/tmp/x.csv'",
+                "create table x (a int)",
+                "attach 'x.db'",
+                "select * from '/etc/hostname'",
+            ):
+                with pytest.raises(InvalidQuery):
+                    there.query(sql)
+            # A failure in its midst is told as what it is.
+            with pytest.raises(InvalidQuery, match="Conversion"):
+                there.query(
+                    "select cast(case when id < 190000 then '1' else note end as int) as x from public.orders order by id",
+                    as_of=before,
+                )
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[str]:
+    """A server that says what it is told to, a connection each, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def work() -> None:
+            for number, answer in enumerate(answers, 1):
+                connection, _ = listener.accept()
+                if number == len(answers):
+                    listener.close()  # who comes again is refused, and needn't wait for an answer
+                with connection:
+                    heard = b""
+                    while b"\r\n\r\n" not in heard:
+                        heard += connection.recv(65536)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(180)
+        assert not thread.is_alive()
+
+
+def http(body: bytes, *, status: str = "200 OK", kind: str = "application/json", more: str = "", cut: int = 0) -> bytes:
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body) + cut}\r\n{more}connection: close\r\n\r\n"
+    return head.encode() + body
+
+
+BATCH = pa.record_batch({"x": [1, 2, 3]})
+PIECE = b"".join(piece([BATCH], BATCH.schema))
+GONE = OffsetExpired("it has gone", first=7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (http(PIECE, kind="application/vnd.millstream.batches"), AnswerCutOff),
+        (http(PIECE + END[:2], kind="application/vnd.millstream.batches"), AnswerCutOff),
+        (http(PIECE + PIECE[:50], kind="application/vnd.millstream.batches", cut=50), AnswerCutOff),
+        (http(PIECE + failed(GONE), kind="application/vnd.millstream.batches"), OffsetExpired),
+        (http(PIECE + END + PIECE, kind="application/vnd.millstream.batches"), AnswerUnreadable),
+        (http(PIECE + b"\x08\x00\x00\x00garbage!", kind="application/vnd.millstream.batches"), AnswerUnreadable),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_never_taken_for_one(answer: bytes, error: type[Exception]) -> None:
+    got: list[pa.RecordBatch] = []
+    with answering(answer) as url, millstream.connect(url) as home, pytest.raises(error):
+        got.extend(home.read("web"))
+    assert got == [BATCH] or error is AnswerUnreadable
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http(b"<html>welcome</html>", kind="text/html"),
+        http(b"[1]"),
+        http(b"<html>no</html>", status="404 Not Found", kind="text/html"),
+        http(b"{}", status="400 Bad Request", kind="application/problem+json"),
+        http(b"\xff\xfe", status="400 Bad Request", kind="application/problem+json"),
+    ],
+)
+def test_what_is_not_millstream_is_told_as_that(answer: bytes) -> None:
+    with answering(answer) as url, millstream.connect(url) as home, pytest.raises(AnswerUnreadable):
+        home.status()
+
+
+def test_who_is_busy_is_asked_again_and_who_is_not_there_is_not_for_ever() -> None:
+    busy = json.dumps({"code": "overloaded", "detail": "full", "hint": "", "details": {}}).encode()
+    refusal = http(busy, status="429 Too Many Requests", kind="application/problem+json", more="retry-after: 0\r\n")
+    away = http(b"starting", status="503 Service Unavailable", kind="text/plain")
+    with answering(refusal, away, http(b'{"streams": ["web"]}')) as url, millstream.connect(url) as home:
+        assert home.streams() == ["web"]
+    with millstream.connect(url, timeout_s=0.3) as home, pytest.raises(ServerUnreachable):
+        home.streams()
+    old = json.dumps({"code": "replica_too_stale", "detail": "1 h old", "hint": "", "details": {}}).encode()
+    stale = http(old, status="503 Service Unavailable", kind="application/problem+json", more="retry-after: 1\r\n")
+    with answering(stale) as url, millstream.connect(url) as home, pytest.raises(ReplicaTooStale):
+        home.streams()  # asked again, nobody would answer
+    for wrong in ("ftp://127.0.0.1", "127.0.0.1:8787", "http://", "http://127.0.0.1?x=1"):
+        with pytest.raises(UsageError):
+            millstream.connect(wrong)
+
+
+def test_an_answer_in_parts_of_any_size_is_the_same() -> None:
+    whole = PIECE * 3 + END
+    for size in (1, 2, 3, 7, 64, 1000, len(whole)):
+        pieces = Pieces()
+        found = [t for at in range(0, len(whole), size) for t in pieces.feed(whole[at : at + size])]
+        assert [table.to_batches()[0] for table in found] == [BATCH] * 3
+        assert pieces.ended
+
+
+def test_readers_that_go_away_are_let_go_and_too_many_are_told(home: Path) -> None:
+    with millstream.open(home) as opened:
+        for _ in range(
+            4
+        ):  # 40 MB: more than what lies between the two ends, so that who doesn't read holds its reader up
+            opened.append("web", "big", [{"x": "." * 1000, "n": n} for n in range(10_000)])
+    with serving(home) as url, millstream.connect(url, timeout_s=30.0) as there:
+        half_read: list[socket.socket] = []
+        refused = 0
+        while not refused:
+            assert len(half_read) < 200
+            connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(b"GET /v1/streams/web/records?table=big HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            status = connection.recv(12)
+            half_read.append(connection)
+            refused += status.endswith(b"429")
+        for connection in half_read:
+            connection.close()
+        wait_for(lambda: sum(batch.num_rows for batch in there.read("web", table="big")) == 40_000)
+
+
+CLIENT_ONLY = """
+import sys
+for name in ("sqlalchemy", "alembic", "pydantic", "pydantic_settings", "rich", "structlog", "fastapi", "starlette", "uvicorn", "psycopg", "numba",
+             "prometheus_client", "duckdb", "deltalake", "pyspark", "pandas", "polars"):
+    sys.modules[name] = None
+import millstream
+with millstream.connect(sys.argv[1]) as home:
+    print(home.streams(), sum(batch.num_rows for batch in home.read("web")), len(list(home.read_latest("web", "users"))))
+    {append}
+"""
+
+
+def test_a_client_needs_the_core_and_its_extra_alone(home: Path) -> None:
+    with serving(home) as url:
+        script = CLIENT_ONLY.replace("{append}", "")
+        done = subprocess.run([sys.executable, "-c", script, url], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["['web']", "60", "1"]), done.stderr
+
+
+def test_without_httpx_it_says_what_to_install() -> None:
+    script = "import sys; sys.modules['httpx'] = None\nimport millstream\ntry:\n    millstream.connect('http://127.0.0.1:1')\nexcept millstream.errors.MissingExtra as error: print(error.details['extra'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("client\n", "")

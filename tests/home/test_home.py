@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millstream.errors import CatalogError, HomeBusy, HomeNotFound, HomeTooNew, HomeUnwritable, UnknownStream
+from millstream.home.home import FORMAT, Home
+from millstream.processes.locks import RoleLock, holder
+
+
+def make(folder: Path) -> Home:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "millstream.toml").write_text("")
+    return Home(folder)
+
+
+def test_a_home_is_the_named_one_else_the_variables_else_the_nearest_upward(tmp_path: Path) -> None:
+    named, variable, above = (make(tmp_path / name) for name in ("named", "variable", "above"))
+    inside = above.path / "a" / "b"
+    inside.mkdir(parents=True)
+    environ = {"MILLSTREAM_HOME": str(variable.path)}
+    assert Home.find(named.path, environ=environ, start=inside) == named
+    assert Home.find(environ=environ, start=inside) == variable
+    assert Home.find(environ={}, start=inside) == above
+
+
+@pytest.mark.parametrize("where", ["missing", "empty"])
+def test_a_named_folder_that_is_no_home_is_not_replaced_by_another(tmp_path: Path, where: str) -> None:
+    make(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(HomeNotFound):
+        Home.find(tmp_path / where, environ={}, start=tmp_path)
+
+
+def test_a_copied_log_without_a_configuration_can_be_named(tmp_path: Path) -> None:
+    for name in ("shop", "shop.aside-20260101"):
+        (tmp_path / "data" / "wal" / name).mkdir(parents=True)
+    home = Home.find(tmp_path)
+    assert home.streams_on_disk() == ["shop"] == [home.pick_stream(None)]
+    with pytest.raises(UnknownStream):
+        home.pick_stream("clicks")
+
+
+def test_a_copied_log_is_found_from_its_own_folder_and_not_from_below(tmp_path: Path) -> None:
+    make(tmp_path)
+    copied = tmp_path / "copied"
+    (copied / "data" / "wal" / "shop").mkdir(parents=True)
+    assert Home.find(environ={}, start=copied) == Home(copied)
+    assert Home.find(environ={}, start=copied / "data") == Home(tmp_path)
+
+
+def test_who_names_the_log_of_one_stream_is_told_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "00000").mkdir()
+    (tmp_path / "00000" / f"{0:020}.wal").write_bytes(b"")
+    with pytest.raises(HomeNotFound, match="the log of one stream") as caught:
+        Home.find(tmp_path)
+    assert "DIR/data/wal/STREAM" in caught.value.hint
+
+
+def test_one_of_several_streams_has_to_be_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "data" / "wal" / name).mkdir(parents=True)
+    with pytest.raises(UnknownStream, match="several"):
+        Home(tmp_path).pick_stream(None)
+    with pytest.raises(UnknownStream, match="no stream yet"):
+        Home(tmp_path / "elsewhere").pick_stream(None)
+
+
+def test_a_home_of_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    home = make(tmp_path)
+    home.prepare()
+    file = home.data / "home.json"
+    assert json.loads(file.read_text())["format"] == FORMAT
+    home.check_format()
+    file.write_text(json.dumps({"format": FORMAT + 1}))
+    for call in (home.check_format, home.prepare):
+        with pytest.raises(HomeTooNew) as caught:
+            call()
+        assert caught.value.details == {"found": FORMAT + 1, "known": FORMAT}
+    file.write_text("{")
+    with pytest.raises(CatalogError, match=r"home\.json"):
+        home.check_format()
+
+
+def test_a_home_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    # A file where a folder should be stops root as well, whom no mode bits stop.
+    home = make(tmp_path)
+    (tmp_path / "data").write_text("in the way")
+    with pytest.raises((HomeUnwritable, CatalogError)):
+        home.prepare()
+
+
+def test_a_read_only_home_is_a_typed_error(tmp_path: Path) -> None:
+    """As root in a process of its own that has given its rights up: mode bits don't stop root."""
+    home = make(tmp_path)
+    tmp_path.chmod(0o500)
+    child = os.fork()
+    if not child:  # a fork has everything imported: the other user may not be able to read this Python
+        code = 1
+        try:
+            if os.getuid() == 0:
+                # Without rights to pass over mode bits, root is its files' owner like anybody else.
+                without_rights()
+            try:
+                home.prepare()
+            except HomeUnwritable:
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    tmp_path.chmod(0o700)
+    home.prepare()
+
+
+def without_rights() -> None:
+    """Give up, for good, what lets root pass over mode bits: its capabilities. Its files stay its own."""
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def test_sockets_have_a_short_private_folder_that_the_home_links_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    deep = make(tmp_path / ("d" * 60) / ("e" * 60))
+    deep.prepare()
+    assert deep.socket_folder() is None
+    folder = deep.make_socket_folder()
+    assert deep.socket_folder() == folder == deep.make_socket_folder()
+    assert len(str(folder)) < 90
+    assert folder.stat().st_mode & 0o077 == 0
+    other = make(tmp_path / "other")
+    other.prepare()
+    assert other.make_socket_folder() != folder
+    folder.rmdir()
+
+
+def test_a_role_is_had_by_one_process_and_freed_by_its_death(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from millstream.processes.locks import RoleLock;"
+        "lock = RoleLock.take(pathlib.Path(sys.argv[1]), 'run'); print('taken', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "taken\n"
+    assert holder(tmp_path, "run")["pid"] == child.pid
+    with pytest.raises(HomeBusy) as caught:
+        RoleLock.take(tmp_path, "run", patience_s=0)
+    assert caught.value.details["pid"] == child.pid
+    RoleLock.take(tmp_path, "owner").release()
+    child.kill()
+    child.wait(180)
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        pipe.close()
+    with RoleLock.take(tmp_path, "run"):
+        assert holder(tmp_path, "run")["pid"] == os.getpid()
+    assert holder(tmp_path, "run") == {}

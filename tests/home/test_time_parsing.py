@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.errors import InvalidTime, InvalidToken
+from millstream.home.time_parsing import parse_as_of, parse_moment
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq, StreamToken
+
+NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
+STREAM = StreamId(UUID(int=42))
+ZONES = st.integers(-14 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+
+
+@given(st.datetimes(datetime(1970, 1, 3), datetime(2100, 1, 1), timezones=ZONES))  # noqa: DTZ001 - bounds of any zone
+def test_an_iso_time_is_the_moment_that_it_names_and_utc_where_it_names_no_zone(moment: datetime) -> None:
+    utc = moment.astimezone(UTC)
+    assert parse_moment(moment.isoformat(), now=NOW) == utc
+    assert parse_moment(utc.replace(tzinfo=None).isoformat(sep=" "), now=NOW) == utc
+    assert parse_moment(utc.date().isoformat(), now=NOW) == datetime.combine(utc.date(), datetime.min.time(), UTC)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([("s", 1), ("sec", 1), ("m", 60), ("min", 60), ("hour", 3600), ("d", 86400), ("weeks", 604800)]),
+)
+def test_an_age_is_so_long_before_now(count: int, unit: tuple[str, int]) -> None:
+    word, seconds = unit
+    for text in (f"{count}{word} ago", f" {count} {word.upper()}  ago "):
+        assert NOW - parse_moment(text, now=NOW) == timedelta(seconds=count * seconds)
+
+
+def test_a_token_is_told_from_a_time_by_its_form() -> None:
+    token = StreamToken.scalar(STREAM, Seq(7))
+    assert parse_as_of(str(token), STREAM, now=NOW) == token
+    assert parse_as_of("now", STREAM, now=NOW) == NOW
+    with pytest.raises(InvalidToken):
+        parse_as_of(str(StreamToken.scalar(StreamId(UUID(int=1 << 100)), Seq(7))), STREAM, now=NOW)
+    for text in ("", "soon", "2026-13-01", "10 parsecs ago", "1000000d ago", "ago"):
+        with pytest.raises(InvalidTime) as caught:
+            parse_as_of(text, STREAM, now=NOW)
+        assert "2026-03-01" in caught.value.hint

@@ -1,0 +1,211 @@
+"""What a node has noted of its part in a stream, where it is damaged or gone, and what others may ask it to note."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from tests.nodes.nodes import STREAM, Node, eventually, nodes
+
+import millstream
+from millstream.cli.main import cli
+from millstream.errors import (
+    MillstreamError,
+    NotCaughtUp,
+    ReadOnly,
+    RoleUnreadable,
+    UnknownNode,
+    UnknownStream,
+    UsageError,
+)
+from millstream.home.home import Home, replace_file
+from millstream.leadership.roles import VERSIONS_NAME, Roles, replication_folder
+from millstream.model.ids import Epoch
+from millstream.model.replication import AckLevel, Document, NodeName
+from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.following import begin_to_follow
+from millstream.nodes.level_document import LEVEL, Terms
+from millstream.nodes.peer_requests import answer_node, node_state
+from millstream.nodes.promoting import promote
+from millstream.nodes.restoring import restore_stream
+from millstream.nodes.staleness import age_of_replica, note_age
+from millstream.protocol.replication.roles import Promise, Role, RoleFact
+
+
+def home_of(node: Node) -> Home:
+    home = Home(node.home, needs_source=False)
+    home.prepare()
+    return home
+
+
+def follows(home: Home, leader: str) -> None:
+    with Roles(home).changing(STREAM) as changing:
+        changing.put(replace(RoleFact(role=Role.FENCED), leader=NodeName(leader)).following(NodeName(leader)))
+
+
+def test_a_follower_whose_role_is_gone_doesnt_write_beside_its_leader(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (_, b):
+        home = home_of(b)
+        follows(home, "a")
+        FollowingNotes(home, STREAM).documents((Document("sessions", 1, b""),))
+        home.role_file(STREAM).unlink()
+        with millstream.open(b.home) as opened, pytest.raises(RoleUnreadable) as refused:
+            opened.append(STREAM, "orders", [{"id": 1}])
+        assert str(home.role_file(STREAM)) in refused.value.message
+        assert not Roles(home).leads_surely(STREAM)
+
+
+@pytest.mark.parametrize("data", [b"", b"[1]", b'{"catalog": null}', b'{"catalog": "x"}', b"\xff"])
+def test_notes_that_are_damaged_count_as_none(tmp_path: Path, data: bytes) -> None:
+    with nodes(tmp_path) as (_, b):
+        home = home_of(b)
+        notes = FollowingNotes(home, STREAM)
+        folder = replication_folder(home, STREAM)
+        (folder / VERSIONS_NAME).write_bytes(data)
+        assert notes.versions() == {}
+        (folder / "age.json").write_bytes(data)
+        assert age_of_replica(home, STREAM) is None
+        note_age(folder, 0.0)
+        facts = json.loads((folder / "age.json").read_bytes()) | {"fresh_ns": "x"}
+        (folder / "age.json").write_text(json.dumps(facts))
+        assert age_of_replica(home, STREAM) is None
+
+
+@pytest.mark.parametrize("epoch", [0, -1, 1 << 62, 1 << 80, 1.5, True, "1", None])
+def test_a_promise_that_nobody_could_keep_isnt_given(tmp_path: Path, epoch: Any) -> None:
+    with nodes(tmp_path) as (a, _):
+        home = home_of(a)
+        with pytest.raises(UsageError):
+            answer_node(home, {"op": "promise", "stream": STREAM, "epoch": epoch, "to": "b"})
+        with pytest.raises((UsageError, UnknownNode)):
+            answer_node(home, {"op": "promise", "stream": STREAM, "epoch": 1, "to": "nobody here"})
+        assert Roles(home).leads(STREAM)
+
+
+@pytest.mark.parametrize("follower", [False, True])
+def test_a_promise_tells_of_all_that_was_durable_though_a_power_cut_has_taken_the_marks_back(
+    tmp_path: Path, *, follower: bool
+) -> None:
+    """Marks aren't fsynced with each group: whoever is promoted by what they say would go on without groups that were acknowledged."""
+    with nodes(tmp_path) as (a, _):
+        home = home_of(a)
+        mark = home.wal_folder(STREAM) / "00000" / "durable.mark"
+        with millstream.open(a.home) as opened:
+            opened.append(STREAM, "orders", [{"id": 1}])
+            before = mark.read_bytes()
+            opened.append(STREAM, "orders", [{"id": 2}])
+            opened.append(STREAM, "orders", [{"id": 3}])
+        durable = node_state(home, STREAM).group
+        mark.write_bytes(before)
+        assert node_state(home, STREAM).group < durable
+        if follower:
+            follows(home, "b")
+            (replication_folder(home, STREAM) / "age.json").write_text('{"fresh_ns": 1, "boot": "the one before"}')
+        told = answer_node(home, {"op": "promise", "stream": STREAM, "epoch": 1, "to": "b"})
+        assert told["group"] == durable
+        assert a.rows() == [1, 2, 3]
+
+
+def test_a_role_that_is_damaged_holds_up_no_other_stream(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (a, b):
+        for node in (a, b):
+            with (node.home / "millstream.toml").open("a") as file:
+                file.write('[streams.other.ingest]\nschema_on_write = "create"\n')
+        a.start("serve")
+        with millstream.open(a.home) as opened:
+            for stream in (STREAM, "other"):
+                opened.append(stream, "orders", [{"id": 1}])
+        assert b.ask("follow", "a", "--until-caught-up").returncode == 0
+        with millstream.open(a.home) as opened:
+            for stream in (STREAM, "other"):
+                opened.append(stream, "orders", [{"id": 2}])
+        home_of(b).role_file(STREAM).write_bytes(b"{")
+        # As `run` starts it: a person who names a stream is told at once.
+        b.start("follow", "--stream", "other")
+        eventually(lambda: rows_of_other(b) == [1, 2], "the other stream comes", a, b)
+        shown = {one["stream"]: one for one in b.answer("replicas")["streams"]}
+        assert (shown[STREAM]["role"], shown["other"]["role"]) == (None, "follows")
+        assert shown[STREAM]["error"]["code"] == "role_unreadable"
+        told = b.ask("status")
+        assert told.returncode == 0, told.stderr
+        assert "role_unreadable" in told.stdout
+        assert "follows a: up to" in told.stdout
+
+
+def rows_of_other(node: Node) -> list[int]:
+    with millstream.open(node.home) as home:
+        return [row for batch in home.read("other") for row in batch.column("id").to_pylist()]
+
+
+def test_a_promotion_goes_by_the_level_and_the_nodes_that_the_leader_acknowledged_with(tmp_path: Path) -> None:
+    """A leader of three nodes acknowledged what one of two followers had: the other one, configured for two, can't know."""
+    with nodes(tmp_path, "abc", acks="durable(2)") as (_, _, c):
+        home = home_of(c)
+        follows(home, "a")
+        notes = FollowingNotes(home, STREAM)
+        own = Terms.configured(home, STREAM)
+        for said in (
+            replace(own, level=AckLevel.parse("durable(1)")).document().data,
+            replace(own, nodes=own.nodes | {NodeName("d")}).document().data,
+            b"damaged",
+        ):
+            notes.documents((Document(LEVEL, 1, said),))
+            with pytest.raises(NotCaughtUp):
+                promote(home, STREAM)
+            assert Roles(home).of(STREAM).role is Role.FOLLOWS
+        notes.documents((Document(LEVEL, 2, own.document().data),))
+        assert promote(home, STREAM).epoch == 1
+
+
+def test_a_disk_that_fails_under_a_role_is_no_bug(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (_, b):
+        home = home_of(b)
+        follows(home, "a")
+        file = home.role_file(STREAM)
+        data = file.read_bytes()
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(MillstreamError):
+            Roles(home).of(STREAM)
+        file.rmdir()
+        replace_file(file, data)
+        assert Roles(home).of(STREAM).role is Role.FOLLOWS
+
+
+def test_a_copy_is_neither_mended_by_itself_nor_imported_into(tmp_path: Path) -> None:
+    """Other bytes than the leader's, or a log of its own, would have the node stop at the next word of its leader."""
+    with nodes(tmp_path) as (a, b):
+        with millstream.open(a.home) as opened:
+            opened.append(STREAM, "orders", [{"id": 1}])
+        exported = tmp_path / "exported"
+        called = CliRunner().invoke(
+            cli, ["--home", str(a.home), "wal", "export", "--format", "arrow", "-o", str(exported)]
+        )
+        assert called.exit_code == 0, called.output
+        home = home_of(b)
+        shutil.copytree(a.home / "data" / "wal" / STREAM, b.home / "data" / "wal" / STREAM)
+        follows(home, "a")
+        for words in (["wal", "repair"], ["wal", "import", str(exported)]):
+            refused = CliRunner().invoke(cli, ["--home", str(b.home), *words])
+            assert isinstance(refused.exception, ReadOnly), refused.output
+        assert CliRunner().invoke(cli, ["--home", str(b.home), "wal", "repair", "--dry-run"]).exit_code == 0
+        with Roles(home).changing(STREAM) as changing:
+            changing.put(changing.fact.standing_for(Promise(Epoch(1), NodeName("b"))))
+        mended = CliRunner().invoke(cli, ["--home", str(b.home), "wal", "repair"])
+        assert mended.exit_code == 0, "where no leader is left, there is nobody to take it from anew"
+
+
+def test_a_node_alone_and_a_store_that_was_mistyped_say_what_to_look_at(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text(f'[streams.{STREAM}]\n[replication]\nnode = "a"\n')
+    with pytest.raises(UsageError) as nobody:
+        begin_to_follow(Home(tmp_path), None, [])
+    assert "[replication.nodes]" in nobody.value.hint
+    with pytest.raises(UnknownStream) as nothing:
+        restore_stream(f"file://{tmp_path}/nowhere", STREAM, tmp_path / "restored")
+    assert "object_store" in nothing.value.hint
+    assert not (tmp_path / "restored").exists()

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from millstream.processes.logs import Words
+
+REFUSED = {"event": "the stream begins again", "part": "capture", "stream": "s", "level": "warning", "timestamp": "now"}
+
+
+def test_a_trouble_that_goes_on_is_one_short_line() -> None:
+    words = Words(terminal=False)
+    trouble = REFUSED | {"code": "source_unreachable", "error": "refused\nreally?", "hint": "Look."}
+    first, second = (words(None, "", trouble | {"in_s": wait_s}) for wait_s in (0.5, 1.0))
+    assert first == "capture, stream s: source_unreachable: refused; really?; next try in 0.5 s"
+    assert second == "capture, stream s: still unreachable; next try in 1.0 s"
+
+
+def test_facts_stand_behind_what_happened() -> None:
+    line = Words(terminal=False)(None, "", {"event": "table copied", "part": "capture", "table": "a.b", "rows": 7})
+    assert line == "capture: table copied (table a.b, rows 7)"
+
+
+def test_lines_that_find_no_room_end_nobody() -> None:
+    """A process whose lines go to a disk that ran full went down with its first word about that."""
+    talk = "import structlog; from millstream.processes.logs import configure_logs; configure_logs(part='x'); structlog.get_logger().warning('no room'); print('on')"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", talk], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert done.stdout == b"on\n"

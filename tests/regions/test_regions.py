@@ -1,0 +1,313 @@
+"""Two homes that write one stream's tables as regions of their own, and see the same together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from click.testing import CliRunner
+
+import millstream
+from millstream.app.doctor import examine
+from millstream.cli.main import cli
+from millstream.config.file import load_config
+from millstream.errors import (
+    ConfigError,
+    HomeBusy,
+    MergeStateUnreadable,
+    MergeUnsuitable,
+    MillstreamError,
+    OtherRegion,
+    OtherStream,
+    UnknownTable,
+    UsageError,
+)
+from millstream.home.home import Home
+from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
+from millstream.processes.locks import RoleLock
+from millstream.protocol.retention import Bounds, Retention
+from millstream.regions.reconciling import reconcile_stream
+from millstream.regions.region_table import RegionTable, newest_time
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import drop_segments
+
+CONFIG = """
+[streams.shop]
+region = {region}
+[streams.shop.log]
+disk_used_max = 1.0
+[streams.shop.keys]
+"public.posts" = ["id"]
+"notes" = ["id"]
+[streams.shop.merge."posts"]
+likes = "pn_counter"
+tags = "union_set"
+heat = "signal(1d)"
+hidden = "hide"
+"""
+
+
+def made(folder: Path, region: int, config: str = CONFIG) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "millstream.toml").write_text(config.format(region=region))
+    return folder
+
+
+def doctor(home: Path) -> tuple[str, str]:
+    """What `doctor` finds of the stream's regions."""
+    (found,) = (one for one in examine(Home(home), lambda _: None) if one.check == "regions of shop")
+    return found.code, found.message
+
+
+def follow(home: Path, other: Path, region: int) -> None:
+    """What a follower does: the other's log, byte for byte, with its marks."""
+    target = home / "data" / "wal" / region_log_name("shop", RegionId(region))
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(other / "data" / "wal" / "shop", target)
+
+
+@contextmanager
+def both(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    one, two = made(tmp_path / "one", 1), made(tmp_path / "two", 2)
+    with millstream.open(one) as home:
+        home.append(
+            "shop", "posts", [{"id": 1, "likes": 3, "title": "first", "tags": ["a"], "heat": 4.0, "hidden": False}]
+        )
+        home.append(
+            "shop", "posts", [{"id": 1, "likes": 5, "title": "mended", "tags": ["b"], "heat": 2.0, "hidden": None}]
+        )
+        home.append("shop", "posts", [{"id": 2, "likes": 1, "title": "here alone"}])
+    with millstream.open(two) as home:
+        home.append(
+            "shop",
+            "posts",
+            [{"id": 1, "likes": -2, "title": "of two", "tags": ["a", "c"], "heat": 1.0, "hidden": True, "more": "x"}],
+        )
+        home.append("shop", "posts", [{"id": 3, "likes": 7, "title": "there alone"}])
+    follow(one, two, 2)
+    follow(two, one, 1)
+    yield one, two
+
+
+def rows_of(home: Path, **of: Any) -> dict[int, dict[str, Any]]:
+    with millstream.open(home) as opened:
+        return {row["id"]: row for row in opened.merged("shop", "posts", **of).to_pylist()}
+
+
+def run(home: Path, *words: str) -> Any:
+    found = CliRunner().invoke(cli, ["--home", str(home), "reconcile", *words], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout) if "--json" in words else found.output
+
+
+def test_homes_of_two_regions_see_the_same_and_counters_count_both(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        here, there = rows_of(one), rows_of(two)
+        assert here == there
+        assert here[1]["likes"] == 3
+        assert (here[1]["title"], here[1]["tags"], here[1]["hidden"], here[1]["more"]) == (
+            "of two",
+            ["a", "b", "c"],
+            True,
+            "x",
+        )
+        assert here[1]["heat"] == pytest.approx(3.0, rel=1e-3)
+        assert (here[2]["title"], here[3]["title"]) == ("here alone", "there alone")
+        later = rows_of(one, at=datetime.now(UTC).replace(year=2100))
+        assert later[1]["heat"] == 0.0
+        with millstream.open(one) as home:
+            assert home.streams() == ["shop"]
+            assert sum(batch.num_rows for batch in home.read("shop@2", table="posts")) == 2
+
+
+def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        dry = run(one, "--dry-run")
+        assert "public.posts, with region 2" in dry
+        (line,) = [line for line in dry.splitlines() if line.startswith("id=1") and "likes" in line]
+        assert line.split()[1:] == ["likes", "5", "-2", "3", "both"]
+        assert not (one / "data" / "regions").exists()
+        first = run(one, "--json")
+        (table,) = first["tables"]
+        assert [(taken["region"], taken["own"], taken["rows"]) for taken in table["taken"]] == [
+            (1, True, 2),
+            (2, False, 2),
+        ]
+        assert table["rows"] == 3
+        assert "nothing new" in run(one)
+        before = rows_of(one)
+        with millstream.open(two) as home:
+            home.append("shop", "posts", [{"id": 3, "likes": 8, "title": "again", "hidden": False}])
+        follow(one, two, 2)
+        assert rows_of(one)[3]["likes"] == 8
+        assert rows_of(one)[1] | {"heat": 0} == before[1] | {"heat": 0}  # which has decayed since
+        (table,) = run(one, "--json")["tables"]
+        assert [(taken["region"], taken["rows"]) for taken in table["taken"]] == [(1, 0), (2, 1)]
+        assert rows_of(one) == rows_of(two)
+        with RoleLock.take(Home(one).run_folder, "reconcile"), pytest.raises(HomeBusy):
+            # Two at once: who ends last would keep what it began with.
+            reconcile_stream(Home(one), "shop")
+        # Without what is kept it is the same.
+        shutil.rmtree(one / "data" / "regions")
+        assert rows_of(one) == rows_of(two)
+
+
+def test_a_column_that_merges_comes_with_the_first_row_that_has_it(tmp_path: Path) -> None:
+    one, two = made(tmp_path / "one", 1), made(tmp_path / "two", 2)
+    with millstream.open(one) as home:
+        home.append("shop", "posts", {"id": 7, "likes": 5})
+        assert home.merged("shop", "posts").to_pylist() == [{"id": 7, "likes": 5}]
+    told = CliRunner().invoke(cli, ["--home", str(one), "reconcile", "--json"])
+    assert told.exit_code == 0, told.output
+    assert "hidden" in json.loads(told.stdout)["tables"][0]["unwritten"]
+    with millstream.open(two) as home:
+        home.append("shop", "posts", {"id": 7, "likes": 3, "hidden": True})
+    follow(one, two, 2)
+    with millstream.open(one) as home:
+        assert home.merged("shop", "posts").to_pylist() == [{"id": 7, "likes": 8, "hidden": True}]
+
+
+def test_what_is_kept_is_damaged_or_of_another_log(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        run(one)
+        (kept,) = (one / "data" / "regions" / "shop").iterdir()
+        data = kept.read_bytes()
+        kept.write_bytes(data[:99] + b"?" + data[100:])
+        with pytest.raises(MergeStateUnreadable):
+            rows_of(one)
+        kept.write_bytes(data)
+        shutil.rmtree(two / "data")
+        with millstream.open(two) as home:
+            home.append("shop", "posts", [{"id": 9, "likes": 1}])
+        follow(one, two, 2)
+        with pytest.raises(OtherStream, match="log of region 2 was made anew"):
+            rows_of(one)
+
+
+def test_a_log_that_is_not_the_regions_it_stands_for_is_refused(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        follow(one, two, 3)
+        with pytest.raises(OtherRegion, match="stands for region 3 is that of region 2"):
+            rows_of(one)
+        shutil.rmtree(one / "data" / "wal" / "shop@3")
+        follow(one, two, 1)
+        with pytest.raises(OtherRegion, match="named for region 1, which is this home's own"):
+            rows_of(one)
+        shutil.rmtree(one / "data" / "wal" / "shop@1")
+        follow(one, two, 2)
+        assert doctor(one) == ("ok", "this is region 1, has the log of region 2, 1 table can merge")
+        (one / "millstream.toml").write_text(CONFIG.format(region=4))
+        with pytest.raises(OtherRegion), millstream.open(one) as home:
+            home.append("shop", "posts", [{"id": 9}])
+        assert doctor(one) == ("other_region", "the log that stands for region 4 is that of region 1")
+
+
+def test_a_writer_is_later_than_what_it_follows_whatever_its_clock(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        followed = newest_time(StreamReader(str(one / "data" / "wal" / "shop@2")), RegionId(2))
+        assert followed is not None
+        with millstream.open(one) as home:
+            home.append("shop", "posts", [{"id": 1, "title": "last"}])
+        own = newest_time(StreamReader(str(one / "data" / "wal" / "shop")), RegionId(1))
+        assert own is not None
+        assert own > followed
+        follow(two, one, 1)
+        assert rows_of(two)[1]["title"] == "last"
+
+
+def test_tables_that_can_not_merge_are_refused_by_name(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, two):
+        with millstream.open(one) as home:
+            home.append("shop", "notes", [{"id": 1, "text": "x"}])
+            home.append("shop", "loose", [{"n": 1}])
+            assert home.merged("shop", "notes").to_pylist() == [{"id": 1, "text": "x"}]
+            with pytest.raises(MergeUnsuitable, match="loose has no key"):
+                home.merged("shop", "loose")
+            with pytest.raises(UnknownTable):
+                home.merged("shop", "nothing")
+        with millstream.open(two) as home:
+            home.append("shop", "notes", [{"id": "text", "text": "x"}])
+        follow(one, two, 2)
+        with pytest.raises(MergeUnsuitable, match=r"notes\.id is .* in one region"):
+            RegionTable(Home(one), "shop", "notes")
+        (one / "millstream.toml").write_text(
+            CONFIG.format(region=1).replace('likes = "pn_counter"', 'title = "pn_counter"')
+        )
+        with pytest.raises(MergeUnsuitable, match=r"posts\.title is string"), millstream.open(one) as home:
+            home.append("shop", "posts", [{"id": 9}])
+        assert doctor(one) == ("merge_unsuitable", "public.posts.title is string, which can't merge by pn_counter")
+        (one / "millstream.toml").write_text("[streams.shop]\nregion = 1\n")
+        with pytest.raises(UsageError, match="merges no table"):
+            run(one)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[streams.shop.merge.posts]\nlikes = "sum"', "no column merges by 'sum'"),
+        ('[streams.shop.merge.posts]\nid = "lww"', "is of the key"),
+        ('[streams.shop.merge.clicks]\nn = "lww"', "has no key to tell its rows by"),
+        ('[streams.shop.merge."a.b.c"]\nn = "lww"', "a.b.c"),
+        ('[writer]\nname = "w"', "has one writer in each"),
+    ],
+)
+def test_a_mistake_in_what_merges_is_told_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "millstream.toml"
+    file.write_text(f'[streams.shop]\nregion = 2\n[streams.shop.keys]\nposts = ["id"]\n{text}\n')
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")) as caught:
+        load_config(file)
+    assert "millstream.toml:" in str(caught.value)
+
+
+def test_names_of_regions_logs_are_checked() -> None:
+    assert region_log_name("shop", RegionId(2)) == "shop@2"
+    assert parse_region_log_name("shop@2") == ("shop", RegionId(2))
+    assert parse_region_log_name("shop") is None
+    for name in ("shop@", "shop@02", "shop@x", "shop@2@3", "Shop@1", "shop@4294967296", "@1"):
+        with pytest.raises(MillstreamError):
+            parse_region_log_name(name)
+
+
+def test_arrow_types_of_merged_tables_hold_what_merging_makes(tmp_path: Path) -> None:
+    with both(tmp_path) as (one, _), millstream.open(one) as home:
+        schema = home.merged("shop", "posts").schema
+    assert schema.field("likes").type == pa.int64()
+    assert schema.field("heat").type == pa.float64()
+
+
+def test_columns_that_merge_otherwise_lose_nothing_that_retention_has_dropped(tmp_path: Path) -> None:
+    small = CONFIG.replace("disk_used_max = 1.0", 'disk_used_max = 1.0\nsegment_bytes = "256 KiB"')
+    home = made(tmp_path / "home", 1, small)
+    file = home / "millstream.toml"
+    with millstream.open(home) as opened:
+        opened.append("shop", "posts", [{"id": 1, "likes": 3, "tags": ["a"], "heat": 1.0, "hidden": False}])
+        while len(list((home / "data" / "wal" / "shop" / "00000").glob("*.wal"))) < 3:
+            opened.append("shop", "other", [{"id": 1, "text": os.urandom(50_000).hex()}])
+    done = CliRunner().invoke(cli, ["--home", str(home), "reconcile"])
+    assert done.exit_code == 0, done.output
+    drop_segments(str(home / "data" / "wal" / "shop"), Retention(), Bounds(0.0, 0, 0))
+    assert StreamReader(str(home / "data" / "wal" / "shop")).first_seq() > 1
+    # What is kept serves for these as well: of them it has the newest value, as it has for any.
+    file.write_text(small.format(region=1).replace("pn_counter", "lww").replace("signal(1d)", "signal(2d)"))
+    with millstream.open(home) as opened:
+        assert opened.merged("shop", "posts").to_pylist()[0]["likes"] == 3
+    # … and of this one it has more than its newest value, which nothing else can be made of.
+    file.write_text(small.format(region=1).replace("union_set", "or_set"))
+    with millstream.open(home) as opened, pytest.raises(MergeUnsuitable, match="retention has dropped"):
+        opened.merged("shop", "posts")
+    kept = home / "data" / "regions" / "shop" / "public.posts.state"
+    before = kept.read_bytes()
+    refused = CliRunner().invoke(cli, ["--home", str(home), "reconcile"])
+    assert refused.exit_code != 0
+    assert kept.read_bytes() == before
+    file.write_text(small.format(region=1))
+    with millstream.open(home) as opened:
+        assert opened.merged("shop", "posts").to_pylist()[0]["tags"] == ["a"]

@@ -1,0 +1,150 @@
+"""What applications append goes into a buffer: each request an item with its own answer, by threads and by tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
+from millstream.catalog import Catalog
+from millstream.errors import (
+    BufferOutcomeUnknown,
+    InvalidValue,
+    MillstreamError,
+    Overloaded,
+    SessionsNotKnown,
+    WriterClosed,
+)
+from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.operations import FIRST_SHARD, Appended, TableRows
+from millstream.model.writes import AppendBatch, WriteId
+from millstream.testing.log import MemoryReservations
+from millstream.testing.write_buffer import NORTH, SOUTH, next_op
+from millstream.wal.writing.writer import LogWriter
+from millstream.writers.buffered import AppenderToBuffer
+
+Append = Callable[[AppenderToBuffer, AppendBatch], list[Appended | MillstreamError]]
+
+
+def by_thread(appender: AppenderToBuffer, batch: AppendBatch) -> list[Appended | MillstreamError]:
+    return appender.append_batch(batch, deadline_s=10)
+
+
+def by_task(appender: AppenderToBuffer, batch: AppendBatch) -> list[Appended | MillstreamError]:
+    return asyncio.run(appender.append_batch_async(batch, deadline_s=10))
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer()
+
+
+@pytest.fixture
+def appender(tmp_path: Path, server: MemoryServer) -> Iterator[AppenderToBuffer]:
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("shop")
+        writer, _ = catalog.register_writer(stream)
+        log = LogWriter.open(
+            str(tmp_path / "wal"),
+            stream=stream,
+            shards=[FIRST_SHARD],
+            epoch=Epoch(1),
+            reservations=MemoryReservations(),
+        )
+
+        def place(schema: object, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
+            """Rows of even ids lie north."""
+            even = pa.compute.equal(pa.compute.bit_wise_and(rows.column("id"), 1), 0)
+            parts = ((NORTH, rows.filter(even)), (SOUTH, rows.filter(pa.compute.invert(even))))
+            return tuple(TableRows(schema, part, shard) for shard, part in parts if part.num_rows)  # type: ignore[arg-type]
+
+        rules = TableRules(
+            rules_of=lambda *_: WriteRules(SchemaOnWrite.CREATE),
+            place=place,
+            check_place=lambda *_: None,
+            home_shard=lambda _: ShardId(0),
+        )
+        buffer = MemoryBuffer(server, "orders", create_shards=2)
+        yield AppenderToBuffer(catalog, stream, log, writer=writer, rules=rules, buffer=buffer, buffer_name="orders")
+        assert log.durable_offset(FIRST_SHARD) == 0
+        log.close()
+
+
+def batch(ids: list[int], counts: list[int]) -> AppendBatch:
+    rows = pa.table({"id": pa.array(ids, pa.int64())})
+    return AppendBatch("clicks", rows, counts, [WriteId(session="s", number=n + 1) for n in range(len(counts))])
+
+
+@pytest.mark.parametrize("append", [by_thread, by_task])
+def test_each_request_is_an_item_on_each_of_its_shards(
+    appender: AppenderToBuffer, server: MemoryServer, append: Append
+) -> None:
+    outcomes = append(appender, batch([0, 2, 1, 3, 4, 5], [2, 1, 3]))
+    assert all(isinstance(outcome, Appended) for outcome in outcomes)
+    found = [outcome for outcome in outcomes if isinstance(outcome, Appended)]
+    assert [dict(one.offsets) for one in found] == [{0: (0, 1)}, {1: (0, 1)}, {0: (1, 2), 1: (1, 2)}]
+    assert [(one.buffer, one.row_count, int(one.seqs.first)) for one in found] == [
+        ("orders", 2, 0),
+        ("orders", 1, 0),
+        ("orders", 3, 0),
+    ]
+    assert Appended.from_dict(found[2].as_dict()) == found[2]
+    buffer = MemoryBuffer(server, "orders")
+    for shard, wanted in ((NORTH, [[0, 2], [4]]), (SOUTH, [[1], [3, 5]])):
+        reader = buffer.reader(shard)
+        ops = [next_op(reader).op for _ in wanted]
+        assert [op.tables[0].rows.column("id").to_pylist() for op in ops] == wanted
+        assert reader.place == reader.end_offset()
+
+
+@pytest.mark.parametrize("append", [by_thread, by_task])
+def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_called_refused(
+    appender: AppenderToBuffer, server: MemoryServer, append: Append
+) -> None:
+    server.fail_next(Failure(Overloaded("full")))
+    first, second = append(appender, batch([0, 2], [1, 1]))
+    assert isinstance(first, Overloaded)
+    assert isinstance(second, Appended)
+    server.fail_next(lost_answer("orders", NORTH))
+    (lost,) = append(appender, batch([4], [1]))
+    assert isinstance(lost, BufferOutcomeUnknown)
+    server.fail_next(Failure(Overloaded("full")))  # of the northern part; the southern one is stored
+    (half,) = append(appender, batch([6, 7], [2]))
+    assert isinstance(half, BufferOutcomeUnknown)
+    assert half.details["shards"] == {"0": "overloaded"}
+
+
+def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: AppenderToBuffer) -> None:
+    """The log, which has nothing of it, said that it begins at 1: who takes the buffer left an application's second life out."""
+    assert isinstance(append_of("s", 1, appender), Appended)
+    with pytest.raises(SessionsNotKnown) as caught:
+        appender.session("s")
+    assert "next_number" in caught.value.hint
+
+
+def append_of(session: str, number: int, appender: AppenderToBuffer) -> Appended | MillstreamError:
+    rows = pa.table({"id": pa.array([number], pa.int64())})
+    (outcome,) = by_thread(appender, AppendBatch("clicks", rows, [1], [WriteId(session, number)]))
+    return outcome
+
+
+@pytest.mark.parametrize("append", [by_thread, by_task])
+def test_a_buffer_that_was_closed_is_told_as_a_log_that_was(appender: AppenderToBuffer, append: Append) -> None:
+    """Each request heard of it by itself: so who had kept the appender never asked for the one that had taken its place."""
+    assert isinstance(append(appender, batch([0], [1]))[0], Appended)
+    appender._buffer.close()
+    with pytest.raises(WriterClosed):
+        append(appender, batch([2, 4], [1, 1]))
+
+
+def test_rows_that_are_none_never_reach_the_buffer(appender: AppenderToBuffer, server: MemoryServer) -> None:
+    rows = pa.table({"ID": pa.array([1], pa.int64())})
+    appender.append_batch(batch([0], [1]), deadline_s=10)
+    with pytest.raises(InvalidValue):
+        appender.append("clicks", rows, deadline_s=10)
+    assert MemoryBuffer(server, "orders").reader(NORTH).end_offset() == 1

@@ -1,0 +1,112 @@
+"""A writer that joins a stream again and again on a real PostgreSQL, while others append and read after their own tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from tests.commands import Command
+from tests.writers.joining_reader import look
+
+from millstream.catalog import Catalog
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq, StreamToken
+from millstream.testing.log import plain_ops, plain_table
+from millstream.testing.pytest_plugin import Database
+from millstream.wal.reader import StreamReader
+from millstream.writers.shared_writer import SharedWriter
+
+STREAM = StreamId(UUID(int=11))
+TABLE = plain_table(1)
+JOINS = 15
+
+
+class Joined:
+    """A stream's catalog and folder, and what its writers were acknowledged."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        self._address = address
+        self.acknowledged: list[Seq] = []
+
+    def opened(self, name: str) -> SharedWriter:
+        catalog = Catalog(self._address)
+        catalog.resolve_stream("shop", found=STREAM)
+        return SharedWriter.open(
+            catalog, STREAM, str(self.folder), name=name, location="here", lease_s=30.0, shard_count=2
+        )
+
+    def append(self, writer: SharedWriter, number: int) -> Seq:
+        ops = plain_ops({number: [(TABLE, 2, "x")]}, shard_of={1: writer.shards[number % 2]})
+        last = writer.log.append(ops).seqs.last
+        self.acknowledged += [Seq(last - 1), last]
+        return last
+
+
+@pytest.fixture
+def joined(tmp_path: Path, postgres: Database) -> Joined:
+    return Joined(tmp_path / "shop", postgres.dsn)
+
+
+def test_no_token_goes_back_while_a_second_writer_is_started_again_and_again(joined: Joined) -> None:
+    done = threading.Event()
+    wrong: list[BaseException] = []
+    seen: set[int] = set()
+    tokens: list[StreamToken] = []
+
+    def append_on() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            joined.append(first, number)
+
+    def read_on() -> None:
+        reader = StreamReader(str(joined.folder))
+        token = StreamToken.scalar(STREAM, Seq(0))
+        while not wrong:
+            is_last = done.is_set()
+            token = look(reader, token, seen)
+            tokens.append(token)
+            if is_last:
+                return
+
+    def noting_errors(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised at the end
+                wrong.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    with joined.opened("first") as first:
+        joined.append(first, 0)
+        threads = [noting_errors(append_on), noting_errors(read_on)]
+        elsewhere = Command(
+            [str(joined.folder), "8"], stdout=subprocess.PIPE, text=True, begins="tests.writers.joining_reader:main"
+        )
+        try:
+            for number in range(JOINS):
+                with joined.opened("second") as second:
+                    joined.append(second, number)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+            said, _ = elsewhere.communicate(timeout=60)
+    if wrong:
+        raise wrong[0]
+    assert elsewhere.returncode == 0, said
+    assert len(tokens) > JOINS
+    looks, rows = map(int, said.split())
+    assert looks > JOINS
+    assert rows > 0
+    reader = StreamReader(str(joined.folder))
+    look(reader, tokens[-1], seen)
+    assert seen == set(joined.acknowledged)
