@@ -53,7 +53,7 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)
 
 
-WHOLE_TIER: Final = frozenset({"oldest"})
+WHOLE_TIER: Final = frozenset({"oldest", "own_kafka", "own_redis"})
 """Fixtures whose tests belong to `make test-all` alone: they start servers of their own, and stop or replace them."""
 TEARDOWN_S: Final = 600
 """How long what a test leaves may take to end; far more than any does."""

@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 from tests.app.homes import config, done, make_home, run
 
 from millstream.testing.pytest_plugin import Database
@@ -39,6 +40,7 @@ def test_a_restored_home_has_what_it_had_and_goes_on(tmp_path: Path) -> None:
     assert ids(restored) == [1, 2, 4]
 
 
+@pytest.mark.siege
 def test_a_captured_stream_that_was_restored_says_what_it_lacks_and_is_copied_again(
     tmp_path: Path, postgres: Database
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postg
 
 
 @pytest.mark.parametrize("workers", [2, 12])
+@pytest.mark.siege
 def test_wide_rows_are_copied_in_bounded_memory(workers: int, tmp_path: Path, postgres: Database) -> None:
     """Fifty thousand of them would be a chunk, if chunks were counted in rows; workers share what may be held."""
     # What waits for a log whose disk is slow isn't what this is about.
@@ -138,6 +139,7 @@ def test_wide_rows_are_copied_in_bounded_memory(workers: int, tmp_path: Path, po
     assert [len(row["body"]) for row in found] == [MIB] * 300
 
 
+@pytest.mark.siege
 def test_a_copy_that_is_killed_at_any_chunk_ends_exact(tmp_path: Path, postgres: Database) -> None:
     chance = random.Random(3)
     history = History(chance, keys=700)

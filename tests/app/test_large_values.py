@@ -58,6 +58,7 @@ def high_water(pid: int) -> int:
 
 
 @pytest.mark.parametrize("size", [40 * MIB, pytest.param(200 * MIB, marks=pytest.mark.soak)])
+@pytest.mark.siege
 def test_values_of_many_megabytes_are_captured_whole_in_bounded_memory(
     size: int, tmp_path: Path, postgres: Database
 ) -> None:

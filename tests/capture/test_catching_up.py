@@ -171,6 +171,7 @@ def test_it_goes_over_to_the_stream_while_writes_go_on(stage: Stage) -> None:
     whole_once(stage, "orders")
 
 
+@pytest.mark.siege
 def test_a_stream_that_falls_behind_goes_over_to_chunks(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "RUN_BYTES_MAX", 50_000)
     stage.sql(ORDERS)
@@ -501,6 +502,7 @@ def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: s
     assert [row[:2] for row in found] == sorted({row[:2] for row in found})
 
 
+@pytest.mark.siege
 def test_memory_is_bounded_whatever_the_backlog(stage: Stage) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()

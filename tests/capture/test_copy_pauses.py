@@ -15,6 +15,8 @@ from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
 
+pytestmark = pytest.mark.siege
+
 
 def shop(stage: Stage) -> StreamId:
     return stage.catalog.stream("shop").id

@@ -46,6 +46,7 @@ def test_every_prefix_shows_rows_as_the_source_had_them(stage: Stage, workers: i
 
 
 @pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.siege
 def test_every_prefix_does_so_where_capture_breaks_down_at_any_chunk(stage: Stage, seed: int) -> None:
     """Whatever was in memory is gone each time, what was in flight may or may not be in the log."""
     chance = random.Random(seed)
@@ -70,6 +71,7 @@ def test_every_prefix_does_so_where_capture_breaks_down_at_any_chunk(stage: Stag
     settle(stage, history)
 
 
+@pytest.mark.siege
 def test_every_prefix_does_so_where_transactions_are_too_large_to_remember_their_keys(stage: Stage) -> None:
     history = History(random.Random(6), keys=700, wide=3000, many=200)
     with stage.connect() as connection:

@@ -51,6 +51,7 @@ def test_keys_asked_for_come_go_and_change_as_the_source_has_them(stage: Stage) 
 
 
 @pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.siege
 def test_damage_is_repaired_exactly_beside_a_live_workload(stage: Stage, *, restarts: bool) -> None:
     keys = 800
     stage.sql(DOCS, f"INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, {keys - 1}) i")

@@ -18,6 +18,8 @@ from millstream.errors import SlotLost
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import wait_for_replay
 
+pytestmark = pytest.mark.siege
+
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Servers]:

@@ -20,6 +20,8 @@ from millstream.errors import PublicationMissing, SourceBehind, SourceOnStandby
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import promote, wait_for_replay
 
+pytestmark = pytest.mark.siege
+
 PUBLISH = "CREATE PUBLICATION millstream_shop FOR TABLE orders"
 
 

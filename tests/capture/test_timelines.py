@@ -20,6 +20,8 @@ from millstream.model.positions import Lsn
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import archiving, back_up, make_standby, promote, recover_to, wait_for_replay
 
+pytestmark = pytest.mark.siege
+
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text)"
 
 

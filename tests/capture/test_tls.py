@@ -22,6 +22,8 @@ from millstream.config.model import SourceConfig, StreamConfig
 from millstream.errors import MillstreamError, Retry, SourceAuthenticationFailed, SourceTlsFailed
 from millstream.testing.postgres import EmbeddedPostgres
 
+pytestmark = pytest.mark.siege
+
 CERTIFICATES = Path(__file__).parent / "certificates"
 SECRET = "s3cr&t /pa%s"
 HBA = (

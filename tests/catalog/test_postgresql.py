@@ -27,6 +27,8 @@ from millstream.testing import EmbeddedPostgres
 from millstream.testing.catalog import back_to_the_first_schema
 from millstream.testing.pytest_plugin import Database
 
+pytestmark = pytest.mark.siege
+
 SECRET = "p@ss w/ord:%'\\x"
 WRONG = "not-that"
 COMMIT = b"COMMIT\0"

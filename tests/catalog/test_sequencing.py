@@ -163,6 +163,7 @@ def test_a_fence_waits_for_a_draw_and_no_draw_comes_behind_it(catalog: Catalog):
     store.close()
 
 
+@pytest.mark.siege
 def test_a_server_that_crashes_gives_no_number_twice():
     with EmbeddedPostgres(fsync=True) as server, Catalog(server.create_database("numbers")) as catalog:
         stores = [PostgresSequenceStore(catalog.database, catalog.resolve_stream("shop")) for _ in range(4)]

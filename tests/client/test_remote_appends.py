@@ -104,6 +104,7 @@ def losing(url: str, every: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("way", REMOTE)
+@pytest.mark.siege
 def test_answers_that_are_lost_double_nothing(home: Path, way: str) -> None:
     with serving(home) as url, losing(url, 3) as lossy, a_home(way, lossy) as there:
 

@@ -271,6 +271,7 @@ def test_an_answer_in_parts_of_any_size_is_the_same() -> None:
         assert pieces.ended
 
 
+@pytest.mark.siege
 def test_readers_that_go_away_are_let_go_and_too_many_are_told(home: Path) -> None:
     with millstream.open(home) as opened:
         for _ in range(

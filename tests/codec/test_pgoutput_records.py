@@ -317,6 +317,7 @@ def test_the_package_does_not_import_numba_until_it_decodes():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
 
 
+@pytest.mark.siege
 def test_machine_code_is_made_where_nothing_can_be_kept(tmp_path: Path):
     """numba looks for a cache folder while it decorates, and would fail there for a read-only package and HOME."""
     code = """

@@ -134,6 +134,7 @@ def slots(source: psycopg.Connection[Any], prefix: str) -> list[str]:
     return [row[0] for row in found.fetchall()]
 
 
+@pytest.mark.siege
 def test_both_move_and_every_comparison_says_equal(postgres: Database, tmp_path: Path) -> None:
     shop = ShopWorkload(seed=7)
     with postgres.connect() as connection:
@@ -192,6 +193,7 @@ def test_nothing_runs_and_only_what_the_lake_has_can_be_compared(
     assert told(found, "public.items")["rows"] == {"source": 1, "lake": 1}
 
 
+@pytest.mark.siege
 def test_a_running_capture_whose_lake_stands_still_runs_out_of_time(
     postgres: Database, source: psycopg.Connection[Any], tmp_path: Path
 ) -> None:

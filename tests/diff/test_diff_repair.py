@@ -111,6 +111,7 @@ def test_waiting_for_a_repair_needs_somebody_who_does_it(postgres: Database, tmp
         wait_for_repairs(home.home, found, asked, timeout_s=5, on_wait=lambda _words: None)
 
 
+@pytest.mark.siege
 def test_damage_is_found_and_repaired_while_everything_moves(postgres: Database, tmp_path: Path) -> None:
     shop = ShopWorkload(seed=3)
     with postgres.connect() as source:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from pyspark.sql import SparkSession
 from tests.app.homes import done, make_home, wait_for
 from tests.e2e.harness import land
@@ -22,6 +23,8 @@ import millstream
 import millstream.aio
 from millstream.model.positions import StreamToken
 from millstream.testing._servers.ports import free_port
+
+pytestmark = pytest.mark.siege
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 

@@ -25,6 +25,8 @@ from tests.e2e.harness import Home, wait_for
 
 from millstream.testing.postgres import EmbeddedPostgres
 
+pytestmark = pytest.mark.siege
+
 POINTS = {
     "lake.fold_file_written": "a leaf written, not committed",
     "lake.before_fold_commit": "all leaves written, not committed",
@@ -187,7 +189,6 @@ def leftovers(folder: Path) -> int:
     return len(there - live)
 
 
-@pytest.mark.siege
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("times", [2, pytest.param(3, marks=pytest.mark.soak)])

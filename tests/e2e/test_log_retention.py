@@ -14,6 +14,8 @@ from tests.e2e.harness import Home, wait_for
 
 from millstream.testing.postgres import EmbeddedPostgres
 
+pytestmark = pytest.mark.siege
+
 POINTS = {
     "pipeline.after_lake_commit": "the lake has the batch; neither the catalog nor Spark knows",
     "pipeline.before_spark_commit": "the catalog knows too; Spark doesn't",

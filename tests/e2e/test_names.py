@@ -15,6 +15,8 @@ from tests.e2e.harness import Home, wait_for
 
 from millstream.testing.postgres import EmbeddedPostgres
 
+pytestmark = pytest.mark.siege
+
 Rows = list[tuple[str, str]]
 
 

@@ -18,6 +18,8 @@ from millstream.testing.oracle import TableRows, difference, source_rows
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 
+pytestmark = pytest.mark.siege
+
 POINTS = {
     "wal.before_fsync": "before the fsync",
     "capture.copy_chunk_read": "in a chunk of the table copy",
@@ -40,7 +42,6 @@ def lake_in(destination: Database, more: str = "") -> str:
     return f'format = "postgres"\nlocation = "{destination.dsn}"\n{more}'
 
 
-@pytest.mark.siege
 @pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("spark")
 def test_rows_and_events_are_whole_whatever_is_killed_when(

@@ -19,6 +19,8 @@ from millstream.errors import LogError
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.reader import StreamReader
 
+pytestmark = pytest.mark.siege
+
 CONFIG = """[streams.shop.log]
 segment_bytes = "16KiB"
 [spark]

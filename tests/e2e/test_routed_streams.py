@@ -13,6 +13,8 @@ from tests.e2e.harness import land
 
 import millstream
 
+pytestmark = pytest.mark.siege
+
 HOME = """
 [streams.shop.log]
 shards = 4

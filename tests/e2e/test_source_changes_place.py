@@ -17,6 +17,8 @@ from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import make_standby, promote, wait_for_replay
 
+pytestmark = pytest.mark.siege
+
 
 def rows(home: Path) -> list[list[object]]:
     text = done(home, "query", "--format", "json", "SELECT id, v FROM public.t ORDER BY id")

@@ -13,6 +13,8 @@ from tests.e2e.harness import Home
 
 from millstream.testing.postgres import EmbeddedPostgres
 
+pytestmark = pytest.mark.siege
+
 
 def rows(home: Home, sql: str) -> list[tuple[str, ...]]:
     return [tuple(row) for row in csv.reader(io.StringIO(home.command("query", sql, "--format", "csv")))][1:]

@@ -174,6 +174,7 @@ def replayed(home: Home) -> dict[str, dict[str, Any]]:
     return tables
 
 
+@pytest.mark.siege
 def test_what_was_exported_and_imported_is_the_same_log(filled: Home, exported: Path, tmp_path: Path) -> None:
     home = home_at(tmp_path)
     done = wal(home, "import", str(exported))
@@ -251,6 +252,7 @@ def test_an_export_without_a_catalog_is_imported_too(filled: Home, tmp_path: Pat
     assert lines(home) == lines(filled)
 
 
+@pytest.mark.siege
 def test_a_repaired_log_is_exported_and_imported_without_what_was_lost(filled: Home, tmp_path: Path) -> None:
     home = home_at(tmp_path / "hurt")
     shutil.copytree(filled.data / "wal", home.data / "wal", dirs_exist_ok=True)

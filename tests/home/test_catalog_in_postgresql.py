@@ -23,6 +23,8 @@ from millstream.model.access import EVERYTHING
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 
+pytestmark = pytest.mark.siege
+
 IDLE_S = 4
 """Longer than the interval of the heartbeat, which capture writes whatever happens."""
 

@@ -25,6 +25,8 @@ from millstream.testing._servers.ports import free_port
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 
+pytestmark = pytest.mark.siege
+
 
 def append(node: Node, *ids: int, acks: str | None = None) -> None:
     with millstream.open(node.home) as home:

@@ -18,6 +18,8 @@ from millstream.home.home import PIPELINE, Home
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader
 
+pytestmark = pytest.mark.siege
+
 SMALL_LOG = """[streams.shop.log]
 segment_bytes = "16KiB"
 retention_age = "0s"

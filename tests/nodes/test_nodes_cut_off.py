@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from tests.nodes.nodes import STREAM, Node, eventually
 from tests.nodes.wires import Wires, wires_between
 from tests.serving.servers import Authority
@@ -18,6 +19,8 @@ from millstream.home.home import Home
 from millstream.leadership.roles import Roles
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.roles import Role
+
+pytestmark = pytest.mark.siege
 
 
 class Client:

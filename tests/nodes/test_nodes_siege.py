@@ -11,11 +11,12 @@ import pytest
 from tests.nodes.nodes_siege import Intensity, Siege
 from tests.seeds import Seeds
 
+pytestmark = pytest.mark.siege
+
 LEVELS = "local", "durable(1)", "object"
 SOAK_MINUTES = float(os.environ.get("MILLSTREAM_SOAK_MINUTES", "60"))
 
 
-@pytest.mark.siege
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_was_acknowledged_is_with_the_new_leader_once_whatever_dies_or_is_cut_off(
     tmp_path: Path, level: str, seeds: Seeds

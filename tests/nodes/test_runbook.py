@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pytest
 from markdown_it import MarkdownIt
 from tests.app.homes import wait_for
 from tests.commands import Command
@@ -19,6 +20,8 @@ from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
 from millstream.processes.locks import holder
 from millstream.testing.pytest_plugin import Database
+
+pytestmark = pytest.mark.siege
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "fail-over.md"
 LOOKS: Final = {"replicas", "status"}

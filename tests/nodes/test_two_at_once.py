@@ -24,6 +24,8 @@ from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.testing.pytest_plugin import Database
 
+pytestmark = pytest.mark.siege
+
 SOAK_MINUTES = float(os.environ.get("MILLSTREAM_SOAK_MINUTES", "60"))
 WAYS = "promises", "store", "postgresql"
 """What decides: the promises of the others, a claim in an object store, or promises again, where all nodes have one catalog."""

@@ -457,6 +457,7 @@ def test_a_stream_that_the_writers_configuration_lacks_is_told_by_name(home: Pat
         opened.append("web", "clicks", {"number": 1})
 
 
+@pytest.mark.siege
 def test_applications_append_while_a_job_lands_what_there_is(home: Path) -> None:
     """`run --until-caught-up` holds the home for its pipeline's sake long after its capture is done."""
     with millstream.open(home) as opened:

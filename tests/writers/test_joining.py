@@ -52,6 +52,7 @@ def joined(tmp_path: Path, postgres: Database) -> Joined:
     return Joined(tmp_path / "shop", postgres.dsn)
 
 
+@pytest.mark.siege
 def test_no_token_goes_back_while_a_second_writer_is_started_again_and_again(joined: Joined) -> None:
     done = threading.Event()
     wrong: list[BaseException] = []

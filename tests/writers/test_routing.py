@@ -260,6 +260,7 @@ def assert_lies_as_recorded(home: Path) -> None:
         assert shard == expected_shard(row["id"], era.shards)
 
 
+@pytest.mark.siege
 def test_each_keys_order_is_kept_over_two_changes_of_the_shards_under_load(home: Path) -> None:
     seen: list[dict[str, Any]] = []
     with Load(home).running() as load, millstream.open(home) as looking:

@@ -44,6 +44,8 @@ from millstream.wal.reader import StreamReader
 from millstream.writers import shared_writer as writers
 from millstream.writers.shared_writer import SharedWriter
 
+pytestmark = pytest.mark.siege
+
 STREAM = StreamId(UUID(int=11))
 LEASE_S = 2.0
 ENOUGH_WITHIN_S = 300.0
@@ -661,7 +663,6 @@ def besiege(
     return siege
 
 
-@pytest.mark.siege
 def test_eight_writers_under_siege(tmp_path: Path, server: EmbeddedPostgres, seeds: Seeds) -> None:
     def is_enough(siege: Siege) -> bool:
         outcomes = siege.outcomes()
