@@ -1,4 +1,4 @@
-"""What `make check` runs: format, lint, types, layers, house rules, reference pages, documentation.
+"""What `make check` runs: format, lint, types, layers, house rules, words, reference pages, documentation.
 
 Each step runs to its end, whatever the ones before it said. One line a step, after the words of those that failed.
 Exit 0 only if all passed.
@@ -30,6 +30,7 @@ def steps(folders: list[str]) -> dict[str, list[str]]:
         "types": [str(BIN / "mypy")],
         "layers": [str(BIN / "lint-imports"), "--no-cache"],
         "rules": [python, "scripts/house_rules.py"],
+        "words": [python, "scripts/words.py"],
         "reference": [python, "scripts/reference.py", "--check"],
         "examples": [python, "scripts/doc_examples.py"],
         "docs": sphinx,
@@ -39,7 +40,7 @@ def steps(folders: list[str]) -> dict[str, list[str]]:
 def main(arguments: list[str]) -> int:
     """Run the steps that were asked for; 1 if one failed."""
     parser = argparse.ArgumentParser(
-        description="Format, lint, types, layers, house rules, reference pages, documentation."
+        description="Format, lint, types, layers, house rules, words, reference pages, documentation."
     )
     parser.add_argument("--only", choices=list(steps([])), help="one step alone")
     parser.add_argument("folders", nargs="*", default=["src", "tests", "scripts", "docs"])
