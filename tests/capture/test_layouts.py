@@ -15,6 +15,8 @@ from millstream.capture import check_source
 from millstream.catalog import TableState
 from millstream.model.operations import OperationKind
 
+pytestmark = pytest.mark.siege
+
 ORDERS = (
     "CREATE TABLE orders (id int PRIMARY KEY, item text, price numeric(10,2))",
     "INSERT INTO orders SELECT i, 'x' || i, i FROM generate_series(1, 200) i",

@@ -23,12 +23,14 @@ class TestSqliteRaces(CatalogRaces):
         return tmp_path / "data" / "catalog.db"
 
 
+@pytest.mark.siege
 class TestPostgres(CatalogConformance):
     @pytest.fixture
     def place(self, postgres: Database) -> str:
         return postgres.dsn
 
 
+@pytest.mark.siege
 class TestPostgresRaces(CatalogRaces):
     @pytest.fixture
     def place(self, postgres: Database) -> str:

@@ -13,6 +13,8 @@ from tests.e2e.harness import Home, wait_for
 
 from millstream.testing.postgres import EmbeddedPostgres
 
+pytestmark = pytest.mark.siege
+
 MAKE = """
 CREATE TABLE other_key (id int PRIMARY KEY, code int NOT NULL, v text);
 INSERT INTO other_key SELECT i, 100 + i, 'v' FROM generate_series(1, 50) i;

@@ -312,7 +312,10 @@ STORIES: list[Story] = [blue_green, taken_silently, swap, dropped, within_one_ba
 
 
 @pytest.mark.parametrize("story", STORIES)
-@pytest.mark.parametrize(("low", "high", "late_first"), [(3, 9, False), (9, 3, False), (3, 9, True)])
+@pytest.mark.parametrize(
+    ("low", "high", "late_first"),
+    [(3, 9, False), *(pytest.param(*case, marks=pytest.mark.siege) for case in [(9, 3, False), (3, 9, True)])],
+)
 def test_each_row_stays_its_tables_whatever_names_do(
     layout: LakeLayout, story: Story, low: int, high: int, *, late_first: bool
 ):

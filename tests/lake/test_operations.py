@@ -109,6 +109,7 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from("xxrm"), PIECES, st.booleans(), 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS, shared=st.booleans())
+@pytest.mark.siege
 def test_any_token_stands_for_the_last_whole_operation(
     tmp_path: Path,
     orders: TableSchema,

@@ -451,6 +451,7 @@ OPS = st.lists(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ops=OPS, folds=st.sets(st.integers(1, 24), max_size=3))
+@pytest.mark.siege
 def test_any_moment_shows_what_a_plain_replay_of_the_records_gives(
     tmp_path: Path, orders: TableSchema, records: Records, ops: list[tuple[str, int, int, bool]], folds: set[int]
 ):

@@ -107,6 +107,7 @@ def test_old_days_go_from_history_once_current_has_what_they_made(
     assert "rebuild public.orders --from source" in caught.value.hint
 
 
+@pytest.mark.siege
 def test_cuts_lie_in_few_files_and_the_many_go(layout: LakeLayout, orders: TableSchema, records: Records):
     commit = append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
     for n in range(1, 506):

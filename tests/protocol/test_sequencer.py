@@ -51,7 +51,10 @@ def _play(scope: Scope, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert states > 1000
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.siege) if scope.numbers > 3 else name for name, scope in WHOLE.items()],
+)
 def test_small_worlds_whole(name: str, capsys: pytest.CaptureFixture[str]):
     _play(WHOLE[name], name, capsys)
 

@@ -309,6 +309,7 @@ def fill_and_look(server: Served) -> None:
     assert len(server.rows("bounded")) == had + 1
 
 
+@pytest.mark.siege
 def test_a_server_that_is_told_to_end_answers_what_it_was_asked(tmp_path: Path) -> None:
     home = web_home(tmp_path / "web", 'drain_delay = "15s"\ndrain_timeout = "30s"')
     with served(home) as server:

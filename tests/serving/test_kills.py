@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 from tests.app.homes import wait_for
 from tests.serving.serving_process import LINES, Served, rows_of, served, web_home
 
 from millstream.processes.locks import holder, writer_role
 from millstream.testing._servers.ports import free_port
+
+pytestmark = pytest.mark.siege
 
 SENDERS = 6
 KILLS = 4
