@@ -246,6 +246,7 @@ def every_value(stage: Stage, seed: int, rows: int) -> int:
     return zoo.column_count
 
 
+@pytest.mark.siege
 def test_every_type_comes_as_postgresql_prints_it(stage: Stage) -> None:
     assert every_value(stage, seed=20_240_229, rows=2) > 600
 

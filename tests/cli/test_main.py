@@ -353,6 +353,7 @@ def test_status_of_one_stream(tmp_path: Path) -> None:
     assert here("--home", str(tmp_path), "status", "--stream", "c").returncode == 2
 
 
+@pytest.mark.siege
 def test_doctor_says_that_it_compiles_before_it_does(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
     cache = tmp_path / "numba"

@@ -24,6 +24,8 @@ from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
 from millstream.writers.buffered import open_buffer
 
+pytestmark = pytest.mark.siege
+
 _numbers = itertools.count(1)
 APPENDS = 150
 KILLS = 3

@@ -40,6 +40,7 @@ def test_changed_inputs_and_those_that_broke_the_rule_once_give_a_value_or_a_typ
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == list(TARGETS)
 
 
+@pytest.mark.siege
 def test_the_harness_finds_each_way_to_break_the_rule(tmp_path: Path):
     names = ",".join(PLANTED)
     done = run("tests.fuzz.harness", "--targets", names, "--input-seconds", "1", findings=tmp_path)

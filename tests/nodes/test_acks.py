@@ -162,6 +162,7 @@ def test_who_waits_for_a_follower_goes_on_waiting_while_another_process_takes_th
         assert numbers(home) == [0, 1, 2]
 
 
+@pytest.mark.siege
 def test_requests_commands_and_transfers_name_their_level(tmp_path: Path) -> None:
     home = make_home(tmp_path / "web", '[flight]\nlisten = "127.0.0.1:0"\n' + LOCAL)
     with (

@@ -424,6 +424,7 @@ def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:
         assert len(put(flight, where, batch(2))) == 1
 
 
+@pytest.mark.siege
 def test_a_sender_of_nothing_is_told_so_and_gives_its_place_back(tmp_path: Path) -> None:
     """It kept it for ever. One that listens ends its call by itself; one that doesn't is cut off."""
     with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "3s"\n') as (_, flight):

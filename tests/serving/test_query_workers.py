@@ -127,6 +127,7 @@ def test_a_message_with_a_value_of_megabytes_is_shortened(workers: QueryWorkers,
 
 
 @pytest.mark.parametrize("sql", [PLANS, "select count(*) from range(1000000000000) t(r) where hash(r) = 1"])
+@pytest.mark.siege
 def test_a_query_ends_with_its_time_even_while_it_is_planned(home: Home, sql: str) -> None:
     # Long enough for a process to start in on a busy machine, and far shorter than the plan takes.
     with closing(QueryWorkers(home, QueryBounds(MEMORY, 64 << 20, 10, home.queries_folder))) as workers:

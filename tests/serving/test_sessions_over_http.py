@@ -16,6 +16,7 @@ from millstream.errors import IdempotencyKeyReused
 from millstream.model.writes import SessionFacts
 
 
+@pytest.mark.siege
 def test_a_session_goes_on_over_http_and_a_retry_is_there_once(tmp_path: Path) -> None:
     home = make_home(tmp_path / "web", '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n')
     with served(home) as server:

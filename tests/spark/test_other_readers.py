@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pyarrow as pa
+import pytest
 
 from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
@@ -52,6 +53,7 @@ stop_session(spark)
 """
 
 
+@pytest.mark.siege
 def test_spark_with_deltas_jars_reads_what_query_gives(tmp_path: Path) -> None:
     layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
     kinds = {"id": pa.int64(), "total": pa.decimal128(10, 2), "note": pa.string(), "at": pa.timestamp("us", tz="UTC")}

@@ -126,6 +126,7 @@ def test_large_tables_are_built_and_folded_in_parts_with_one_commit_each(
 
 
 @pytest.mark.parametrize("notes", ["kept", "deleted", "older"])
+@pytest.mark.siege
 def test_a_restart_goes_on_exactly_whatever_became_of_sparks_notes(
     home: Home, spark_options: SparkOptions, notes: str, tmp_path: Path
 ) -> None:
@@ -275,6 +276,7 @@ WORKER_POINTS = [
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_killed_at_every_point_it_lands_everything_once(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
@@ -300,6 +302,7 @@ def test_killed_at_every_point_it_lands_everything_once(
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_a_jvm_that_dies_ends_the_driver_with_an_error_by_name(home: Home, tmp_path: Path) -> None:
     models = two_tables(home)
     write(home, models, 1)

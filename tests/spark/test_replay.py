@@ -48,6 +48,7 @@ def reached(home: Home) -> Seq:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_is(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_i
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_tables_that_are_ahead_of_the_cut_land_nothing_twice(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def pairs() -> Iterator[tuple[str, list[str], list[str], bool]]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.siege
 def test_a_column_may_get_any_type_and_every_reader_opens_the_table(tmp_path: Path) -> None:
     layout = LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
     paths = []

@@ -246,6 +246,7 @@ def replay_last_batch(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
+@pytest.mark.siege
 def test_a_batch_that_spark_runs_again_is_there_once(
     spark: SparkSession, web: Path, tmp_path: Path, named: bool
 ) -> None:
@@ -284,6 +285,7 @@ def test_a_replay_that_comes_out_otherwise_leaves_what_is_there(spark: SparkSess
     assert len(rows) == 1000
 
 
+@pytest.mark.siege
 def test_a_batch_too_large_for_one_operation_is_there_once_too(spark: SparkSession, web: Path, tmp_path: Path) -> None:
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     wide = spark.range(0, 60_000, 1, 2).selectExpr("id % 59000 as id", "repeat(cast(id as string), 250) as name")
@@ -359,6 +361,7 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize("point", ["spark.sink.before_append", "spark.sink.appended"])
+@pytest.mark.siege
 def test_a_driver_that_is_killed_brings_each_row_once(
     spark: SparkSession, web: Path, tmp_path: Path, point: str
 ) -> None:

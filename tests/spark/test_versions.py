@@ -124,6 +124,7 @@ def test_a_lake_gets_its_versions_from_history_when_they_are_asked_for_later_or_
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_versions_are_exact_whatever_is_killed_while_they_are_folded(
     home: Home, story: Story, spark_options: SparkOptions, tmp_path: Path
 ) -> None:

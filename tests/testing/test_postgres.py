@@ -18,6 +18,8 @@ from millstream.testing._servers import postgres_binaries as _postgres_binaries
 from millstream.testing.postgres import StopMode
 from millstream.testing.pytest_plugin import Database
 
+pytestmark = pytest.mark.siege
+
 Starter = tuple["subprocess.Popen[str]", psutil.Process, Path]
 
 STARTER = """

@@ -29,6 +29,8 @@ from millstream.wal.retain import drop_segments
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 
+pytestmark = pytest.mark.siege
+
 STREAM, TWIN = StreamId(UUID(int=7)), StreamId(UUID(int=8))
 SHARDS = [ShardId(0), ShardId(1)]
 TABLES = [plain_table(1), plain_table(2)]

@@ -78,6 +78,7 @@ def log(request: pytest.FixtureRequest) -> Log:
 
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
+@pytest.mark.siege
 def test_a_flipped_byte_costs_at_most_its_own_frames_records(data: st.DataObject, log: Log) -> None:
     pristine, whole = log.files, log.whole
     files = pristine.crash()

@@ -98,6 +98,7 @@ def log(request: pytest.FixtureRequest) -> tuple[Truth, MemoryFiles, dict[str, l
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
+@pytest.mark.siege
 def test_any_damage_is_repaired_by_what_the_plan_says_and_by_nothing_less(
     data: st.DataObject, log: tuple[Truth, MemoryFiles, dict[str, list[int]]]
 ) -> None:

@@ -235,6 +235,7 @@ def old_reading(files: MemoryFiles) -> list[Found]:
 
 @given(groups, groups, groups)
 @settings(max_examples=60)
+@pytest.mark.siege
 def test_a_reader_of_operations_numbers_only_reads_what_is_written_in_the_transition_so_that_a_roll_back_is_safe(
     before: list[object], during: list[object], after: list[object]
 ) -> None:

@@ -35,6 +35,7 @@ def on_a_disk_of_memory(folder: Path, size: int, module: str) -> str:
     return run(*UNSHARE, "sh", "-c", script, "sh", str(folder), sys.executable, folder=folder)
 
 
+@pytest.mark.siege
 def test_a_disk_of_memory_that_runs_full(tmp_path: Path):
     assert on_a_disk_of_memory(tmp_path, DISK_BYTES, "tests.wal.small_disk").endswith("whole\n")
 
@@ -54,5 +55,6 @@ def ext4(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.as_root  # only root can mount a file
+@pytest.mark.siege
 def test_ext4_that_runs_full(ext4: Path):
     assert run(sys.executable, "-m", "tests.wal.small_disk", str(ext4), folder=ext4).endswith("whole\n")

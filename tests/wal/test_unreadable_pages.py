@@ -110,6 +110,7 @@ def test_the_call_itself_names_path_and_byte(log: Log, bad_pages: set[tuple[str,
     assert caught.value.details == {"path": path, "byte": PAGE, "errno": "EIO"}
 
 
+@pytest.mark.siege
 def test_every_page_that_fails_is_damage_of_its_place(log: Log, bad_pages: set[tuple[str, int]]) -> None:
     whole = offsets(StreamReader(log.folder))
     for place in log.pages():
