@@ -449,7 +449,8 @@ def test_one_table_on_stdout_is_an_arrow_stream_or_csv(filled: Home) -> None:
 def test_csv_of_several_tables_is_a_file_each(filled: Home, tmp_path: Path) -> None:
     assert wal(filled, "export", "--format", "csv", "-o", str(tmp_path / "csv")).returncode == 0
     rows = rows_of(tmp_path / "csv")
-    public = [f"public.{name}.csv" for name in ("broken", "bulk", "few", "orders", "~4frder~20~49tems")]
+    public = [f"public.{name}.csv" for name in ("broken", "bulk", "few", "orders")]
+    public.insert(0, "public.Order~20Items.csv")
     assert sorted(rows) == ["_messages.csv", *public]
     every = list(Cat("shop", reader_of(filled), "text").lines())
     assert sorted(int(row["__seq"]) for of in rows.values() for row in of) == sorted(line["seq"] for line in every)

@@ -10,22 +10,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.lake.layout import LakeLayout, folder_name, has_current
+from millstream.lake.layout import LakeLayout, folder_name, has_current, is_folder_of
+from millstream.model.ids import TableId
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
 IDENTIFIERS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=63)
 
 
 @given(one=st.tuples(IDENTIFIERS, IDENTIFIERS), other=st.tuples(IDENTIFIERS, IDENTIFIERS))
-def test_no_two_tables_share_a_folder_even_where_case_is_ignored(one: tuple[str, str], other: tuple[str, str]):
-    folders = [folder_name(*name) for name in (one, other)]
-    assert (folders[0].lower() == folders[1].lower()) == (one == other)
+def test_no_two_names_share_a_folder(one: tuple[str, str], other: tuple[str, str]):
+    assert (folder_name(*one) == folder_name(*other)) == (one == other)
+
+
+@given(name=st.tuples(IDENTIFIERS, IDENTIFIERS), id_=st.integers(1, 2**62), other=st.integers(1, 2**62))
+def test_an_id_keeps_folders_apart_even_if_case_is_ignored(name: tuple[str, str], id_: int, other: int):
+    swapped = tuple("".join(char.swapcase() if char.isascii() else char for char in part) for part in name)
+    plain, with_id, with_other = (
+        folder_name(*name),
+        folder_name(*swapped, TableId(id_)),
+        folder_name(*name, TableId(other)),
+    )
+    assert plain.lower() not in {with_id.lower(), with_other.lower()}
+    assert (with_id.lower() == with_other.lower()) <= (id_ == other)
+    assert is_folder_of(plain, *name)
+    assert is_folder_of(with_other, *name)
+    assert is_folder_of(with_id, *name) == (swapped == name)
 
 
 @given(name=st.tuples(IDENTIFIERS, IDENTIFIERS))
 def test_folders_are_short_and_plain_and_never_hidden(name: tuple[str, str]):
     folder = folder_name(*name)
-    assert re.fullmatch(r"[a-z0-9~][a-z0-9_~]*\.[a-z0-9~][a-z0-9_~]*|[a-z0-9_~.]{183,200}", folder), folder
+    assert re.fullmatch(r"[A-Za-z0-9~-][\w~-]*\.[\w~-]+|[\w~.-]{183,200}", folder, re.ASCII), folder
     assert len(folder) <= 200
 
 
@@ -33,9 +48,11 @@ def test_folders_are_short_and_plain_and_never_hidden(name: tuple[str, str]):
     ("name", "folder"),
     [
         (("public", "orders"), "public.orders"),
-        (("public", "Orders"), "public.~4frders"),
+        (("public", "Orders"), "public.Orders"),
+        (("Shop-1", "a b"), "Shop-1.a~20b"),
+        (("_shop", "_x"), "~5fshop._x"),
         (("a.b", "c"), "a~2eb.c"),
-        (("public", "_messages"), "public.~5fmessages"),
+        (("public", "_messages"), "public._messages"),
         (("public", "naïve"), "public.na~c3~afve"),
     ],
 )

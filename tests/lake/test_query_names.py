@@ -9,10 +9,12 @@ import pyarrow as pa
 import pytest
 from tests.lake.test_query import land
 
-from millstream.errors import InvalidQuery
+from millstream.errors import InvalidQuery, UnknownTable
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.sql import LakeSession
+from millstream.lake.replay import table_named
+from millstream.lake.snapshots import last_cut
 from millstream.model.ids import TableId
 from millstream.model.schema import Column, TableSchema
 
@@ -118,3 +120,25 @@ def test_a_table_that_has_not_landed_is_not_answered_by_one_of_other_capitals(
         pytest.raises(InvalidQuery, match=r'public\."ORDERS" has nothing in the lake yet: its copy is under way'),
     ):
         session.query('FROM "ORDERS"')
+
+
+def test_of_two_names_that_differ_by_case_each_has_its_own_folder_and_rows(
+    layout: LakeLayout, orders: TableSchema, records: Records
+) -> None:
+    other = replace(orders, table_id=TableId(9), name="Orders", folder_id=TableId(9))
+    land(
+        layout, 2, {orders: records(orders, ("c", 1, {"id": 1})), other: records(other, ("c", 2, {"id": 2}))}, fold=True
+    )
+    cut = last_cut(layout)
+    assert cut is not None
+    assert {folder: table.name for folder, table in cut.tables.items()} == {
+        "public.orders": "public.orders",
+        "public.Orders~t9": 'public."Orders"',
+    }
+    assert table_named(cut, "public.orders")[0] == "public.orders"
+    assert table_named(cut, 'public."Orders"')[0] == "public.Orders~t9"
+    with LakeSession(layout) as session:
+        assert session.query('SELECT id FROM "Orders"').to_pydict() == {"id": [2]}
+        assert session.query("SELECT id FROM orders").to_pydict() == {"id": [1]}
+        with pytest.raises(UnknownTable):
+            table_named(cut, 'public."ORDERS"')

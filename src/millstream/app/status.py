@@ -168,7 +168,7 @@ def _stream(
         "ring": _ring(catalog, stream, problems),
         "sinks": {},
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
-        "tables": tables_of(catalog, stream, captured, landing, lake_paths(home, name, stream)),
+        "tables": tables_of(catalog, stream, captured, landing, lake_paths(home, catalog, name, stream)),
         "errors": {
             part: error
             for part, error in (
@@ -390,13 +390,13 @@ def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> l
     return [row for row in rows if row.state is not TableState.GONE or str(int(row.id)) in held]
 
 
-def lake_paths(home: Home, name: str, stream: StreamId) -> Paths:
+def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Paths:
     """A function that returns a table's folders in the lake, by view: those that are there, and all in an object store.
 
     None are there if the tables lie in PostgreSQL, or if the configuration can't be read or doesn't name the stream.
     """
     from millstream.home.config_mapping import lake_layout
-    from millstream.lake.layout import folder_name
+    from millstream.lake.layout import folder_name, folder_of
 
     try:
         config = home.config.streams.get(name)
@@ -406,8 +406,11 @@ def lake_paths(home: Home, name: str, stream: StreamId) -> Paths:
         return lambda _row: {}
     root, views = lake_layout(home, name, config, stream).root, config.lake.shown
 
+    schemas = catalog.latest_schemas(stream)
+
     def paths(row: TableRow) -> dict[str, str]:
-        found = {view: f"{root}/{view}/{folder_name(row.namespace, row.name)}" for view in views}
+        folder = folder_of(schemas[row.id]) if row.id in schemas else folder_name(row.namespace, row.name)
+        found = {view: f"{root}/{view}/{folder}" for view in views}
         return {view: path for view, path in found.items() if "://" in path or Path(path).is_dir()}
 
     return paths

@@ -159,12 +159,12 @@ class Relations(CatalogPart):
             UnknownTable: the stream has no table of that id.
         """
         with self._database.write() as connection:
-            # Its row is locked: two processes with new schemas number them one after the other.
-            table = select(t.tables.c.stream).where(t.tables.c.id == schema.table_id)
-            owner = connection.execute(table.with_for_update(key_share=True)).scalar()
+            owner = connection.execute(select(t.tables.c.stream).where(t.tables.c.id == schema.table_id)).scalar()
             if owner != str(stream):
                 raise UnknownTable(f"the stream has no table {schema.table_id}", table=schema.table_id)
-            return self._number(connection, schema)
+            # Two processes with new schemas number them one after the other, and see each other's names.
+            lock_stream(connection, stream)
+            return self._number(connection, stream, schema)
 
     def application_table(
         self,
@@ -216,7 +216,7 @@ class Relations(CatalogPart):
             for blob in connection.execute(newest).scalars():
                 known = schema_of(blob)
             wanted = grow(known)
-            return known if wanted == known else self._number(connection, wanted)
+            return known if wanted == known else self._number(connection, stream, wanted)
 
     def application_schema(self, stream: StreamId, namespace: str, name: str) -> TableSchema | None:
         """The newest schema of a table that applications write; None where there is no such table."""
@@ -229,8 +229,9 @@ class Relations(CatalogPart):
         made = self._database.insert(t.tables).values({"stream": str(stream), **values})
         return connection.execute(made.returning(t.tables)).one()
 
-    def _number(self, connection: Connection, schema: TableSchema) -> TableSchema:
-        """Number a schema and make it the table's newest; nobody else changes the table meanwhile."""
+    def _number(self, connection: Connection, stream: StreamId, schema: TableSchema) -> TableSchema:
+        """Number a schema and make it the table's newest. The caller has locked the stream."""
+        schema = replace(schema, folder_id=_folder_id(connection, stream, schema))
         fingerprint = fingerprint_of(schema)
         of_table = t.schema_versions.c.table_id == schema.table_id
         same = select(t.schema_versions.c.version).where(of_table, t.schema_versions.c.fingerprint == fingerprint)
@@ -267,6 +268,37 @@ class Relations(CatalogPart):
         with self._database.read() as connection:
             blobs = connection.execute(query).scalars().all()
         return [schema_of(blob) for blob in blobs]
+
+
+def _folder_id(connection: Connection, stream: StreamId, schema: TableSchema) -> TableId:
+    """Return the id that the name of the table's lake folder ends in; 0 if it bears the table's name alone.
+
+    A name keeps its folder: an earlier version of the table under this name decides, then another table that has the name.
+    A new name ends in the table's id if another table's name differs from it by case alone.
+    """
+    if schema.kind is TableKind.MESSAGES:
+        return TableId(0)
+    name = schema.namespace, schema.name
+    versions = select(t.schema_versions.c.arrow).join(t.tables)
+    own = versions.where(t.schema_versions.c.table_id == schema.table_id)
+    alike = versions.where(
+        t.tables.c.stream == str(stream),
+        t.tables.c.id != schema.table_id,
+        t.schema_versions.c.version == t.tables.c.schema_version,
+        func.lower(t.tables.c.namespace) == func.lower(schema.namespace),
+        func.lower(t.tables.c.name) == func.lower(schema.name),
+    )
+    others = [schema_of(blob) for blob in connection.execute(alike).scalars()]
+    for known in (*map(schema_of, connection.execute(own).scalars()), *others):
+        if (known.namespace, known.name) == name:
+            return known.folder_id
+    is_namesake = any(_without_case((other.namespace, other.name)) == _without_case(name) for other in others)
+    return schema.table_id if is_namesake else TableId(0)
+
+
+def _without_case(name: tuple[str, str]) -> tuple[str, ...]:
+    """Return a name with ASCII letters in lower case: folders escape other letters, so their case is no collision."""
+    return tuple("".join(char.lower() if char.isascii() else char for char in part) for part in name)
 
 
 def schema_of(blob: bytes) -> TableSchema:

@@ -290,7 +290,7 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
                 {"stream": name, **facts}
                 for name in names
                 for facts in list_tables(
-                    catalog, known[name], live_progress(home, name), lake_paths(home, name, known[name])
+                    catalog, known[name], live_progress(home, name), lake_paths(home, catalog, name, known[name])
                 )
             ]
     if as_json:

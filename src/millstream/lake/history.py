@@ -26,7 +26,7 @@ from millstream.lake.folder import (
     widened,
     write_days,
 )
-from millstream.lake.layout import LakeLayout, TableCommit, folder_name
+from millstream.lake.layout import LakeLayout, TableCommit, folder_of
 from millstream.lake.renames import Places, bring_records, places_of, records_elsewhere
 from millstream.lake.scan import read_history
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, eras_in, owned_since, schema_property, told_properties
@@ -184,7 +184,7 @@ def _create(
     name = "logical messages"
     if schema.kind is TableKind.TABLE:
         name = f"{schema.namespace}.{schema.name}"
-        eras = _begun(Eras(folder_name(schema.namespace, schema.name), ()), batches, Seq(0))
+        eras = _begun(Eras(folder_of(schema), ()), batches, Seq(0))
         properties |= told_properties(eras.told) | {SINCE_PROPERTY: str(int(eras.since or n))}
     return create_table(
         layout,

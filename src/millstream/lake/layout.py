@@ -1,8 +1,9 @@
 """Where a stream's lake tables lie, and the names under which they are committed.
 
-Promises that no two tables share a folder, on any file system: folder names are made of lower-case letters, digits and
-`_`, each other byte of a name is escaped. The escape character is `~`, not `%`, because delta-rs (1.6) undoes percent signs in
-paths half of the time: a table at `a%20b` is written to `a%20b` and looked for in `a b`.
+Promises that no two tables share a folder, on any file system. Letters, digits, `_` and `-` of a name stand as they are, and
+each other byte is escaped. A name that differs by case alone from the name of a table seen before gets its table's id as a
+suffix, because some file systems ignore case. The escape character is `~`, not `%`: delta-rs (1.6) decodes percent signs in some
+places only, so it writes a table to `a%20b` and looks for it in `a b`.
 """
 
 from __future__ import annotations
@@ -22,30 +23,43 @@ MESSAGES: Final = "_messages"
 COMMITS: Final = "_commits"
 BESIDE: Final = "~rebuild"
 """Behind a folder's name: where its table is built anew, until it is put in its place. No table's folder is called so."""
-_PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_")
+_PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+_NAMESAKE: Final = "~t"
+"""In front of a table's id. No escape looks so: `t` is no hexadecimal digit."""
 _FOLDER_BYTES_MAX: Final = 200
 """File systems take 255; engines add suffixes of their own."""
 
 
 def escape_part(part: str) -> str:
-    """One part of a table's name as it stands in a folder name: injective, also where case is ignored."""
-    encoded = part.encode()
-    text = "".join(chr(byte) if byte in _PLAIN else f"~{byte:02x}" for byte in encoded)
-    return "~5f" + text[1:] if text.startswith("_") else text
+    """Return one part of a table's name as it stands in a folder name. Two parts never give one text."""
+    return "".join(chr(byte) if byte in _PLAIN else f"~{byte:02x}" for byte in part.encode())
 
 
-def folder_name(namespace: str, name: str) -> str:
-    """`<schema>.<table>`, escaped; a name too long for a file system ends in a hash of the whole."""
+def folder_name(namespace: str, name: str, folder_id: TableId = TableId(0)) -> str:
+    """Return `<schema>.<table>`, escaped, with `~t<id>` behind it unless the id is 0.
+
+    A name too long for a file system ends in a hash of the whole.
+    """
     folder = f"{escape_part(namespace)}.{escape_part(name)}"
-    if len(folder) <= _FOLDER_BYTES_MAX:
-        return folder
-    digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
-    return f"{folder[: _FOLDER_BYTES_MAX - 18].rstrip('~')}~~{digest}"
+    if folder.startswith("_"):  # readers of a lake skip folders that begin so
+        folder = f"~5f{folder[1:]}"
+    if len(folder) > _FOLDER_BYTES_MAX:
+        digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
+        folder = f"{folder[: _FOLDER_BYTES_MAX - 18].rstrip('~')}~~{digest}"
+    return f"{folder}{_NAMESAKE}{folder_id}" if folder_id else folder
+
+
+def is_folder_of(folder: str, namespace: str, name: str) -> bool:
+    """Return whether a folder is the one of a table of that name, with an id behind it or without."""
+    plain = folder_name(namespace, name)
+    return folder == plain or folder.startswith(f"{plain}{_NAMESAKE}")
 
 
 def folder_of(schema: TableSchema) -> str:
-    """The folder of a table; logical messages have one of their own."""
-    return MESSAGES if schema.kind is TableKind.MESSAGES else folder_name(schema.namespace, schema.name)
+    """Return the folder of a table; logical messages have one of their own."""
+    if schema.kind is TableKind.MESSAGES:
+        return MESSAGES
+    return folder_name(schema.namespace, schema.name, schema.folder_id)
 
 
 def has_current(schema: TableSchema) -> bool:

@@ -30,7 +30,7 @@ from millstream.errors import (
 )
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.folder import BOUNDED, history_from
-from millstream.lake.layout import MESSAGES, LakeLayout, folder_name
+from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of
 from millstream.lake.scan import scan_history
 from millstream.lake.snapshots import Cut, CutTable
 from millstream.model.names import parse_qualified_name
@@ -138,8 +138,9 @@ def table_named(cut: Cut, name: str) -> tuple[str, CutTable]:
     Raises:
         UnknownTable: the lake has none of that name.
     """
-    folder = folder_name(*parse_qualified_name(name))
-    if folder not in cut.tables:
+    parts = parse_qualified_name(name)
+    folder = next((of for of in cut.tables if is_folder_of(of, *parts)), None)
+    if folder is None:
         known = sorted(table.name for of, table in cut.tables.items() if of != MESSAGES)
         raise UnknownTable(
             f"the lake has no table {name}", hint=f"It has: {', '.join(known[:20]) or 'none yet'}.", table=name

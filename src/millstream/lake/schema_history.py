@@ -28,7 +28,7 @@ import pyarrow as pa
 from millstream.errors import LakeTableForeign
 from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable
-from millstream.lake.layout import folder_name
+from millstream.lake.layout import folder_of
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -80,7 +80,7 @@ class Eras:
 
     def is_native(self, schema: TableSchema) -> bool:
         """Whether a schema has the folder's own name."""
-        return folder_name(schema.namespace, schema.name) == self.folder
+        return folder_of(schema) == self.folder
 
     @cached_property
     def native(self) -> tuple[tuple[Seq, TableSchema], ...]:

@@ -77,6 +77,11 @@ class TableSchema:
     replica_identity: ReplicaIdentity = ReplicaIdentity.DEFAULT
     kind: TableKind = TableKind.TABLE
     relation_oid: int = 0
+    folder_id: TableId = TableId(0)
+    """The table id at the end of the lake folder's name; 0 if the folder bears the name alone.
+
+    The catalog sets it, when it numbers the schema, for a name that differs by case alone from another table's.
+    """
 
     @property
     def full_name(self) -> str:
@@ -118,6 +123,7 @@ class TableSchema:
             replica_identity=ReplicaIdentity(facts["replica_identity"]),
             kind=TableKind(facts["kind"]),
             relation_oid=facts["relation_oid"],
+            folder_id=TableId(facts.get("folder_id", 0)),
         )
 
     def _facts(self) -> dict[str, Any]:
@@ -136,6 +142,7 @@ class TableSchema:
             "replica_identity": self.replica_identity.value,
             "kind": self.kind.value,
             "relation_oid": self.relation_oid,
+            **({"folder_id": self.folder_id} if self.folder_id else {}),
         }
 
 
@@ -156,6 +163,8 @@ def _read_facts(text: bytes) -> Mapping[str, Any]:
     for name, kind in _FACTS.items():
         if type(facts[name]) is not kind:
             raise TypeError(f"{name} is no {kind.__name__}")
+    if type(facts.get("folder_id", 0)) is not int:
+        raise TypeError("folder_id is no int")
     for column in facts["columns"]:
         if column["pg"] is not None and [type(fact) for fact in column["pg"]] != [int, int, str]:
             raise TypeError(f"the type of column {column['name']} is none")

@@ -39,7 +39,7 @@ from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, placed, 
 from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having
-from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
+from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
 from millstream.lake.scan import count_history, emptied, fold_step, read_history
 from millstream.lake.schema_history import holds, newest_schema
 from millstream.lake.types import conform, lake_columns, same_type, widest
@@ -442,7 +442,7 @@ def _commit(schema: TableSchema, opened: OpenTable | None, rows: int, n: Seq) ->
     return TableCommit(
         table_id=schema.table_id,
         name=qualified_name(schema.namespace, schema.name),
-        folder=folder_name(schema.namespace, schema.name),
+        folder=folder_of(schema),
         view="current",
         version=-1 if opened is None else opened.version,
         rows=rows,

@@ -56,7 +56,7 @@ from millstream.lake.folded.version_times import at_entry, clock_of, entry_us, g
 from millstream.lake.folder import history_begun, history_from, lacks_beginning
 from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having, key_codes
-from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
+from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.scan import emptied, fold_step, read_history
 from millstream.lake.schema_history import holds, newest_schema
 from millstream.lake.snapshots import cut_at, cuts_between
@@ -538,7 +538,7 @@ class _Fold:
         return FoldOutcome(self._told(-1 if self.opened is None else self.opened.version, 0, n), 0)
 
     def _told(self, version: int, rows: int, n: Seq) -> TableCommit:
-        folder = folder_name(self.schema.namespace, self.schema.name)
+        folder = folder_of(self.schema)
         return TableCommit(self.schema.table_id, self.name, folder, "scd2", version, rows, n)
 
 

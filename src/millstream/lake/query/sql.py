@@ -34,7 +34,7 @@ from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.folded.current import current_columns
 from millstream.lake.folder import history_begun, history_from
 from millstream.lake.known_tables import KnownTable, empty_records, empty_rows, is_meant, unknown_table
-from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
+from millstream.lake.layout import MESSAGES, LakeLayout, folder_of, has_current
 from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.engine import Engine, quote
 from millstream.lake.query.namesakes import Namesakes
@@ -379,7 +379,7 @@ class LakeSession:
                 continue
             self._tables[folder] = table
             era = era_at(self._history(folder), self._n)
-            if era is None or folder_name(era.schema.namespace, era.schema.name) != folder:
+            if era is None or folder_of(era.schema) != folder:
                 del self._tables[folder]
                 continue
             for old in [f for f, t in self._tables.items() if t.table_id == table.table_id and f != folder]:

@@ -93,6 +93,8 @@ def check_types(path: str | os.PathLike[str], connection: "psycopg.Connection[An
 def table_folder(view: str | os.PathLike[str], schema: str, table: str) -> Path:
     """Return the folder of a table under a view's; bytes of its name may be escaped as `~` and two digits of hex.
 
+    The id of a table may stand behind the name, after `~t`.
+
     Raises:
         FileNotFoundError: there's none, or there are several.
     """
@@ -105,7 +107,7 @@ def table_folder(view: str | os.PathLike[str], schema: str, table: str) -> Path:
 
 
 def _unescaped(name: str) -> bytes:
-    return _ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()), name.encode())
+    return _ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()), name.partition("~t")[0].encode())
 
 
 def _lake_type(kind: str, element: str) -> pa.DataType:

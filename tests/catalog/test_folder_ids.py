@@ -1,0 +1,96 @@
+"""Tables whose names differ by case alone get folders of their own, and a name keeps its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from millstream.catalog import Catalog, TableState
+from millstream.lake.layout import folder_of
+from millstream.model.schema import TableSchema
+from millstream.testing.catalog import example_schema
+from millstream.testing.pytest_plugin import Database
+
+
+class Tables:
+    """The tables of a source, as capture enters them into a catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.stream = catalog.resolve_stream("shop")
+        self.source = catalog.resolve_source(self.stream, 7, "shop", 1)
+
+    def enter(self, oid: int, name: str, *columns: str) -> TableSchema:
+        """Enter a relation under a name; its schema as the catalog numbered it."""
+        row = self.catalog.table_for(self.stream, self.source, oid, "public", name)
+        schema = example_schema(row.id, self.source, "id", *columns)
+        return self.catalog.put_schema(self.stream, replace(schema, name=name))
+
+    def folder(self, oid: int, name: str, *columns: str) -> str:
+        return folder_of(self.enter(oid, name, *columns))
+
+    def drop(self, oid: int, name: str) -> None:
+        row = self.catalog.table_for(self.stream, self.source, oid, "public", name)
+        self.catalog.set_state(row.id, TableState.GONE)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def tables(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tables]:
+    if request.param == "sqlite":
+        place: Path | str = tmp_path / "catalog.db"
+    else:
+        database: Database = request.getfixturevalue("postgres")
+        place = database.dsn
+    with closing(Catalog(place)) as catalog:
+        yield Tables(catalog)
+
+
+def test_the_later_of_two_names_that_differ_by_case_has_an_id_behind_its_own(tables: Tables) -> None:
+    first, second = tables.enter(1, "User"), tables.enter(2, "user")
+    assert folder_of(first) == "public.User"
+    assert folder_of(second) == f"public.user~t{second.table_id}"
+    assert tables.folder(3, "USER").startswith("public.USER~t")
+    assert tables.folder(4, "users") == "public.users"
+
+
+def test_new_columns_change_no_folder(tables: Tables) -> None:
+    tables.enter(1, "user")
+    before = tables.folder(2, "User")
+    assert tables.folder(2, "User", "total") == before
+    assert tables.folder(1, "user", "total") == "public.user"
+
+
+def test_a_table_that_is_made_again_has_the_folder_of_its_name(tables: Tables) -> None:
+    tables.enter(1, "user")
+    before = tables.folder(2, "User")
+    tables.drop(2, "User")
+    assert tables.folder(3, "User") == before
+    tables.drop(1, "user")
+    assert tables.folder(4, "user") == "public.user"
+
+
+def test_a_renamed_table_gets_the_folder_of_its_new_name_and_the_old_one_back(tables: Tables) -> None:
+    tables.enter(1, "user")
+    other = tables.enter(2, "other")
+    assert folder_of(other) == "public.other"
+    renamed = tables.folder(2, "User")
+    assert renamed == f"public.User~t{other.table_id}"
+    assert tables.folder(2, "other") == "public.other"
+    tables.drop(1, "user")
+    assert tables.folder(2, "User") == renamed
+
+
+def test_letters_that_a_folder_escapes_have_no_case(tables: Tables) -> None:
+    assert tables.folder(1, "é") == "public.~c3~a9"
+    assert tables.folder(2, "É") == "public.~c3~89"
+
+
+def test_the_schema_in_the_log_has_the_id(tables: Tables) -> None:
+    tables.enter(1, "user")
+    schema = tables.enter(2, "User")
+    assert TableSchema.from_arrow(schema.to_arrow()) == schema
+    assert folder_of(TableSchema.from_arrow(schema.to_arrow())) == folder_of(schema)
