@@ -58,7 +58,9 @@ def test_existing_rows_are_copied_with_every_odd_value_and_key(stage: Stage) -> 
         "public.pairs"
     ] == stage.source_rows("pairs", ["b", "a"])
     assert replay["public.moods"] == stage.source_rows("moods", ["m"])
-    assert replay['public.Odd "name"'] == {("1",): {"a b": "1", "select": "x"}}
+    with stage.connect() as connection:
+        generated = {"g": "1"} if connection.info.server_version >= 180000 else {}
+    assert replay['public.Odd "name"'] == {("1",): {"a b": "1", "select": "x"} | generated}
     assert copied_rows(stage, "orders") == 401
     assert {stage.table(f"public.{n}").state for n in ("orders", "pairs", "nothing")} == {TableState.STREAMING}
 

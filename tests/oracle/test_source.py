@@ -24,9 +24,11 @@ def test_rows_are_read_as_the_text_that_copy_prints(postgres: Database):
         connection.execute("SET datestyle = 'German'; SET bytea_output = 'escape'; SET intervalstyle = 'iso_8601'")
         rows = source_rows(connection, '"Mixed Schema"."T"')
         assert connection.execute("SHOW datestyle").fetchone() == ("German, DMY",)
-    assert rows.columns == ("id", "a\tb", "c", "f", "d", "x", "n", "e")
+        generated = connection.info.server_version >= 180000
+    assert rows.columns == ("id", "a\tb", "c", "f", "d", "x", *(("g",) if generated else ()), "n", "e")
     assert rows.key == ("id",)
-    assert rows.rows[("0",)] == ("0", "", "x   ", "t", "0044-03-15 BC", "\\x00ff", "0.1", "1 day")
+    values = ("0", "", "x   ", "t", "0044-03-15 BC", "\\x00ff", *(("0",) if generated else ()), "0.1", "1 day")
+    assert rows.rows[("0",)] == values
     assert [rows.rows[(str(n),)][1] for n in range(len(texts))] == texts
 
 

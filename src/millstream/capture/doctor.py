@@ -5,7 +5,6 @@ Nothing is changed here but by `drop_slot`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from psycopg import sql
@@ -13,9 +12,9 @@ from psycopg import sql
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, connect_replication, parse_dsn, translated
 from millstream.capture.doctor_server import Finding, check_server
-from millstream.capture.publication import find_lacks, inserts_name, restriction
+from millstream.capture.publication import find_lacks, list_published
 from millstream.capture.slot import drop_slot_of
-from millstream.capture.source import Connection, SourceTable, list_tables, on_standby
+from millstream.capture.source import Connection, SourceTable, on_standby
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
 from millstream.errors import MillstreamError
@@ -104,7 +103,7 @@ def _check_replication(config: CaptureConfig) -> list[Finding]:
 
 
 def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding]:
-    tables = list_tables(connection, TablePatterns.parse(config.tables))
+    tables = list_published(connection, TablePatterns.parse(config.tables), config.publication, foreseen=True)
     if not tables:
         return [
             Finding(
@@ -114,8 +113,7 @@ def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding
                 fix="Correct `tables` in millstream.toml.",
             )
         ]
-    names = (config.publication, inserts_name(config.publication))
-    findings = [finding for table in tables for finding in _check_table(connection, table, names)]
+    findings = [finding for table in tables for finding in _check_table(connection, table)]
     where = " at the primary" if on_standby(connection) else ""
     for lack in find_lacks(connection, config.publication, tables):
         blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
@@ -125,7 +123,7 @@ def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding
     return findings
 
 
-def _check_table(connection: Connection, table: SourceTable, publications: Sequence[str]) -> list[Finding]:
+def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
     findings: list[Finding] = []
     name = sql.Identifier(table.namespace, table.name).as_string(connection)
     with translated():
@@ -185,7 +183,7 @@ def _check_table(connection: Connection, table: SourceTable, publications: Seque
         if captured != name
     ]
 
-    findings += _check_generated(connection, table, publications)
+    findings += _check_generated(connection, table)
     return findings + [
         Finding(
             "column_is_text",
@@ -201,31 +199,41 @@ def _check_table(connection: Connection, table: SourceTable, publications: Seque
     ]
 
 
-def _check_generated(connection: Connection, table: SourceTable, publications: Sequence[str]) -> list[Finding]:
-    """The table's generated columns: they aren't captured; those that a publication sends (18+) only half."""
-    generated = [column.name for column in table.layout if column.generated]
-    if not generated:
+def _check_generated(connection: Connection, table: SourceTable) -> list[Finding]:
+    """The table's generated columns that aren't captured."""
+    lost = _generated_unsent(table)
+    if not lost:
         return []
-    sent = set(restriction(connection, publications, table).columns or ()).intersection(generated)
-    lost = [name for name in generated if name not in sent]
-    told = []
-    if lost:
-        told.append(f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} generated and won't be captured")
-    if sent:
-        told.append(f"{', '.join(sorted(sent))}: generated, sent with changes, but existing rows are copied without")
-    fix = (
-        "Set publish_generated_columns of the publication to none, or leave them out of its column list; a query can compute them."
-        if sent
-        else "Nothing has to be done; a query can compute them from the columns that they are made of."
-    )
-    return [Finding("column_generated", f"{table.full_name}: {'; '.join(told)}", "nothing", table.full_name, fix)]
+    stored = [name for name, kind in lost.items() if kind == "s"] if _publishes_generated(connection) else []
+    computed = [name for name in lost if name not in stored]
+    fix = "Nothing has to be done; a query can compute them from the columns that they are made of."
+    if stored:
+        fix = (
+            f"Set publish_generated_columns of the publication to stored, or add {', '.join(stored)} to its column list"
+        )
+        fix += f"; a query can compute {', '.join(computed)}." if computed else "."
+    told = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} generated and won't be captured"
+    return [Finding("column_generated", f"{table.full_name}: {told}", "nothing", table.full_name, fix)]
+
+
+def _generated_unsent(table: SourceTable) -> dict[str, str]:
+    """By name, how the table's generated columns that aren't sent are generated."""
+    sent = {column.name for column in table.relation.columns}
+    return {column.name: column.generated for column in table.layout if column.generated and column.name not in sent}
+
+
+def _publishes_generated(connection: Connection) -> bool:
+    return connection.info.server_version >= 180000
 
 
 def _identity_remedy(connection: Connection, table: SourceTable) -> tuple[str, str]:
     """What to do about a table without an identity, and the statements where they can be told."""
-    if connection.info.server_version >= 180000 and any(column.generated for column in table.layout):
-        # FULL takes in all columns, and generated ones aren't published.
+    unsent = _generated_unsent(table).values() if _publishes_generated(connection) else ()
+    if unsent:
+        # FULL takes in all columns, those too that aren't published.
         fix = "Give it a primary key without generated columns, and REPLICA IDENTITY DEFAULT; it is copied whole then."
+        if "v" not in unsent:
+            fix = f"Set publish_generated_columns of the publication to stored, with a usable identity; else {fix[0].lower()}{fix[1:]}"
         return fix, ""
     fix = "Give it a primary key (not a deferrable one), or another identity; it is copied whole then."
     return fix, _identity_sql(connection, table)

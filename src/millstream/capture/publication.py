@@ -3,20 +3,24 @@
 `<publication>` holds tables whose updates and deletes carry an identity. The others stand in `<publication>_inserts`,
 which publishes inserts and truncates only: in a publication of updates such a table makes the *application's* UPDATE and
 DELETE fail. A publication that a DBA has made (one that our role doesn't own) is used as it is.
+
+From PostgreSQL 18 on both send stored generated columns. What a publication of a DBA sends of them is its own matter: that
+setting is altered only where a publication looks like those made here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
 from millstream.capture.connection import translated
-from millstream.capture.source import Connection, SourceTable
+from millstream.capture.source import Connection, SourceTable, list_tables
 from millstream.errors import PublicationMissing, SourceError, SourcePrivilegeMissing
+from millstream.model.names import TablePatterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,15 @@ def sync_publications(connection: Connection, publication: str, tables: Sequence
     # Both are made at once, before the slot: a stream that runs doesn't send what a later one publishes.
     fresh = _find(connection, publication) is None
     refused |= _sync_one(connection, publication, usable, others, inserts_only=False)
-    if fresh or others or _find(connection, inserts_name(publication)) is not None:
-        refused |= _sync_one(connection, inserts_name(publication), others, usable, inserts_only=True)
+    alone = _sent_alone(connection, publication, others)
+    apart = [t for t in others if t.oid not in alone]
+    if fresh or apart or _find(connection, inserts_name(publication)) is not None:
+        elsewhere = [t for t in tables if t.usable or t.oid in alone]
+        first = _find(connection, publication)
+        generated = first is None or first.generated
+        refused |= _sync_one(
+            connection, inserts_name(publication), apart, elsewhere, inserts_only=True, generated=generated
+        )
     names = tuple(n for n in (publication, inserts_name(publication)) if _find(connection, n) is not None)
     sent = _sent(connection, names)
     members = _members(connection, [publication])
@@ -104,6 +115,14 @@ class Restriction:
     condition: str = ""
     """An expression of SQL; empty: every row."""
 
+    def applied_to(self, table: SourceTable) -> SourceTable:
+        """The table with the columns that are sent alone; it isn't usable where generated ones of its identity aren't."""
+        if self.columns is None:
+            return table
+        sent = tuple(column for column in table.relation.columns if column.name in self.columns)
+        usable = table.usable and set(table.generated_identity) <= {column.name for column in sent}
+        return replace(table, relation=replace(table.relation, columns=sent), usable=usable)
+
 
 def restrictions(connection: Connection, publications: Sequence[str]) -> dict[tuple[str, str], Restriction]:
     """The restrictions of all that the publications send, by schema and name (15+; before there are none)."""
@@ -131,6 +150,55 @@ def restriction(connection: Connection, publications: Sequence[str], table: Sour
     return Restriction() if row is None else Restriction(None if row[0] is None else tuple(row[0]), row[1] or "")
 
 
+def list_published(
+    connection: Connection, patterns: TablePatterns, publication: str, *, foreseen: bool = False
+) -> list[SourceTable]:
+    """The tables that the patterns take in, each with the columns that the publications send of it, or will once they have it.
+
+    Args:
+        connection: an ordinary one.
+        patterns: of the stream.
+        publication: the first one's name.
+        foreseen: as things will be once `publish_generated` has been there; else as they are.
+    """
+    found = _find(connection, publication)
+    sent = restrictions(connection, (publication, inserts_name(publication)))
+    generated = found is None or found.generated
+    if foreseen and not generated and found is not None and found.ours:
+        generated, sent = True, {}
+    tables = []
+    for table in list_tables(connection, patterns):
+        made = () if generated else {c.name for c in table.layout if c.generated}
+        unlisted = Restriction(tuple(c.name for c in table.relation.columns if c.name not in made))
+        tables.append(sent.get((table.namespace, table.name), unlisted).applied_to(table))
+    return tables
+
+
+def publish_generated(connection: Connection, publication: str) -> None:
+    """Have publications of ours send stored generated columns (18+; before none can).
+
+    Both have to say the same at any time: a stream ends where two publications differ about one table. So both are altered
+    at once, and the second does as the first, also where a DBA made that.
+
+    Raises:
+        SourceError: it couldn't be altered; nothing else depends on it.
+    """
+    if connection.info.server_version < 180000:
+        return
+    wanted = True
+    statements = []
+    for name in (publication, inserts_name(publication)):
+        found = _find(connection, name)
+        if found is not None and found.ours and found.generated is not wanted:
+            setting = sql.SQL("stored" if wanted else "none")
+            change = sql.SQL("ALTER PUBLICATION {} SET (publish_generated_columns = {})")
+            statements.append(change.format(sql.Identifier(name), setting))
+        elif found is not None and name == publication:
+            wanted = found.generated
+    if statements:
+        _execute(connection, *statements)
+
+
 def find_lacks(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[Lack]:
     """What has to be done to the first publication by somebody else, so that it sends all of `tables` wholly.
 
@@ -148,7 +216,7 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
     if found is None:
         if row[0] and all(table.oid in own for table in tables):
             return []
-        script = _create(publication, tables, inserts_only=False).as_string(connection) + ";"
+        script = _create(connection, publication, tables, inserts_only=False).as_string(connection) + ";"
         return [Lack(f"the publication {publication} isn't there, and this role may not make it", script, None)]
     lacks = []
     sent, members = _sent(connection, [publication]), _members(connection, [publication])
@@ -215,14 +283,39 @@ def _publish_all(name: str) -> sql.Composed:
 class _Publication:
     owned: bool
     all_tables: bool
+    ours: bool
+    """Whether it looks like those that are made here, and can be altered now."""
+    generated: bool
+    """Whether stored generated columns are sent of tables without a column list."""
 
 
 def _find(connection: Connection, name: str) -> _Publication | None:
+    # Not every version has schemas of publications, or `pubgencols`.
     with translated():
         row = connection.execute(
-            "SELECT pg_has_role(pubowner, 'USAGE'), puballtables FROM pg_publication WHERE pubname = %s", [name]
+            "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery() AND"
+            " NOT EXISTS (SELECT FROM pg_publication_namespace s WHERE s.pnpubid = p.oid),"
+            " coalesce(to_jsonb(p) ->> 'pubgencols' = 's', false) FROM pg_publication p WHERE pubname = %s"
+            if connection.info.server_version >= 150000
+            else "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery(), false"
+            " FROM pg_publication WHERE pubname = %s",
+            [name],
         ).fetchone()
-    return None if row is None else _Publication(*row)
+    if row is None:
+        return None
+    return _Publication(row[0], row[1], ours=row[0] and not row[1] and row[2], generated=row[3])
+
+
+def _sent_alone(connection: Connection, publication: str, tables: Iterable[SourceTable]) -> set[int]:
+    """OIDs of tables with stored generated columns whose inserts and truncates the first publication sends, by a DBA's will.
+
+    They don't join the second: if the first is altered then, the two differ about them for a while, and the stream ends.
+    """
+    stored = [t.oid for t in tables if any(c.generated == "s" for c in t.layout)]
+    if not stored or connection.info.server_version < 180000:
+        return set()
+    sent = _sent(connection, [publication])
+    return {oid for oid in stored if {"insert", "truncate"} <= sent.get(oid, frozenset())}
 
 
 def _members(connection: Connection, names: Iterable[str]) -> set[int]:
@@ -254,15 +347,17 @@ def _sync_one(
     elsewhere: Sequence[SourceTable],
     *,
     inserts_only: bool,
+    generated: bool = True,
 ) -> dict[int, str]:
     found = _find(connection, name)
     if found is None:
+        create = _create(connection, name, wanted, inserts_only=inserts_only, generated=generated)
         try:
-            _execute(connection, _create(name, wanted, inserts_only=inserts_only))
+            _execute(connection, create)
         except SourceError as error:
             if not isinstance(error, SourcePrivilegeMissing) and not _on_standby(error):
                 raise
-            script = _create(name, wanted, inserts_only=inserts_only).as_string(connection)
+            script = create.as_string(connection)
             if inserts_only:
                 return {
                     t.oid: f"the publication {name} isn't there and may not be made: {error.message}" for t in wanted
@@ -301,11 +396,16 @@ def _on_standby(error: SourceError) -> bool:
     return error.details.get("sqlstate") == "25006"
 
 
-def _create(name: str, tables: Sequence[SourceTable], *, inserts_only: bool) -> sql.Composed:
+def _create(
+    connection: Connection, name: str, tables: Sequence[SourceTable], *, inserts_only: bool, generated: bool = True
+) -> sql.Composed:
     publish = "insert, truncate" if inserts_only else "insert, update, delete, truncate"
     targets = sql.SQL(" FOR TABLE {}").format(_list(tables)) if tables else sql.SQL("")
-    return sql.SQL("CREATE PUBLICATION {}{} WITH (publish = {}, publish_via_partition_root = true)").format(
-        sql.Identifier(name), targets, sql.Literal(publish)
+    options = "publish_via_partition_root = true"
+    if generated and connection.info.server_version >= 180000:
+        options += ", publish_generated_columns = stored"
+    return sql.SQL("CREATE PUBLICATION {}{} WITH (publish = {}, {})").format(
+        sql.Identifier(name), targets, sql.Literal(publish), sql.SQL(options)
     )
 
 
@@ -317,11 +417,12 @@ def _list(tables: Sequence[SourceTable]) -> sql.Composed:
     return sql.SQL(", ").join(sql.Identifier(t.namespace, t.name) for t in tables)
 
 
-def _execute(connection: psycopg.Connection[tuple[Any, ...]], statement: sql.Composed) -> None:
-    """Run DDL with a short wait for its lock (SHARE UPDATE EXCLUSIVE): the application's own DDL goes first."""
+def _execute(connection: psycopg.Connection[tuple[Any, ...]], *statements: sql.Composed) -> None:
+    """Run DDL in one transaction, with a short wait for its lock (SHARE UPDATE EXCLUSIVE): the application's own DDL goes first."""
     with translated(), connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '2s'")
-        connection.execute(statement)
+        for statement in statements:
+            connection.execute(statement)
 
 
 def pgoutput_options(publications: Iterable[str], *, origin: str) -> dict[str, str]:

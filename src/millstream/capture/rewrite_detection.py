@@ -57,13 +57,14 @@ class KnownLayouts:
         known = self._known.get(str(id_))
         # A copy brings what rows have now; without one, a name that is gone may come back.
         gone = [] if known is None or self.news(table, id_, sent) is not None else sorted(_gone(known, table))
+        columns = _sent(table)
         value = {
             "relfilenode": table.relfilenode,
-            "columns": [[c.number, c.name, c.type_oid, c.type_modifier] for c in _sent(table)],
+            "columns": [[c.number, c.name, c.type_oid, c.type_modifier] for c in columns],
             "gone": gone,
-            "written_by": {str(c.number): c.written_by for c in _sent(table)},
-            "generated": [c.number for c in table.layout if c.generated],
-            "parts": {str(c.number): dict(c.parts) for c in _sent(table) if c.parts},
+            "written_by": {str(c.number): c.written_by for c in columns},
+            "generated": [c.number for c in table.layout if c not in columns],
+            "parts": {str(c.number): dict(c.parts) for c in columns if c.parts},
             "listed": _listed(table, sent),
             "condition": sent.condition,
             "key": _key(table),
@@ -76,7 +77,9 @@ class KnownLayouts:
 
 
 def _sent(table: SourceTable) -> list[AttributeFacts]:
-    return [column for column in table.layout if not column.generated]
+    """Its columns, but for generated ones that aren't sent."""
+    sent = {column.name for column in table.relation.columns}
+    return [column for column in table.layout if not column.generated or column.name in sent]
 
 
 def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
@@ -103,7 +106,8 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]
     )
     for column, log_name in zip(sent, names, strict=True):
         if column.number in generated:
-            yield f"column {column.name} was generated, and is one like others now"
+            now = "sent by the publication" if column.generated else "one like others"
+            yield f"column {column.name} was generated and not sent, and is {now} now"
         elif column.number not in before:
             if log_name in gone:
                 yield f"column {column.name} was dropped and added again"
@@ -118,7 +122,7 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]
             elif type_oid != column.type_oid or ((rewritten or table.partitioned) and modifier != column.type_modifier):
                 yield f"column {name} got another type"
             elif rewritten and written_by.get(str(column.number), column.written_by) != column.written_by:
-                yield f"column {name} was given its type anew"
+                yield f"column {name} was given its {'expression' if column.generated else 'type'} anew"
 
 
 def _news_of_types(known: dict[str, Any], table: SourceTable) -> Iterator[str]:

@@ -70,8 +70,8 @@ class AttributeFacts:
     type_modifier: int
     filled: bool
     """Whether rows that were there when it was added may have another value than null in it."""
-    generated: bool
-    """Whether its values are made from others'; they aren't sent."""
+    generated: str
+    """Empty where its values aren't made from others'; else `s`, stored (sent from 18 on, if a publication says so), or `v`, virtual (never sent)."""
     written_by: int
     """The transaction that last wrote what the catalog says of it; every `ALTER COLUMN … TYPE` is one."""
     parts: tuple[tuple[str, str], ...] = ()
@@ -106,8 +106,11 @@ class SourceTable:
     replica_identity: ReplicaIdentity
     usable: bool
     """Whether updates and deletes carry an identity: publishing them without one would break the application's own."""
+    generated_identity: tuple[str, ...]
+    """Stored generated columns in its identity, or in a partition's (18+): it is usable only where a publication sends them."""
     relation: Relation
-    """What the stream's next Relation message will say, as far as the catalogs tell: columns neither dropped nor generated."""
+    """What the stream's next Relation message will say, as far as the catalogs tell: columns that aren't dropped and that a
+    publication can send, of generated ones the stored ones from 18 on."""
     key: tuple[KeyColumn, ...]
     """The identity's columns (FULL: the primary key's); empty where there is none."""
     row_estimate: int
@@ -137,18 +140,15 @@ class SourceTable:
 # A deferrable primary key is no key: within a transaction two rows may have the same. PostgreSQL takes none as identity.
 # A partition's column that is as it was written with the table's system columns, by one command, was never touched by an
 # ATTACH, which writes them all.
-# From 18 on the application's updates fail where a generated column that isn't published is in the identity.
+# From 18 on stored generated columns can be published, and the application's updates fail where a generated column that isn't
+# published is in the identity.
 _TABLES: Final = """
 SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        (SELECT bool_and(CASE r.relreplident
                           WHEN 'f' THEN true
                           WHEN 'd' THEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND i.indisprimary AND i.indimmediate)
                           WHEN 'i' THEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND i.indisreplident)
-                          ELSE false END
-                        AND NOT (current_setting('server_version_num')::int >= 180000 AND EXISTS
-                          (SELECT FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = r.oid AND a.attnum = ANY (i.indkey::int2[])
-                            WHERE a.attrelid = r.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> ''
-                              AND CASE r.relreplident WHEN 'f' THEN true WHEN 'd' THEN i.indisprimary ELSE i.indisreplident END)))
+                          ELSE false END)
           FROM pg_class r
          WHERE r.oid = c.oid OR (c.relkind = 'p' AND r.oid IN
                (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
@@ -157,7 +157,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                                    AND CASE c.relreplident WHEN 'd' THEN i.indisprimary AND i.indimmediate
                                        WHEN 'i' THEN i.indisreplident ELSE false END)) ORDER BY a.attnum)
           FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid JOIN pg_namespace y ON y.oid = t.typnamespace
-         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''),
+         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+           AND (a.attgenerated = '' OR (a.attgenerated = 's' AND current_setting('server_version_num')::int >= 180000))),
        (SELECT json_agg(json_build_array(a.attname,
                                          (WITH RECURSIVE base AS (
                                             SELECT t.* FROM pg_type t WHERE t.oid = a.atttypid
@@ -188,7 +189,7 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                         a.atthasmissing OR a.atthasdef OR a.attnotnull OR a.attidentity <> ''
                         OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
                             AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
-                        a.attgenerated <> '', a.xmin::text::bigint, CASE WHEN a.atttypid >= 16384 THEN
+                        a.attgenerated, a.xmin::text::bigint, CASE WHEN a.atttypid >= 16384 THEN
                           (WITH RECURSIVE part (oid) AS (
                              SELECT a.atttypid UNION
                              SELECT x.oid FROM part JOIN pg_type t ON t.oid = part.oid CROSS JOIN LATERAL (
@@ -214,7 +215,14 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                         p.isleaf, coalesce(pg_relation_size(p.relid), 0) = 0, l.relfilenode::bigint) ORDER BY p.relid)
           FROM pg_partition_tree(CASE c.relkind WHEN 'p' THEN c.oid END) p JOIN pg_class l ON l.oid = p.relid
           JOIN pg_namespace ln ON ln.oid = l.relnamespace JOIN pg_inherits h ON h.inhrelid = p.relid
-         WHERE p.relid <> c.oid)
+         WHERE p.relid <> c.oid),
+       (SELECT json_agg(DISTINCT json_build_array(a.attname, a.attgenerated)::jsonb)
+          FROM pg_class r JOIN pg_attribute a ON a.attrelid = r.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> ''
+         WHERE current_setting('server_version_num')::int >= 180000
+           AND (r.oid = c.oid OR (c.relkind = 'p' AND r.oid IN
+                (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf)))
+           AND (r.relreplident = 'f' OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND a.attnum = ANY (i.indkey::int2[])
+                AND CASE r.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident ELSE false END)))
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
    AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'pg_toast') AND n.nspname NOT LIKE 'pg\\_temp\\_%%'
@@ -378,6 +386,7 @@ def read_table(connection: Connection, oid: int) -> SourceTable | None:
 
 def _table(row: tuple[Any, ...]) -> SourceTable:
     identity = ReplicaIdentity(row[4])
+    generated = {str(name): kind for name, kind in row[15] or ()}
     columns = tuple(
         RelationColumn(name, oid, modifier, in_identity, builtin_name(oid) or qualified_name(namespace, type_name))
         for name, oid, modifier, namespace, type_name, in_identity in row[6] or ()
@@ -388,7 +397,8 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         name=row[2],
         partitioned=bool(row[3]),
         replica_identity=identity,
-        usable=bool(row[5]),
+        usable=bool(row[5]) and "v" not in generated.values(),
+        generated_identity=tuple(sorted(name for name, kind in generated.items() if kind == "s")),
         relation=Relation(int(row[0]), row[1], row[2], identity, columns, b""),
         key=tuple(
             KeyColumn(name, type_name, namespace, None if collation is None else (collation[0], collation[1]))

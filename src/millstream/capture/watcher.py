@@ -18,14 +18,22 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import translated
-from millstream.capture.publication import Coverage, Restriction, covered_tables, restrictions, sync_publications
+from millstream.capture.publication import (
+    Coverage,
+    Restriction,
+    covered_tables,
+    list_published,
+    publish_generated,
+    restrictions,
+    sync_publications,
+)
 from millstream.capture.rewrite_detection import KnownLayouts
 from millstream.capture.schema_registry import NO_IDENTITY, CatalogDirectory
 from millstream.capture.slot import read_slot
-from millstream.capture.source import Connection, Identity, SourceTable, connect_same, insert_lsn, list_tables
+from millstream.capture.source import Connection, Identity, SourceTable, connect_same, insert_lsn
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
-from millstream.errors import MillstreamError, PublicationMissing
+from millstream.errors import MillstreamError, PublicationMissing, SourceError
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.positions import Lsn
 
@@ -69,7 +77,11 @@ class Tables:
         Raises:
             PublicationMissing, SourceError: as they say; what was done until then stands.
         """
-        tables = list_tables(connection, self._patterns)
+        try:
+            publish_generated(connection, self._config.publication)
+        except SourceError as error:
+            logger.warning("generated columns couldn't be published yet", code=error.code, error=error.message)
+        tables = list_published(connection, self._patterns, self._config.publication)
         self.facts = {table.oid: table for table in tables}
         self.seen_at = insert_lsn(connection)
         self._directory.learn(self.facts)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import psycopg
 from psycopg import sql
 
 from millstream.capture.connection import translated
-from millstream.capture.publication import inserts_name, restriction
-from millstream.capture.source import Connection, SourceTable, list_tables, read_table
+from millstream.capture.publication import Restriction, inserts_name, list_published, restrictions
+from millstream.capture.source import Connection, SourceTable, read_table
 from millstream.diff.columns import HASH, RANGE, HashName, RowTexts
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
@@ -47,14 +47,11 @@ class PublishedTable:
 
 def published_tables(connection: Connection, patterns: TablePatterns, publication: str) -> list[PublishedTable]:
     """The tables that a stream takes in, with the columns and rows of them that it is sent."""
-    found = []
-    for table in list_tables(connection, patterns):
-        let_through = restriction(connection, (publication, inserts_name(publication)), table)
-        if let_through.columns is not None:
-            sent = tuple(column for column in table.relation.columns if column.name in let_through.columns)
-            table = replace(table, relation=replace(table.relation, columns=sent))  # noqa: PLW2901
-        found.append(PublishedTable(table, let_through.condition))
-    return found
+    sent = restrictions(connection, (publication, inserts_name(publication)))
+    return [
+        PublishedTable(table, sent.get((table.namespace, table.name), Restriction()).condition)
+        for table in list_published(connection, patterns, publication)
+    ]
 
 
 def pick_hash(connection: Connection) -> HashName:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import psycopg
@@ -351,10 +351,7 @@ class ChunkReader:
     def _as_published(self, table: SourceTable) -> tuple[SourceTable, str]:
         """The table with the columns that are sent, and the condition under which its rows are."""
         found = restriction(self._connection, self._publications, table)
-        if found.columns is None:
-            return table, found.condition
-        sent = tuple(column for column in table.relation.columns if column.name in found.columns)
-        return replace(table, relation=replace(table.relation, columns=sent)), found.condition
+        return found.applied_to(table), found.condition
 
     def _widen_search_path(self, table: SourceTable) -> None:
         """Comparison operators of an extension's type are found by the search path alone. The text of a value may depend on it too."""

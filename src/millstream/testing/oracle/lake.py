@@ -30,7 +30,8 @@ _DECIMAL_DIGITS_MAX = 38
 _TYPES = """
     SELECT attname, format_type(atttypid, atttypmod), format_type(t.typelem, atttypmod), typtype = 'd'
     FROM pg_attribute JOIN pg_type t ON t.oid = atttypid
-    WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped AND attgenerated = '' ORDER BY attnum
+    WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped
+    AND (attgenerated = '' OR (attgenerated = 's' AND current_setting('server_version_num')::int >= 180000)) ORDER BY attnum
 """
 _ESCAPED = re.compile(rb"~([0-9a-f]{2})")
 _TEXTS = ("text", "character", "bpchar", "uuid", "json", "jsonb")

@@ -34,8 +34,8 @@ _PINNED = {
     "search_path": "",
 }
 _COLUMNS = """
-    SELECT attname, attgenerated <> '' FROM pg_attribute
-    WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped ORDER BY attnum
+    SELECT attname FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped
+    AND (attgenerated = '' OR (attgenerated = 's' AND current_setting('server_version_num')::int >= 180000)) ORDER BY attnum
 """
 # The identity's columns: the chosen index, or the primary key (also under FULL); none under NOTHING.
 _KEY = """
@@ -92,14 +92,14 @@ def source_rows(connection: "psycopg.Connection[Any]", table: str) -> TableRows:
         table: as SQL names it, quoted where it must be: `public.orders`, `"Mixed Case".t`.
 
     Returns:
-        Its rows. Generated columns are left out: they aren't replicated.
+        Its rows. Virtual generated columns are left out, and before version 18 stored ones: they aren't replicated.
     """
     # Rolled back to before the settings, also where this is a part of the caller's transaction.
     with connection.transaction(force_rollback=True):
         oid, namespace, name = _relation(connection, table)
         for setting, value in _PINNED.items():
             connection.execute("SELECT set_config(%s, %s, true)", [setting, value])
-        columns = [c for c, generated in connection.execute(_COLUMNS, [oid]).fetchall() if not generated]
+        columns = [c for (c,) in connection.execute(_COLUMNS, [oid]).fetchall()]
         key = [c for (c,) in connection.execute(_KEY, [oid]).fetchall()]
         result = TableRows(tuple(columns), tuple(key))
         query = sql.SQL("COPY (SELECT {} FROM {}) TO STDOUT").format(
