@@ -262,6 +262,27 @@ def test_a_primary_key_that_goes_leaves_every_row_of_the_bag(stage: Stage, runni
     assert bag(stage.log.replay()["public.orders"]) == source_bag(stage, "orders")
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "ADD PRIMARY KEY (id) INCLUDE (code)",
+        "ADD CONSTRAINT by_id UNIQUE (id) INCLUDE (code), REPLICA IDENTITY USING INDEX by_id",
+    ],
+)
+def test_columns_that_an_index_includes_are_no_part_of_the_key(stage: Stage, key: str) -> None:
+    stage.sql(
+        "CREATE TABLE orders (id int NOT NULL, code int, item text)",
+        *[f"ALTER TABLE orders {part}" for part in key.split(", ")],
+        "INSERT INTO orders SELECT i, 100 + i, 'x' || i FROM generate_series(1, 200) i",
+    )
+    stage.catch_up()
+    stage.sql("UPDATE orders SET code = 999 WHERE id = 7", "DELETE FROM orders WHERE id = 8")
+    stage.catch_up()
+    assert {table.schema.key for table, _, _ in stage.log.records()} == {("id",)}
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    assert marks(stage) == 0
+
+
 def test_a_primary_key_under_full_that_went_between_two_looks(stage: Stage) -> None:
     stage.sql(*KEYED, "ALTER TABLE orders REPLICA IDENTITY FULL")
     stage.catch_up()

@@ -137,6 +137,7 @@ class SourceTable:
         return without_sizes(self) == without_sizes(other)
 
 
+# An index's first `indnkeyatts` columns are its key, numbered from 0; those of INCLUDE come behind them, and are in no identity.
 # A deferrable primary key is no key: within a transaction two rows may have the same. PostgreSQL takes none as identity.
 # A partition's column that is as it was written with the table's system columns, by one command, was never touched by an
 # ATTACH, which writes them all.
@@ -153,7 +154,7 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
          WHERE r.oid = c.oid OR (c.relkind = 'p' AND r.oid IN
                (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
        (SELECT json_agg(json_build_array(a.attname, a.atttypid::bigint, a.atttypmod, y.nspname, t.typname, c.relreplident = 'f'
-                        OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND a.attnum = ANY (i.indkey::int2[])
+                        OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
                                    AND CASE c.relreplident WHEN 'd' THEN i.indisprimary AND i.indimmediate
                                        WHEN 'i' THEN i.indisreplident ELSE false END)) ORDER BY a.attnum)
           FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid JOIN pg_namespace y ON y.oid = t.typnamespace
@@ -221,7 +222,7 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
          WHERE current_setting('server_version_num')::int >= 180000
            AND (r.oid = c.oid OR (c.relkind = 'p' AND r.oid IN
                 (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf)))
-           AND (r.relreplident = 'f' OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND a.attnum = ANY (i.indkey::int2[])
+           AND (r.relreplident = 'f' OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
                 AND CASE r.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident ELSE false END)))
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
