@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
+from tests.capture.test_copying import DOCS, workload
 from tests.capture.test_layouts import bag, marks, source_bag
 
 from millstream.capture import check_source
@@ -197,6 +198,32 @@ def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_
     assert as_source(stage)
     assert as_source(stage, "whole")
     assert marks(stage) == 1, "once, and nothing of the one that has none"
+
+
+@pytest.mark.parametrize("comes", ["by the publication", "as a new column"])
+def test_it_comes_beside_a_live_workload_and_no_row_lacks_it(stage: Stage, comes: str) -> None:
+    columns = (
+        "g bigint GENERATED ALWAYS AS (n * 2) STORED",
+        "h text STORAGE EXTERNAL GENERATED ALWAYS AS (body || '!') STORED",
+    )
+    add = "; ".join(f"ALTER TABLE docs ADD {column}" for column in columns)
+    alter = f"ALTER PUBLICATION {stage.config.publication} SET (publish_via_partition_root = true)"
+    before, then = ([add], alter) if comes == "by the publication" else ([alter], f"BEGIN; {add}; COMMIT")
+    stage.sql(DOCS, publication(stage, "FOR TABLE docs"), *before)
+    stage.sql("INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, 799) i", "ANALYZE docs")
+    stage.config = replace(stage.config, chunk_rows=40)
+    stage.catch_up()
+    capture = stage.start()
+    with workload(stage, 1000):
+        wait_until(stage.slot_active, "it streams")
+        stage.sql(then)
+        wait_until(lambda: bool(marks(stage)), "it is copied again")
+        wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "it is copied again")
+    capture.stop()
+    stage.catch_up()
+    rows = stage.log.replay()["public.docs"]
+    assert all(row["g"] is not None and row["h"] is not None for row in rows.values())
+    assert rows == stage.source_rows("docs", ["id"])
 
 
 @pytest.mark.usefixtures("stranger")
