@@ -46,7 +46,6 @@ NOT_YET: Final = (
     "bench/",
     "examples/",
     "scripts/",
-    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
 )
