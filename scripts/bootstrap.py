@@ -198,7 +198,7 @@ def install() -> None:
         STAMP.touch()
         return
     started = time.monotonic()
-    say("Installing Millstream and its locked dependencies into .venv: about 0.6 GB to fetch, once.")
+    say("Installing Millstream and its locked dependencies into .venv, once: up to 0.6 GB, less what the cache has.")
     environment = uv_environment()
     uv = find_uv(environment)
     install_command: list[str | Path] = [uv, "pip", "install", "--python", PYTHON]

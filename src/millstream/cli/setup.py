@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def init(
     made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",), password_env=password_env)
     note(f"{made.file} is written.")
     if made.variable is not None:
-        note(f"The password isn't in it; before other commands:  export {made.variable}=…")
+        what = "is set already" if os.environ.get(made.variable) else f"is needed:  export {made.variable}=…"
+        note(f"The password isn't in it. For other commands, {made.variable} {what}")
     if source is not None:
         _list_columns(home, dict(made.environ))
     shown = home.name if home.parent == Path.cwd() else home
