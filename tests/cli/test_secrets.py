@@ -322,7 +322,10 @@ def test_init_takes_the_password_from_a_variable(tmp_path: Path, dsn: str, writt
     words = ("init", str(tmp_path), "--stream", "s", "--source", dsn, "--password-env", "MY_SECRET")
     done = command(*words, environ={"MY_SECRET": "p@s/s:'x"})
     assert done.returncode == 0, done.stderr.decode()
-    assert "export MY_SECRET=" in done.stderr.decode()
+    assert "MY_SECRET is set already" in done.stderr.decode()
+    (tmp_path / "unset").mkdir()
+    unset = command("init", str(tmp_path / "unset"), *words[2:])
+    assert "export MY_SECRET=" in unset.stderr.decode()
     dsn = tomllib.loads((tmp_path / "millstream.toml").read_text())["streams"]["s"]["source"]["dsn"]
     assert dsn == written
     said = parse_address(interpolate_dsn(dsn, {"MY_SECRET": "p@s/s:'x"}))
