@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from sqlalchemy import Connection, Engine, Table, inspect, text
+import structlog
+from sqlalchemy import Connection, Engine, Table, event, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -29,8 +30,15 @@ REVISION: Final = "0008"
 """The newest migration in this package; a test holds it equal to the scripts'."""
 BUSY_TIMEOUT_S: Final = 15.0  # longer than any of our transactions by far, shorter than a person's patience
 
+SLOW_S: Final = 1.0
+"""A statement or a commit that takes longer is logged: every call of a catalog takes milliseconds on a healthy disk or server."""
+
+logger = structlog.get_logger("millstream.catalog")
+
 _RETRY_FIRST_S: Final = 0.05
 _RETRY_MAX_S: Final = 0.5
+_BEGAN: Final = "millstream.began"
+_STATEMENT_CHARS: Final = 200
 
 
 class Backend(Protocol):
@@ -117,6 +125,10 @@ def examine_catalog(where: str | Path) -> CatalogFacts:
         database.close()
 
 
+def _note_the_time(connection: Connection, *_: Any) -> None:
+    connection.info[_BEGAN] = time.monotonic()
+
+
 def make_backend(where: str | Path, busy_timeout_s: float) -> Backend:
     """The backend of a path or an address."""
     if isinstance(where, str) and is_address(where):
@@ -156,6 +168,8 @@ class Database:
         self._busy_timeout_s = busy_timeout_s
         self._opened = False
         self._engine = self._backend.engine()
+        event.listen(self._engine, "before_cursor_execute", _note_the_time)
+        event.listen(self._engine, "after_cursor_execute", self._log_if_slow)
         self._foreign: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, *self._backend.driver_errors)
         try:
             with self._translated():
@@ -214,12 +228,23 @@ class Database:
             connection, transaction = self._begun(reading=False)
             with connection:
                 yield connection
+                began_s = time.monotonic()
                 try:
                     connection.commit()
                 except DBAPIError as error:
                     self._resolve(transaction, error)
+                self._log("COMMIT", time.monotonic() - began_s)
                 # A commit to a file that was removed meanwhile must not be acknowledged.
                 self._backend.check_files()
+
+    def _log_if_slow(self, connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        self._log(statement, time.monotonic() - connection.info[_BEGAN])
+
+    def _log(self, statement: str, seconds: float) -> None:
+        if seconds >= SLOW_S:
+            # Values travel apart from the statement: its text has no secret.
+            shown = " ".join(statement.split())[:_STATEMENT_CHARS]
+            logger.warning("slow catalog statement", seconds=round(seconds, 1), statement=shown, catalog=self.place)
 
     def look(self) -> str | None:
         """The schema's revision, or None; once it was seen that this user may do all that is needed. See `examine_catalog`."""
