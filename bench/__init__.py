@@ -1,1 +1,1 @@
-"""Figures beside their peers, measured in one run; `make bench [ONLY=prefix]`."""
+"""Figures next to their peers', measured in one run; `make bench [ONLY=prefix]`."""

@@ -34,7 +34,7 @@ from bench.figures import asked, keep, names, say, selected, table
 
 
 def main() -> int:
-    """Measure what was asked for; exit 2 where no figure has that name."""
+    """Measure the chosen figures; exit 2 if no figure has that name."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--only", default="", metavar="PREFIX", help="figures whose name starts with it")
     parser.add_argument("--list", action="store_true", help="name the figures and end")
@@ -44,7 +44,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, metavar="N", help="how long, where a figure runs for a time")
     options = parser.parse_args()
-    # Ended from outside, what was started and filled has to go too: as by Ctrl-C.
+    # A SIGTERM, too, must end the started processes and remove the filled folders, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     asked.rows, asked.seconds = options.rows, options.seconds
     if options.list:
@@ -61,7 +61,7 @@ def main() -> int:
         for figure in measure():
             print(figure.line(), flush=True)
             if asked.rows is None and asked.seconds is None:
-                keep([figure])  # a try isn't the documented figure
+                keep([figure])  # A try isn't the documented figure.
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Write buffers beside what they stand on: the same bytes by a bare producer of Kafka, and by a pipeline of XADD."""
+"""Write buffers compared with bare clients: a producer of Kafka, and pipelines of XADD, with the same bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def _submit(buffer: WriteBuffer, count: int) -> None:
 
 @measures("buffer_kafka_vs_producer")
 def kafka() -> Iterator[Figure]:
-    """Operations of a hundred rows until each is acknowledged, beside an idempotent producer of the same bytes made once."""
+    """Measure operations of a hundred rows until each is acknowledged; the peer is an idempotent producer.
+
+    The producer sends the same bytes, made once.
+    """
     from confluent_kafka import Producer
 
     with (
@@ -70,7 +73,7 @@ def kafka() -> Iterator[Figure]:
 
 @measures("buffer_redis_vs_xadd")
 def redis() -> Iterator[Figure]:
-    """The same into streams of Redis, fsynced, beside pipelines of bare XADDs."""
+    """Measure the same into streams of Redis, fsynced; the peers are pipelines of bare XADDs."""
     import redis as client_of
 
     with (

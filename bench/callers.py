@@ -1,4 +1,4 @@
-"""The log under many callers of one small row each, threads and coroutines, and what one of them waits."""
+"""The log under many callers of one small row each, threads and coroutines, and the latency of one of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMER_S = 0.010
 
 
 class _TimedLog:
-    """The least that a log with a group timer does: what came in ten milliseconds goes out in one write and one fsync."""
+    """The least work of a log with a group timer: rows of ten milliseconds go out in one write and one fsync."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path / "log", os.O_WRONLY | os.O_CREAT)
@@ -66,7 +66,7 @@ class _TimedLog:
 
 
 class _HandOver:
-    """A queue that a thread empties, and nothing else: what callers and their answers cost by themselves."""
+    """A queue that a thread empties, and nothing else: the bare cost of callers and their answers."""
 
     def __init__(self) -> None:
         self._waiting: deque[threading.Event | asyncio.Future[None]] = deque()
@@ -102,7 +102,7 @@ class _HandOver:
 
 
 def _answer(group: list[threading.Event | asyncio.Future[None]]) -> None:
-    """Threads one by one; the event loop of coroutines in one call."""
+    """Answer threads one by one, and the coroutines of an event loop in one call."""
     futures = []
     for done in group:
         if isinstance(done, threading.Event):
@@ -119,7 +119,7 @@ def _end(futures: list[asyncio.Future[None]]) -> None:
 
 
 def _by_threads(append: Callable[[bytes], object], took_ms: list[float]) -> float:
-    """Appends a second of threads that each wait for their answer; the time of each goes into `took_ms`."""
+    """Return the appends a second of threads that each wait for their answer; put the time of each into `took_ms`."""
     data = os.urandom(ROW_BYTES)
     until = time.perf_counter() + CALLERS_S
 
@@ -140,7 +140,7 @@ def _by_threads(append: Callable[[bytes], object], took_ms: list[float]) -> floa
 
 
 def _by_coroutines(append: Callable[[bytes], Awaitable[object]], took_ms: list[float]) -> float:
-    """The same of coroutines in one event loop."""
+    """Return the same for coroutines in one event loop."""
     data = os.urandom(ROW_BYTES)
 
     async def call(until: float) -> None:
@@ -176,7 +176,7 @@ def _hand_over(*, coroutines: bool) -> float:
 
 @measures("wal_append_64_callers_vs_timer", "wal_append_64_callers_vs_hand_over", "wal_ack_vs_raw_fsync")
 def threads() -> Iterator[Figure]:
-    """64 threads."""
+    """Measure 64 threads."""
     yield from _figures("callers", "threads", "wal_ack_vs_raw_fsync", coroutines=False)
 
 
@@ -184,7 +184,7 @@ def threads() -> Iterator[Figure]:
     "wal_append_64_coroutines_vs_timer", "wal_append_64_coroutines_vs_hand_over", "wal_ack_coroutines_vs_raw_fsync"
 )
 def coroutines() -> Iterator[Figure]:
-    """64 coroutines of one event loop."""
+    """Measure 64 coroutines of one event loop."""
     yield from _figures(
         "coroutines", "coroutines of one event loop", "wal_ack_coroutines_vs_raw_fsync", coroutines=True
     )

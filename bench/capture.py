@@ -1,4 +1,4 @@
-"""Capture beside `pg_recvlogical`, table copy beside COPY, and capture's memory."""
+"""Capture compared with `pg_recvlogical`, table copy with COPY, and capture's memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from millstream.testing.postgres import EmbeddedPostgres
 
 COPY_ROWS = 2_000_000
 ENGINE_TRANSACTIONS = 2000
-"""Of 1000 rows: a Java's code is compiled while the first half of them passes."""
+"""Transactions of 1000 rows: Java compiles its code during the first half of them."""
 ENGINE_RUNS = 3
 LARGE_TRANSACTION_ROWS = 10_000_000
 
@@ -77,7 +77,7 @@ def _beside_recvlogical(name: str, table: str, *, transactions: int, rows_each: 
 
 @measures("capture_stream_vs_pg_recvlogical")
 def stream() -> Iterator[Figure]:
-    """Mid-size transactions."""
+    """Measure mid-size transactions."""
     yield _beside_recvlogical(
         "capture_stream_vs_pg_recvlogical", "mid", transactions=500, rows_each=1000, goal=">= 1.0"
     )
@@ -85,7 +85,7 @@ def stream() -> Iterator[Figure]:
 
 @measures("capture_small_tx_vs_pg_recvlogical")
 def small_transactions() -> Iterator[Figure]:
-    """One row a transaction."""
+    """Measure transactions of one row."""
     yield _beside_recvlogical(
         "capture_small_tx_vs_pg_recvlogical", "small", transactions=100_000, rows_each=1, goal=">= 0.95"
     )
@@ -93,7 +93,7 @@ def small_transactions() -> Iterator[Figure]:
 
 @measures("capture_client_cpu_us_per_row")
 def client_cpu() -> Iterator[Figure]:
-    """What a row costs of the CPU on our side."""
+    """Measure the CPU time of a row on our side."""
     say("capture_client_cpu_us_per_row: 500 transactions of 1,000 rows")
     warm()
     with postgres() as server:
@@ -131,7 +131,7 @@ def _recvlogical_cpu_us(backlog: Backlog) -> float:
 
 @measures("capture_vs_debezium_engine", "capture_vs_debezium_engine_second_half")
 def debezium() -> Iterator[Figure]:
-    """Debezium's embedded engine on the same backlog."""
+    """Compare with Debezium's embedded engine on the same backlog."""
     transactions = ENGINE_TRANSACTIONS if asked.rows is None else asked.rows // 1000
     say(f"capture_vs_debezium_engine: {transactions:,} transactions of 1,000 rows")
     warm()
@@ -176,7 +176,7 @@ def debezium() -> Iterator[Figure]:
 
 @measures("capture_catchup_vs_pg_recvlogical")
 def catch_up() -> Iterator[Figure]:
-    """A backlog that is large enough to be read in chunks, by capture's own choice."""
+    """Measure a backlog large enough to be read in chunks, by capture's own choice."""
     name, transactions, rows_each = "capture_catchup_vs_pg_recvlogical", 1000, 1000
     say(f"{name}: {transactions:,} transactions of {rows_each:,} rows")
     warm()
@@ -197,7 +197,7 @@ def catch_up() -> Iterator[Figure]:
 
 @measures("capture_one_1m_row_tx_vs_proto1")
 def one_large_transaction() -> Iterator[Figure]:
-    """A transaction that the source streams before its commit; the peer asks for protocol 1, which sends it at its commit."""
+    """Measure a transaction streamed before its commit; the peer asks for protocol 1, which sends it at its commit."""
     name, rows = "capture_one_1m_row_tx_vs_proto1", 1_000_000
     say(f"{name}: one transaction of {rows:,} rows")
     warm()
@@ -218,7 +218,7 @@ def one_large_transaction() -> Iterator[Figure]:
 
 @measures("table_copy_vs_copy_to_null")
 def table_copy() -> Iterator[Figure]:
-    """Existing rows into the log by one worker."""
+    """Measure the copy of existing rows into the log by one worker."""
     say(f"table_copy_vs_copy_to_null: {COPY_ROWS:,} rows")
     warm()
     with postgres() as server:
@@ -238,7 +238,7 @@ def table_copy() -> Iterator[Figure]:
 
 @measures("table_copy_4_workers")
 def table_copy_by_four() -> Iterator[Figure]:
-    """The same rows by four workers, beside four clients that take a quarter each."""
+    """Measure the same rows by four workers; the peers are four clients that take a quarter each."""
     say(f"table_copy_4_workers: {COPY_ROWS:,} rows")
     warm()
     quarters = [
@@ -259,7 +259,7 @@ def table_copy_by_four() -> Iterator[Figure]:
 
 
 def _make_whole(server: EmbeddedPostgres) -> int:
-    """The table, settled; the bytes of its rows as text."""
+    """Make the table, settled; return the bytes of its rows as text."""
     with server.connect(DATABASE) as connection:
         connection.execute(f"CREATE TABLE whole ({COLUMNS})")
         connection.execute(f"INSERT INTO whole SELECT {VALUES} FROM generate_series(1, {COPY_ROWS}) AS n")
@@ -290,7 +290,7 @@ def _copied_rows_s(server: EmbeddedPostgres, *, workers: int) -> float:
 
 
 def _copy_to_null_rows_s(server: EmbeddedPostgres, parts: list[str]) -> float:
-    """Clients that copy a part each, side by side."""
+    """Return the rate of clients that copy a part each, in parallel."""
     command = [str(server.program("psql")), "--no-psqlrc", "--quiet", server.dsn(DATABASE), "--command"]
     began_at = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -303,13 +303,13 @@ def _copy_to_null_rows_s(server: EmbeddedPostgres, parts: list[str]) -> float:
 
 @measures("capture_rss_mib")
 def resident_memory() -> Iterator[Figure]:
-    """The most that `millstream capture run` ever held, streaming many transactions and a large streamed one."""
+    """Measure the peak memory of `millstream capture run`, over many transactions and a large streamed one."""
     yield _resident_memory("capture_rss_mib", mid=500, large=2_000_000, runs=RUNS)
 
 
 @measures("capture_rss_10m_tx_mib")
 def resident_memory_of_one() -> Iterator[Figure]:
-    """The same with one transaction of 10 M rows; once, since it takes minutes and 6 GB of disk."""
+    """Measure the same with one transaction of 10 M rows; once, since it takes minutes and 6 GB of disk."""
     rows = LARGE_TRANSACTION_ROWS if asked.rows is None else asked.rows
     yield _resident_memory("capture_rss_10m_tx_mib", mid=0, large=rows, runs=1)
 
@@ -348,7 +348,7 @@ def _resident_memory(name: str, *, mid: int, large: int, runs: int) -> Figure:
 
 
 def _peak_mib(command: list[str]) -> float:
-    """The high-water mark of a process's resident memory, read until it ends."""
+    """Peak resident memory of a process, read until the process ends."""
     peak = 0.0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         status = Path(f"/proc/{process.pid}/status")

@@ -1,4 +1,4 @@
-"""How long the commands take that people wait for."""
+"""Duration of the commands that people wait for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MILLSTREAM = str(Path(sys.executable).parent / "millstream")
 
 @measures("help_ms")
 def help_ms() -> Iterator[Figure]:
-    """`millstream --help`, as a whole process."""
+    """Measure `millstream --help`, as a whole process."""
     say("help_ms: millstream --help")
     times_ms = []
     for _ in range(RUNS + 1):

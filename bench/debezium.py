@@ -1,8 +1,8 @@
-"""Debezium's embedded engine as a peer: it reads a slot, and a small class of ours has its JSON fsynced a batch.
+"""Debezium's embedded engine as a peer: it reads a slot, and a small class of ours fsyncs its JSON a batch.
 
-It comes from Maven through pip's `jgo`, pinned jar by jar (`java/debezium.txt`); ECJ compiles the class, since a Java from pip has no
-compiler. The engine speaks to PostgreSQL over TCP only, and starts within seconds of which none is counted: a run lasts from
-when its slot is taken until the last row is on disk.
+It comes from Maven through pip's `jgo`, pinned jar by jar (`java/debezium.txt`). ECJ compiles the class,
+because a Java from pip has no compiler. The engine connects to PostgreSQL over TCP only. Its start takes
+seconds, which aren't counted: a run lasts from when its slot is taken until the last row is on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOK_S: Final = 0.005
 PROPERTIES: Final = {
     "name": "bench",
     "connector.class": "io.debezium.connector.postgresql.PostgresConnector",
-    # No stored offset: it begins where the slot stands. What it confirms is nobody's business but the slot's.
+    # No stored offset: it begins at the slot's position. Only the slot sees its confirmations.
     "offset.storage": "org.apache.kafka.connect.storage.MemoryOffsetBackingStore",
     "offset.flush.interval.ms": "1000",
     "topic.prefix": "bench",
@@ -42,29 +42,29 @@ PROPERTIES: Final = {
     "publication.autocreate.mode": "disabled",
     "slot.drop.on.stop": "false",
     "snapshot.mode": "no_data",
-    # A TRUNCATE is dropped otherwise.
+    # Otherwise it drops a TRUNCATE.
     "skipped.operations": "none",
-    # A record's schema isn't written again with each record: the leaner of its two forms.
+    # A record's schema isn't written with each record: the leaner of its two forms.
     "converter.schemas.enable": "false",
     # Four times the default: fewer fsyncs, and room for both of its threads.
     "max.batch.size": "8192",
     "max.queue.size": "32768",
     "poll.interval.ms": "50",
 }
-"""The engine's, but for where the server is."""
+"""The engine's properties, except the server's address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rows a second of one run."""
+    """Rate of one run in rows a second."""
 
     whole: float
     second_half: float
-    """Of the second half of the rows: its code is compiled by then."""
+    """Rate of the second half of the rows: the engine's code is compiled by then."""
 
 
 class Engine:
-    """A compiled driver with the engine's jars; made by `engine`."""
+    """A compiled driver with the engine's jars; `engine` makes it."""
 
     def __init__(self, java: Path, class_path: str) -> None:
         self._java = java
@@ -103,7 +103,7 @@ class Engine:
 
 
 def _taken_at(backlog: Backlog, slot: str, process: subprocess.Popen[str]) -> float:
-    """The moment at which the slot is seen to be read."""
+    """Return the moment at which the slot is first read."""
     query = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
     with backlog.server.connect(DATABASE) as connection:
         while connection.execute(query, [slot]).fetchone() != (True,) and process.poll() is None:
@@ -112,7 +112,7 @@ def _taken_at(backlog: Backlog, slot: str, process: subprocess.Popen[str]) -> fl
 
 
 def _watched(process: subprocess.Popen[str], wanted: int) -> tuple[float, int, float, int]:
-    """When half of the rows were on disk, how many that were, when the last one was, and how many."""
+    """Return when half of the rows were on disk, how many that were, when the last one was, and how many."""
     assert process.stdout is not None
     halfway_at, halfway, ended_at, rows = 0.0, 0, 0.0, 0
     for line in process.stdout:
@@ -124,10 +124,10 @@ def _watched(process: subprocess.Popen[str], wanted: int) -> tuple[float, int, f
 
 @contextmanager
 def engine() -> Iterator[Engine]:
-    """Fetch what is needed, and compile; the first time takes a minute.
+    """Fetch the jars, and compile; the first time takes a minute.
 
     Raises:
-        ArtifactUnavailable: a jar can't be had.
+        ArtifactUnavailable: a jar can't be fetched.
         JavaMissing: no Java 17 or newer.
     """
     with tempfile.TemporaryDirectory() as made:

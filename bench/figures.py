@@ -1,7 +1,7 @@
-"""How a figure is taken and told: runs interleaved with the peer's, medians, one JSON line.
+"""How a figure is measured and reported: runs interleaved with the peer's, medians, one JSON line.
 
-The machines that this runs on are noisy and drift, so a figure is a ratio of medians of runs that took turns: ours, the
-peer's, ours, the peer's. Where there is no peer, the ratio is null and the figure is what it is on that machine.
+The machines are noisy and drift, so a figure is a ratio of medians of runs that took turns: ours, the peer's,
+ours, the peer's. Without a peer, the ratio is null and the figure is the value on that machine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Figure:
     rows: int
     bytes: int
     note: str = ""
-    """What was measured: shapes, settings, from when to when."""
+    """The measurement: shapes, settings, begin and end."""
     p99: float | None = None
-    """Beside `ours` where that is a 50th percentile; not in the line where it isn't."""
+    """The 99th percentile, if `ours` is a 50th percentile; else not in the line."""
 
     def line(self) -> str:
-        """The figure as one JSON line."""
+        """Return the figure as one JSON line."""
         facts = asdict(self)
         if self.p99 is None:
             del facts["p99"]
@@ -46,14 +46,14 @@ class Figure:
 
 @dataclass(slots=True)
 class Asked:
-    """What the caller wants otherwise than documented: to try a figure small, or to take it large."""
+    """Settings that differ from the documented ones: to try a figure small, or to measure it large."""
 
     rows: int | None = None
     seconds: int | None = None
 
 
 asked: Final = Asked()
-"""Filled in from the command line before anything is measured."""
+"""Filled in from the command line before any measurement."""
 
 Measure = Callable[[], Iterator[Figure]]
 _MEASURES: dict[str, Measure] = {}
@@ -70,21 +70,21 @@ def measures(*names: str) -> Callable[[Measure], Measure]:
 
 
 def selected(prefix: str) -> list[Measure]:
-    """The functions behind the figures whose name starts with `prefix`, each once, in order of their registration."""
+    """Return the functions behind the figures whose name starts with `prefix`, once each, as registered."""
     return list(dict.fromkeys(measure for name, measure in _MEASURES.items() if name.startswith(prefix)))
 
 
 def names() -> list[str]:
-    """All figures."""
+    """Return the names of all figures."""
     return list(_MEASURES)
 
 
 def interleaved(ours: Callable[[], float], peer: Callable[[], float], *, runs: int = RUNS) -> tuple[float, float]:
-    """Medians of `ours` and of `peer`, which take turns; whoever starts changes from round to round.
+    """Return the medians of `ours` and of `peer`, which take turns; the side that starts changes from round to round.
 
     Args:
         ours: one run; returns the figure in its unit.
-        peer: the same of the other.
+        peer: the same for the peer.
         runs: counted rounds, after one that isn't.
     """
     figures: dict[str, list[float]] = {"ours": [], "peer": []}
@@ -110,7 +110,7 @@ def compared(
     note: str,
     runs: int = RUNS,
 ) -> Figure:
-    """A figure whose ratio is ours over the peer's, both in `unit` (more is better in rows/s, less in ms)."""
+    """Return a figure whose ratio is ours over the peer's, both in `unit` (more is better in rows/s, less in ms)."""
     mine, theirs = interleaved(ours, peer, runs=runs)
     return Figure(
         figure=name,
@@ -127,7 +127,7 @@ def compared(
 
 
 def table() -> str:
-    """The kept results as a Markdown table, in the order of their registration."""
+    """Return the kept results as a Markdown table, in the order of their registration."""
     kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     by_name = {line["figure"]: line for line in kept}
     rows = ["| figure | ours | peer | ratio | goal |", "| --- | ---: | ---: | ---: | --- |"]
@@ -146,7 +146,7 @@ def _number(value: float | None) -> str:
 
 
 def say(text: str) -> None:
-    """Progress, for people: on stderr."""
+    """Print progress, for people, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The first load of a table, source to `current`, beside COPY piped into delta-rs's own append."""
+"""The first load of a table, source to `current`; the peer is COPY piped into delta-rs's own append."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from millstream.testing.postgres import EmbeddedPostgres
 
 LOAD_ROWS = 10_000_000
 LOAD_RUNS = 3
-"""Fewer than elsewhere: a round of ten million rows takes a minute or two."""
+"""Fewer than for other figures: a round of ten million rows takes a minute or two."""
 TABLE = "loaded"
 APPEND_BYTES = 256 << 20
-"""Of COPY's text, an append of the peer: some 2.5 million rows, so that its files are as large as one likes them."""
+"""Bytes of COPY's text in an append of the peer: some 2.5 million rows, so that its files have a good size."""
 _PEER_TYPES = {
     "id": pa.int64(),
     "customer": pa.int32(),
@@ -36,7 +36,7 @@ _PEER_TYPES = {
 
 
 def fill(server: EmbeddedPostgres, rows: int) -> None:
-    """A table of so many rows, all visible to everybody, its pages written."""
+    """Make a table of so many rows, all visible to every transaction, its pages written."""
     with server.connect(DATABASE) as connection:
         connection.execute(f"CREATE TABLE {TABLE} ({COLUMNS})")
         connection.execute(f"INSERT INTO {TABLE} SELECT {VALUES} FROM generate_series(1, {rows}) AS n")
@@ -46,7 +46,7 @@ def fill(server: EmbeddedPostgres, rows: int) -> None:
 
 @measures("initial_load_vs_copy_and_append")
 def initial_load() -> Iterator[Figure]:
-    """`millstream run --until-caught-up` on a fresh home."""
+    """Measure `millstream run --until-caught-up` on a fresh home."""
     rows = asked.rows or LOAD_ROWS
     say(f"initial_load_vs_copy_and_append: {rows:,} rows")
     warm()

@@ -1,4 +1,4 @@
-"""Bulk over Arrow Flight: appends that are durable when they are told of, beside writing the same rows into an Arrow file."""
+"""Bulk over Arrow Flight, each append reported when durable; the peer writes the same rows into an Arrow file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from bench.places import as_installed, folder
 ROWS = 2_000_000
 BATCH_ROWS = 50_000
 _SYNC_BYTES = 16 << 20
-"""The peer's: as much as one submission of ours, about."""
+"""Bytes between the peer's fsyncs: about one submission of ours."""
 
 
 @measures("flight_put_vs_raw", "flight_get_vs_raw")
 def flight() -> Iterator[Figure]:
-    """Both ways, through `millstream serve` in a process of its own that writes the home."""
+    """Measure both ways, through `millstream serve` in a process of its own that writes the home."""
     rows = asked.rows or ROWS
     batches = _batches(rows)
     size = sum(batch.nbytes for batch in batches)
@@ -69,7 +69,7 @@ def flight() -> Iterator[Figure]:
 
 
 def _batches(rows: int) -> list[pa.RecordBatch]:
-    """Rows of about 100 bytes."""
+    """Return rows of about 100 bytes."""
     random = np.random.default_rng(7)
     made = []
     for start in range(0, rows, BATCH_ROWS):
@@ -107,7 +107,7 @@ def _served(home: Path) -> Iterator[fl.FlightClient]:
 
 
 def _put(client: fl.FlightClient, table: str, batches: list[pa.RecordBatch]) -> int:
-    """Send them and wait until all is told of; how many rows were."""
+    """Send the batches and wait until all are reported; return how many rows were."""
     writer, reader = client.do_put(fl.FlightDescriptor.for_path("bench", table), batches[0].schema)
     told = 0
 

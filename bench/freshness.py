@@ -1,4 +1,4 @@
-"""How fresh, and how large on disk, a table's lake is while its rows are updated: `millstream run` as its users run it."""
+"""Freshness and size on disk of a table's lake while its rows are updated: `millstream run` as users run it."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Look:
 
     at_ns: int
     n: int
-    """What it was last folded up to."""
+    """The number up to which it was last folded."""
     live_bytes: int
     disk_bytes: int
 
 
 @dataclass(slots=True)
 class Observed:
-    """What was seen of one run."""
+    """Observations of one run."""
 
     load: Load
     seen: list[dict[str, int]] = field(default_factory=list)
@@ -61,10 +61,10 @@ class Observed:
     looks: list[Look] = field(default_factory=list)
     upto: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     durable_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Up to which number the log was readable, and when that was first seen."""
+    """Numbers up to which the log was readable, and when each was first seen."""
 
     def fold_lags_s(self) -> list[float]:
-        """At each look, the age of the oldest record that `current` lacked."""
+        """Return the age of the oldest record that `current` lacked, at each look."""
         lags = []
         for look in self.looks:
             first = int(np.searchsorted(self.upto, look.n, side="right"))
@@ -74,12 +74,12 @@ class Observed:
 
 
 def observe(rows: int, *, seconds: int, view: View, lake: str = "") -> Observed:
-    """Load a table, then update it at random for some time, and look on.
+    """Load a table, then update it at random for some time, and observe it.
 
     Args:
         rows: of the table.
-        seconds: how long, after a warm-up of five.
-        view: what the poller asks: `query`, or `current` alone.
+        seconds: duration, after a warm-up of five.
+        view: the poller's table: `query`, or `current` alone.
         lake: lines of the stream's section `lake`.
     """
     with postgres(load_unsynced=False) as server, folder("fresh") as path:
@@ -109,7 +109,7 @@ def observe(rows: int, *, seconds: int, view: View, lake: str = "") -> Observed:
                         "UPDATE accounts SET total = total + 1, client = :client_id, n = :n WHERE id = :id"
                     )
                     load = paced(server, path, statement, seconds=seconds)
-                    # Of what the poller looks at: what it shows then came behind all of the load.
+                    # Among the poller's keys: an answer that shows this change came after all of the load.
                     last = {c: int(load.number[load.client == c].max()) + 1 for c in range(CLIENTS)}
                     with server.connect(DATABASE) as connection:
                         for client, number in last.items():
@@ -140,7 +140,7 @@ class _Looks:
             try:
                 self._found.append(_look(self._path))
             except (DeltaError, OSError):
-                continue  # a file went away between two steps
+                continue  # A file was deleted between two steps.
 
     def stop(self) -> list[Look]:
         self._stop.set()
@@ -160,7 +160,7 @@ def _look(path: Path) -> Look:
 def _collect(process: subprocess.Popen[str], seen: list[dict[str, int]]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        seen.append(json.loads(line))  # noqa: PERF401 - others look at it meanwhile
+        seen.append(json.loads(line))  # noqa: PERF401 - others read it at the same time
 
 
 def _has_seen(answer: dict[str, int], last: dict[int, int]) -> bool:
@@ -168,7 +168,7 @@ def _has_seen(answer: dict[str, int], last: dict[int, int]) -> bool:
 
 
 def _latencies_ms(load: Load, seen: list[dict[str, int]]) -> np.ndarray:
-    """For each transaction, how long until an answer showed it, or a later one of its client among the keys that are asked for."""
+    """Return how long each transaction took until an answer showed it or a later one of its client."""
     at = np.array([answer["at_ns"] for answer in seen], dtype=np.int64)
     latency = np.empty(len(load))
     for client in range(CLIENTS):
@@ -228,19 +228,19 @@ def _queried(rows: int, suffix: str) -> Iterator[Figure]:
 
 @measures("commit_to_query_ms", "fold_lag_s")
 def commit_to_query() -> Iterator[Figure]:
-    """Uniform updates of a large table."""
+    """Measure uniform updates of a large table."""
     yield from _queried(ROWS, "")
 
 
 @measures("commit_to_query_10m_ms", "fold_lag_10m_s")
 def commit_to_query_large() -> Iterator[Figure]:
-    """The same of a table ten times as large."""
+    """Measure the same of a table ten times as large."""
     yield from _queried(ROWS_LARGE, "_10m")
 
 
 @measures("commit_to_current_ms")
 def commit_to_current() -> Iterator[Figure]:
-    """Uniform updates of a small table whose `current` is folded with every batch, by `fold_interval`."""
+    """Measure uniform updates of a small table whose `current` is folded with every batch, by `fold_interval`."""
     rows, seconds = asked.rows or ROWS_SMALL, asked.seconds or WINDOWS_S
     say(f"commit_to_current_ms: {rows:,} rows, {RATE} updates a second for {seconds} s")
     observed = observe(rows, seconds=seconds, view="current", lake='fold_interval = "0s"')
@@ -254,7 +254,7 @@ def commit_to_current() -> Iterator[Figure]:
 
 @measures("disk_factor")
 def disk_factor() -> Iterator[Figure]:
-    """Uniform updates for ten minutes."""
+    """Measure uniform updates for ten minutes."""
     rows, seconds = asked.rows or ROWS, asked.seconds or DISK_S
     say(f"disk_factor: {rows:,} rows, {RATE} updates a second for {seconds} s")
     observed = observe(rows, seconds=seconds, view="query")
@@ -277,7 +277,7 @@ def disk_factor() -> Iterator[Figure]:
 
 @measures("driver_back_s")
 def driver_back() -> Iterator[Figure]:
-    """The pipeline's driver is killed, and its JVM with it; how long until a row that was committed then is in an answer."""
+    """Kill the pipeline's driver with its JVM; measure the time until an answer has a row that was committed then."""
     rows = asked.rows or ROWS_SMALL
     say(f"driver_back_s: {rows:,} rows, the driver killed {RUNS} times")
     with postgres(load_unsynced=False) as server, folder("back") as path, server.connect(DATABASE) as connection:

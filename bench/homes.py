@@ -33,17 +33,17 @@ class Home:
         return str(self.path / "data" / "wal" / STREAM)
 
     def command(self, *words: str) -> list[str]:
-        """The command line of a command on this home."""
+        """Return the command line of a command on this home."""
         return [MILLSTREAM, "--home", str(self.path), *words]
 
     def run(self, *words: str) -> None:
-        """Run a command to its end; its messages are shown where it fails."""
+        """Run a command to its end; show its messages if it fails."""
         done = subprocess.run(self.command(*words), capture_output=True, text=True, env=as_installed())
         if done.returncode:
             raise RuntimeError(f"millstream {' '.join(words)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
 
     def forget(self, server: EmbeddedPostgres) -> None:
-        """Drop what the home has at the source, so that the next one begins as this one did."""
+        """Drop the home's slot and publication at the source, so that the next home starts from the same state."""
         drop_slot(server, f"millstream_{STREAM}")
         with server.connect(DATABASE) as connection:
             for name in connection.execute("SELECT pubname FROM pg_publication").fetchall():
@@ -51,7 +51,7 @@ class Home:
 
     @contextmanager
     def running(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A command in the background; at the end it's asked to stop, as a user would by Ctrl-C, and waited for."""
+        """Run a command in the background; at the end interrupt it, as a user would by Ctrl-C, and wait for it."""
         log = self.path.parent / f"{words[0]}.log"
         with log.open("ab") as messages:
             process = subprocess.Popen(self.command(*words), stdout=messages, stderr=messages, env=as_installed())
@@ -67,7 +67,7 @@ class Home:
 
 
 def make_home(server: EmbeddedPostgres, path: Path, tables: Sequence[str], *, lake: str = "") -> Home:
-    """`millstream init`; `lake` has lines of the stream's section `lake`."""
+    """Run `millstream init`; `lake` has lines of the stream's section `lake`."""
     named = [word for table in tables for word in ("--tables", table)]
     source = server.dsn(DATABASE)
     subprocess.run(
@@ -85,7 +85,7 @@ def make_home(server: EmbeddedPostgres, path: Path, tables: Sequence[str], *, la
 
 
 def wait_for(what: str, seen: object, *, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Return once `seen()` is true; raise where it doesn't come, or the process ends before."""
+    """Return once `seen()` is true; raise if it doesn't become true, or the process ends before."""
     assert callable(seen)
     deadline = time.monotonic() + _WAIT_S
     while not seen():

@@ -1,4 +1,4 @@
-"""Small writes over HTTP beside PostgreSQL's own protocol: the same rows, as many connections, each write durable before the next."""
+"""Small writes over HTTP compared with PostgreSQL's protocol: the same rows and connections, each write durable."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _http_rows_s(port: int, seconds: float) -> float:
 
 @contextmanager
 def _served(path: Path) -> Iterator[int]:
-    """A home whose log one process writes, and another serves it, as under `run`; the server's port."""
+    """Run a home whose log one process writes, and another serves it, as under `run`; yield the server's port."""
     port = free_port()
     path.mkdir()
     (path / "millstream.toml").write_text(_CONFIG.format(port=port))
@@ -123,7 +123,7 @@ def _served(path: Path) -> Iterator[int]:
 
 
 def _insert_rows_s(server: EmbeddedPostgres, script: Path, seconds: float) -> float:
-    """pgbench, the fastest client there is: it sends the statement's text each time."""
+    """Run pgbench, the fastest client there is: it sends the statement's text each time."""
     command = [str(server.program("pgbench")), "--no-vacuum", "--protocol", "simple", "--file", str(script)]
     command += ["--client", str(CONNECTIONS), "--jobs", "1", "--time", str(max(1, round(seconds)))]
     done = subprocess.run([*command, server.dsn(DATABASE)], capture_output=True, text=True, check=True)
@@ -134,7 +134,7 @@ def _insert_rows_s(server: EmbeddedPostgres, script: Path, seconds: float) -> fl
 
 
 def _copy_rows_s(server: EmbeddedPostgres, seconds: float) -> float:
-    """libpq by itself: a COPY of the rows' text for each write, a thread a connection."""
+    """Run libpq alone: a COPY of the rows' text for each write, a thread a connection."""
     connections = [pq.PGconn.connect(server.dsn(DATABASE).encode()) for _ in range(CONNECTIONS)]
     counts = [0] * CONNECTIONS
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""The lake's own work beside what one would write by hand with delta-rs and DuckDB."""
+"""The lake's own work compared with handwritten delta-rs and DuckDB code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ROW_BYTES = 80
 
 @measures("fold_vs_handwritten_merge", "fold_clustered_vs_handwritten_merge")
 def fold_vs_merge() -> Iterator[Figure]:
-    """Both bring a table of the same rows to the same state, turn by turn."""
+    """Bring a table of the same rows to the same state on both sides, turn by turn."""
     rows = asked.rows or FOLD_ROWS
     changes = min(CHANGES, rows // 10)
     for name, keys in (("fold_vs_handwritten_merge", uniform), ("fold_clustered_vs_handwritten_merge", clustered)):
@@ -61,7 +61,7 @@ def fold_vs_merge() -> Iterator[Figure]:
 
 
 class _Changes:
-    """Batch after batch of changed keys; both sides get the same ones. A key is deleted once and inserted once."""
+    """Yield batch after batch of changed keys, the same for both sides; a key is deleted and inserted once."""
 
     def __init__(self, rows: int, count: int, keys: Callable[..., Ids]) -> None:
         self._rows, self._count, self._keys = rows, count, keys
@@ -102,7 +102,7 @@ def _merged_rows_s(path: str, letters: list[str], ids: Ids) -> float:
 
 @measures("query_point_vs_current_only", "query_scan_vs_current_only")
 def query_vs_current() -> Iterator[Figure]:
-    """What the tail costs a query."""
+    """Measure the tail's cost for a query."""
     rows = asked.rows or QUERY_ROWS
     tail = min(CHANGES, rows // 10)
     say(f"query_*_vs_current_only: {rows:,} rows and a tail of {tail:,}")
@@ -151,7 +151,7 @@ def _asked_current_ms(lake: Lake, sql: str) -> float:
 
 @measures("history_cost_1m_vs_100m")
 def history_cost() -> Iterator[Figure]:
-    """Appending to history and reading its tail, where much lies before and where little does."""
+    """Measure appending to history and reading its tail, with many records before it and with few."""
     small, large = HISTORY_ROWS
     say(f"history_cost_1m_vs_100m: {HISTORY_CHANGES:,} changes behind {small:,} and {large:,} records")
     with folder("history") as path:
@@ -173,7 +173,7 @@ def history_cost() -> Iterator[Figure]:
 
 
 def _grown(path: Path, rows: int) -> Lake:
-    """A history of `rows` records, made of one file and links to it."""
+    """Make a history of `rows` records, from one file and links to it."""
     lake = Lake(path)
     each = HISTORY_ROWS[0]
     lake.append("r", np.arange(1, each + 1, dtype=np.int64))

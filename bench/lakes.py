@@ -1,4 +1,4 @@
-"""Lake tables made by the lake's own functions, without a source: records that stand for what capture would have brought."""
+"""Lake tables made by the lake's own functions, without a source: the records stand for captured ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ACCOUNTS = TableSchema(
 )
 ACCOUNTS_SHAPE = "6 columns (int8 key, int4, text, numeric(12,2), timestamptz, text of 20 B)"
 APPEND_ROWS = 1_000_000
-"""What a large batch of a first load brings."""
+"""Rows of a large batch of a first load."""
 _STATUSES = pa.array(["new", "paid", "packed", "shipped"])
 _BEGIN_US = 1_767_225_600_000_000
 Ids = npt.NDArray[np.int64]
@@ -51,7 +51,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Lake:
-    """One table's history and `current`, brought on step by step."""
+    """One table's history and `current`, extended step by step."""
 
     folder: Path
     rows: int = 0
@@ -62,7 +62,7 @@ class Lake:
         self.layout = LakeLayout(str(self.folder), "bench", StreamId(uuid4()))
 
     def load(self, rows: int) -> None:
-        """Copied rows with keys 1 to `rows`, in large appends, then the first fold and a cut."""
+        """Append copied rows with keys 1 to `rows`, in large appends, then make the first fold and a cut."""
         for first in range(1, rows + 1, APPEND_ROWS):
             self.append("r", np.arange(first, min(first + APPEND_ROWS, rows + 1), dtype=np.int64))
         self.rows = rows
@@ -78,7 +78,7 @@ class Lake:
         return commit
 
     def fold(self) -> float:
-        """Fold to the newest record and commit a cut; seconds of the fold alone."""
+        """Fold to the newest record and commit a cut; return the seconds of the fold alone."""
         began_at = time.perf_counter()
         folded = fold_table(self.layout, ACCOUNTS, self.n)
         took_s = time.perf_counter() - began_at
@@ -93,12 +93,12 @@ class Lake:
 
     @property
     def current(self) -> str:
-        """The folder of `current`."""
+        """Return the folder of `current`."""
         return self.layout.table_path("current", ACCOUNTS)
 
 
 def records(op: str | Sequence[str], ids: Ids, *, after: int) -> pa.RecordBatch:
-    """A record a key, as the log's readers get them; values follow from key and number."""
+    """Return a record a key, as the log's readers get them; values follow from key and number."""
     count = len(ids)
     seqs = np.arange(after + 1, after + 1 + count, dtype=np.int64)
     copied = op == "r"
@@ -127,17 +127,17 @@ def records(op: str | Sequence[str], ids: Ids, *, after: int) -> pa.RecordBatch:
 
 
 def decimals(cents: Ids) -> pa.Array:
-    """numeric(12,2) of whole cents."""
+    """Return numeric(12,2) values of whole cents."""
     words = np.stack([cents, cents >> 63], axis=1)
     return pa.Array.from_buffers(pa.decimal128(12, 2), len(cents), [None, pa.py_buffer(words.tobytes())])
 
 
 def uniform(rows: int, count: int, *, seed: int) -> Ids:
-    """Different keys of a table, anywhere in it, in no order."""
+    """Return different keys of a table, anywhere in it, in no order."""
     return np.random.default_rng(seed).choice(rows, count, replace=False).astype(np.int64) + 1
 
 
 def clustered(rows: int, count: int, *, seed: int) -> Ids:
-    """The keys of one stretch of a table."""
+    """Return the keys of one stretch of a table."""
     first = int(np.random.default_rng(seed).integers(1, rows - count + 2))
     return np.arange(first, first + count, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""From a commit in PostgreSQL to where it can be read in the log."""
+"""Latency from a commit in PostgreSQL until the log's readers can read it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM_UP_S = 5
 
 
 class MarkWatcher:
-    """Another process's view of the log: when `persisted_upto` was seen to have reached which number."""
+    """Another process's view of the log: the time at which `persisted_upto` was first seen at each number."""
 
     def __init__(self, wal: str) -> None:
         self._reader = StreamReader(wal)
@@ -44,11 +44,11 @@ class MarkWatcher:
                 self._seen.append((int(upto), time.time_ns()))
 
     def is_quiet(self) -> bool:
-        """Whether nothing has become readable for two seconds."""
+        """Return whether nothing has become readable for two seconds."""
         return bool(self._seen) and time.time_ns() - self._seen[-1][1] > 2 * 10**9
 
     def stop(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers, and when each was first seen to be readable; both rise."""
+        """Return numbers, and when each was first seen to be readable; both rise."""
         self._stop.set()
         self._thread.join()
         upto, at = np.array(self._seen, dtype=np.int64).reshape(-1, 2).T
@@ -56,7 +56,7 @@ class MarkWatcher:
 
 
 def _numbers_of(wal: str, load: Load) -> np.ndarray:
-    """The `seq` of each transaction's record, found by client and number in the log itself."""
+    """Return the `seq` of each transaction's record, found by client and number in the log itself."""
     reader = StreamReader(wal)
     found: dict[tuple[int, int], int] = {}
     for records in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
@@ -71,7 +71,7 @@ def _numbers_of(wal: str, load: Load) -> np.ndarray:
 
 @measures("commit_to_durable_ms")
 def commit_to_durable() -> Iterator[Figure]:
-    """Paced one-row inserts; `millstream capture run` in a process, a reader of the log in another."""
+    """Measure paced one-row inserts; `millstream capture run` in a process, a reader of the log in another."""
     say(f"commit_to_durable_ms: {RATE} transactions a second for {DURABLE_S} s")
     with postgres(load_unsynced=False) as server, folder("durable") as path:
         with server.connect(DATABASE) as connection:
@@ -106,7 +106,7 @@ def commit_to_durable() -> Iterator[Figure]:
 
 
 def _insert_until_seen(server: EmbeddedPostgres, home: Home, capture: subprocess.Popen[bytes]) -> None:
-    """Return once a change of now gets into the log: capture streams."""
+    """Return once a new change enters the log: capture streams."""
     with server.connect(DATABASE) as connection:
         connection.execute("INSERT INTO ticks VALUES (-1, 0, 'first')")
 
@@ -120,7 +120,7 @@ def _insert_until_seen(server: EmbeddedPostgres, home: Home, capture: subprocess
 
 
 def paced(server: EmbeddedPostgres, path: Path, statement: str, *, seconds: int) -> Load:
-    """A load with a run before it that doesn't count: caches, prepared statements, machine code."""
+    """Run a load after a warm-up run that doesn't count: caches, prepared statements, machine code."""
     for name in ("warm-up", "load"):
         (path / name).mkdir()
     warm = PacedLoad(

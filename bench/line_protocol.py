@@ -1,4 +1,4 @@
-"""Lines of InfluxDB's line protocol to columns, in memory: machine code beside plain Python that reads a line at a time."""
+"""Line protocol of InfluxDB to columns, in memory: machine code; the peer is plain Python, a line at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from millstream.testing.oracle.line_protocol import tables_of_lines_plain
 
 ROWS: Final = 200_000
 REQUEST_ROWS: Final = 5_000
-"""What InfluxDB's documentation has clients send at once, and Telegraf five times its default."""
+"""Batch size that InfluxDB's documentation recommends, and that is five times Telegraf's default."""
 _START_NS: Final = 1_700_000_000_000_000_000
 _NOW_NS: Final = 1_800_000_000_000_000_000
 
 
 def requests_of(rows: int, request_rows: int = REQUEST_ROWS) -> list[bytes]:
-    """Bodies of lines as a monitoring agent writes them: 3 tags, 4 fields of 4 types, a timestamp; 120 bytes a line."""
+    """Return bodies of lines as an agent writes them: 3 tags, 4 fields of 4 types, a timestamp; 120 bytes a line."""
     draw = random.Random(7)
     lines = [
         f"cpu,host=server-{n % 100:04d},rack=r{n % 17},region=eu-west-{n % 3} "
@@ -32,7 +32,7 @@ def requests_of(rows: int, request_rows: int = REQUEST_ROWS) -> list[bytes]:
 
 @measures("line_protocol_parse_rows_per_s")
 def parse() -> Iterator[Figure]:
-    """One thread, from a request's bytes to its tables."""
+    """Measure one thread, from a request's bytes to its tables."""
     rows = asked.rows or ROWS
     bodies = requests_of(rows)
     some = bodies[: max(1, len(bodies) // 20)]

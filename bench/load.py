@@ -1,4 +1,4 @@
-"""A paced load of small transactions, by pgbench: when each committed, as its client saw it."""
+"""A paced load of small transactions, by pgbench, with the commit time of each as its client saw it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Load:
     client: Ints
     number: Ints
     committed_ns: Ints
-    """The wall clock when the client had its commit's answer."""
+    """Wall-clock times when the client had its commit's answer."""
 
     def __len__(self) -> int:
         return len(self.client)
 
 
 class PacedLoad:
-    """pgbench with a rate, in the background.
+    """Run pgbench with a rate, in the background.
 
     Args:
-        server: where.
+        server: the target.
         folder: an empty one for its script and logs.
         statement: SQL of one row that uses `:client_id` and `:n`.
         rate: transactions a second over all clients.
-        seconds: how long.
+        seconds: duration.
     """
 
     def __init__(self, server: EmbeddedPostgres, folder: Path, statement: str, *, rate: int, seconds: int) -> None:
@@ -50,7 +50,7 @@ class PacedLoad:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def wait(self) -> Load:
-        """What it did, once it has ended."""
+        """Return the transactions of the run, once it has ended."""
         _, messages = self._process.communicate()
         if self._process.returncode:
             raise RuntimeError(f"pgbench ended with {self._process.returncode}: {messages[-2000:]}")
@@ -62,14 +62,14 @@ class PacedLoad:
         return Load(client, count - first + 1, (seconds * 1_000_000 + micros) * 1000)
 
     def stop(self) -> None:
-        """End it early; fine where it has ended."""
+        """End it early; do nothing if it has ended."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
 
 def percentiles_of_windows(load: Load, latency_ms: npt.NDArray[np.float64], windows: int) -> tuple[float, float]:
-    """Medians over windows of equal length of the 50th and the 99th percentile."""
+    """Return medians over windows of equal length of the 50th and the 99th percentile."""
     begin, end = load.committed_ns.min(), load.committed_ns.max() + 1
     window = (load.committed_ns - begin) * windows // (end - begin)
     found = [np.percentile(latency_ms[window == number], (50, 99)) for number in range(windows)]

@@ -1,4 +1,4 @@
-"""The log beside what a disk gives: large batches, one table of many, and reading it back."""
+"""The log compared with the disk's rates: large batches, one table of many, and reading it back."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from millstream.wal.reader import StreamReader
 
 COLUMNAR_BATCHES = 300
 COLUMNAR_ROWS = 1 << 20 >> 7
-"""Of 128 bytes: a batch of 1 MiB."""
+"""Rows of 128 bytes: a batch of 1 MiB."""
 TABLES = 100
 REPLAY_BATCHES = 2000
 
 
 @measures("wal_append_columnar_vs_raw")
 def columnar_vs_raw() -> Iterator[Figure]:
-    """Large batches that come as Arrow, beside the same bytes written raw."""
+    """Measure large batches that come as Arrow; the peer writes the same bytes raw."""
     size = COLUMNAR_ROWS * 128
     say(f"wal_append_columnar_vs_raw: {COLUMNAR_BATCHES} batches of {size >> 20} MiB")
-    # Random: the log's compression has nothing to win.
+    # Random, so that the log's compression gains nothing.
     data = np.random.default_rng(1).bytes(size)
     values = [data[at : at + 128] for at in range(0, size, 128)]
     ready = [operation(values[at : at + BATCH_ROWS]) for at in range(0, COLUMNAR_ROWS, BATCH_ROWS)]
@@ -76,7 +76,7 @@ def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 @measures("wal_read_one_of_100_tables")
 def one_of_many_tables() -> Iterator[Figure]:
-    """A table's records out of a log of a hundred, beside a log that holds it alone."""
+    """Measure reading a table's records out of a log of a hundred; the peer is a log that holds it alone."""
     rows = 400 * BATCH_ROWS
     say(f"wal_read_one_of_100_tables: {rows:,} rows of each of {TABLES} tables")
     with folder("many") as many, folder("alone") as alone:
@@ -107,7 +107,7 @@ def one_of_many_tables() -> Iterator[Figure]:
 
 @measures("wal_replay_rows_per_s")
 def replay_vs_parquet() -> Iterator[Figure]:
-    """All records of a log, in order, beside the same rows from a Parquet file."""
+    """Measure reading all records of a log, in order; the peer reads the same rows from a Parquet file."""
     rows = REPLAY_BATCHES * BATCH_ROWS
     say(f"wal_replay_rows_per_s: {rows:,} rows")
     with folder("replay") as path:

@@ -1,7 +1,7 @@
-"""Opening a log whose writer was killed: a gigabyte beside a hundred.
+"""Opening a log whose writer was killed: one gigabyte, and a hundred.
 
-The large log's sealed segments are sparse: header and footer are real, with an entry for every frame that would be there, and the
-frames between them are holes, but for the last one. Opening looks at no other.
+The large log's sealed segments are sparse. Header and footer are real, with an entry for every frame, and the
+frames between them are holes, except the last one. Opening reads no other.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ GIB = 1 << 30
 SMALL, LARGE = 1, 100
 SEGMENT_BYTES = 64 << 20
 TAIL_BATCHES = 300
-"""Of 100 KB: half a segment."""
+"""Batches of 100 KB: half a segment."""
 _STREAM = StreamId(UUID(int=7))
 
 
 @measures("wal_open_1g_vs_100g")
 def open_small_and_large() -> Iterator[Figure]:
-    """Each run opens a log as its killed writer left it, in a process of its own."""
+    """Measure opening a log as its killed writer left it, in a process of its own for each run."""
     with folder("log-open") as path:
         segment = _sealed_segment(path / "made")
         sizes = {SMALL: path / "small", LARGE: path / "large"}
@@ -74,7 +74,7 @@ def open_small_and_large() -> Iterator[Figure]:
 
 
 def _sealed_segment(path: Path) -> Path:
-    """A sealed segment of the full size, as the log writes it."""
+    """Make a sealed segment of the full size, as the log writes it."""
     path.mkdir()
     with log_in(path, options=LogOptions(segment_bytes=SEGMENT_BYTES)) as writer:
         while len(list((path / "wal" / "00000").glob("*.wal"))) < 2:
@@ -83,7 +83,7 @@ def _sealed_segment(path: Path) -> Path:
 
 
 def _write_log(log: Path, made: Path, count: int) -> None:
-    """So many segments after the pattern of one, and an open one of a writer that was killed."""
+    """Make so many segments after the pattern of one, and an open one of a killed writer."""
     shard = log / f"{FIRST_SHARD:05d}"
     shard.mkdir(parents=True)
     with made.open("rb") as file:
@@ -134,7 +134,7 @@ def _last_frame(read: Callable[[int, int], bytes], header: SegmentHeader, footer
 
 
 def _frame_at(frame: RecordsFrame, entry: FrameEntry, rows: int) -> bytes:
-    """The same rows under the numbers that the entry names."""
+    """Return the same rows under the numbers that the entry names."""
     column = frame.batches.schema.get_field_index("first_seq")
     numbers = frame.batches.column(column)
     batches = frame.batches.set_column(
@@ -167,7 +167,7 @@ def _open(log: Path, epoch: int) -> LogWriter:
 
 
 def _open_in_a_process(log: Path, copy: Path) -> tuple[float, float]:
-    """(ms, MiB) of opening a copy; sealed segments, which nobody changes, are linked."""
+    """Return (ms, MiB) of opening a copy; sealed segments, which no process changes, are linked."""
     shard = copy / f"{FIRST_SHARD:05d}"
     shard.mkdir(parents=True)
     files = sorted((log / shard.name).iterdir())
@@ -186,7 +186,7 @@ def _open_in_a_process(log: Path, copy: Path) -> tuple[float, float]:
 
 
 def main(job: str, log: Path) -> None:
-    """`write`: append behind what is there and die; `open`: open, and print what that took."""
+    """Do the job: `write` appends to the log and dies; `open` opens it, and prints its duration."""
     began = time.perf_counter()
     writer = _open(log, 2 if job == "write" else 3)
     took_ms = (time.perf_counter() - began) * 1000
@@ -194,7 +194,7 @@ def main(job: str, log: Path) -> None:
         for _ in range(TAIL_BATCHES):
             writer.append(operation([os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)]))
         os._exit(0)
-    # Not by getrusage: that counts what the process was before it became this program.
+    # Not by getrusage: that counts the process's memory before it became this program, too.
     peak_kib = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     print(took_ms, int(peak_kib) / 1024, flush=True)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Nodes: what waiting for a follower costs a write, how long a promotion takes under load, and how fast a new follower catches up."""
+"""Nodes: the cost of waiting for a follower, a promotion's duration under load, a new follower's catch-up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STREAM: Final = "bench"
 _WAIT_S: Final = 120.0
 _GIB: Final = 1 << 30
 _LOAD_S: Final = 2.0
-"""How long the load lasts before its leader is killed."""
+"""Duration of the load before its leader is killed."""
 
 
 class _Node:
@@ -68,7 +68,7 @@ class _Node:
         self._processes.clear()
 
     def upto(self) -> int:
-        """How far it shows its log; 0 where there is none."""
+        """Return the end that the node's readers are shown; 0 if it has no log."""
         with contextlib.suppress(MillstreamError, FileNotFoundError):
             return int(StreamReader(str(self.wal)).persisted_upto())
         return 0
@@ -95,7 +95,7 @@ def _wait_until(holds: Any, what: str) -> None:
 
 @measures("ack_durable1_ms")
 def acknowledged() -> Iterator[Figure]:
-    """One thread appends rows of 100 bytes one by one, each once the one before is acknowledged."""
+    """Append rows of 100 bytes one by one in one thread, each once the one before is acknowledged."""
     count = asked.rows or 300
     row = {"id": 1, "body": "x" * ROW_BYTES}
     with folder("acks") as place, _nodes(place, "ab", "local") as (a, b):
@@ -139,7 +139,7 @@ def _appends(home: Any, row: dict[str, object]) -> bool:
 
 @measures("promotion_s")
 def promotion() -> Iterator[Figure]:
-    """From SIGKILL of a leader under load to the first row that the promoted node has acknowledged."""
+    """Measure from SIGKILL of a leader under load to the first row that the promoted node has acknowledged."""
     times: list[float] = []
     for number in range(5):
         with folder("promotion") as place, _nodes(place, "abc", "durable(1)") as (a, b, c):
@@ -190,7 +190,7 @@ def _load(home: Any, stop: threading.Event, one: int) -> None:
 
 @measures("catch_up_1gib_s")
 def catch_up() -> Iterator[Figure]:
-    """A new follower of a log of 1 GiB, until it shows all of it; beside copying the files and fsyncing each."""
+    """Measure a new follower of a log of 1 GiB, until it shows all of it; the peer copies the files and fsyncs each."""
     wanted = (asked.rows or _GIB // ROW_BYTES) * ROW_BYTES
     with folder("catch-up") as place, _nodes(place, "a", "local") as (a,):
         made = place / "made"
@@ -227,7 +227,7 @@ def catch_up() -> Iterator[Figure]:
                         os.fsync(copied.fileno())
                 return time.perf_counter() - began
 
-        # The leader has to know who may follow.
+        # The leader's configuration has to name its followers.
         config = a.path / "millstream.toml"
         config.write_text(config.read_text() + f"b = {port}\n")
         a.kill()

@@ -1,4 +1,4 @@
-"""Capture into a log of its own, as the product runs it: catalog, writer and `run_capture`, in threads of one process."""
+"""Capture into a log of its own, as the product runs it: catalog, writer and `run_capture` in one process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from millstream.wal.writing.writer import LogWriter
 
 STREAM = "bench"
 PGOUTPUT = {"proto_version": "2", "streaming": "on", "messages": "true"}
-"""The options that our connection asks for: the peer gets the same."""
+"""The options of our connection; the peer gets the same."""
 _GIVE_UP_S = 300.0
 
 
 @dataclass(slots=True)
 class Capture:
-    """A capture that runs in a thread; `began_at` is when it was connected, and the stream or the first chunk asked for (`time.perf_counter`)."""
+    """A capture that runs in a thread.
+
+    `began_at` is when it had connected and requested the stream or the first chunk (`time.perf_counter`).
+    """
 
     writer: LogWriter
     catalog: Catalog
@@ -40,13 +43,13 @@ class Capture:
     stop: threading.Event = field(default_factory=threading.Event)
     began_at: float = 0.0
     began_cpu_s: float = 0.0
-    """What the process had used of the CPU by then."""
+    """CPU time that the process had used by then."""
     error: BaseException | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     copied_at: float = 0.0
 
     def wait_until_durable(self, end: str, *, poll_s: float = 0.005) -> float:
-        """The moment at which everything that committed below `end` was durable in the log."""
+        """Return the moment at which everything that committed below `end` was durable in the log."""
         target = parse_lsn(end)
         deadline = time.monotonic() + _GIVE_UP_S
         while max(self.writer.reached().values(), default=Lsn(0)) < target:
@@ -57,13 +60,13 @@ class Capture:
         return time.perf_counter()
 
     def wait_until_copied(self) -> float:
-        """The moment at which a table counted as copied: all its rows durable."""
+        """Return the moment at which a table counted as copied: all its rows durable."""
         while not self.copied.wait(0.5):
             self.check()
         return self.copied_at
 
     def check(self) -> None:
-        """Raise what ended the capture, where something did."""
+        """Raise the error that ended the capture, if there is one."""
         if self.error is not None:
             raise self.error
 
@@ -85,12 +88,12 @@ def captured(
     Args:
         server: the source.
         path: an empty folder.
-        table: in schema `public`; its publication bears its name.
+        table: in schema `public`; its publication has its name.
         slot: the slot to read.
         copy: copy existing rows too; else the table counts as copied.
         copy_workers: connections that copy.
-        tcp: over the loopback, where the server listens there.
-        catch_up: whether the backlog is read in chunks; by default it's the stream that is measured.
+        tcp: over the loopback, if the server listens there.
+        catch_up: whether the backlog is read in chunks; the default measures the stream.
     """
     with closing(Catalog(path / "catalog.db")) as catalog:
         stream = catalog.resolve_stream(STREAM)

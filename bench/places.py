@@ -1,4 +1,4 @@
-"""Folders of the figures' own, on the disk that the checkout lies on: a temporary folder may be memory, where an fsync is free."""
+"""Folders for the figures, on the checkout's disk: a temporary folder may be memory, where an fsync is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARENT = Path(__file__).parent.parent / "build" / "bench"
 
 @contextmanager
 def folder(name: str) -> Iterator[Path]:
-    """A new empty folder, removed at the end."""
+    """Yield a new empty folder, removed at the end."""
     _PARENT.mkdir(parents=True, exist_ok=True)
     path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_PARENT))
     try:
@@ -24,10 +24,10 @@ def folder(name: str) -> Iterator[Path]:
 
 
 def as_installed() -> dict[str, str]:
-    """The environment for commands: compiled code is kept, as after `pip install` and a first run.
+    """Return the environment for commands: compiled code is kept, as after `pip install` and a first run.
 
-    Where this process may not write byte code (containers set PYTHONDONTWRITEBYTECODE), each of a command's dozen processes would
-    compile a thousand modules anew: seconds that no user has.
+    If this process may not write byte code (containers set PYTHONDONTWRITEBYTECODE), each of a command's dozen
+    processes would compile a thousand modules again: seconds that users don't have.
     """
     environment = dict(os.environ)
     if environment.pop("PYTHONDONTWRITEBYTECODE", None):

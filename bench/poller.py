@@ -1,7 +1,7 @@
-"""`python -m bench.poller HOME [query|current]`: asks the lake again and again, as a stranger who opens it anew each time.
+"""`python -m bench.poller HOME [query|current]`: query the lake repeatedly; open it again each time.
 
-Prints a JSON line for each answer: the greatest number of each client that the table's first million keys show, when the answer was
-there, and how long it took.
+Prints a JSON line for each answer: the greatest number of each client among the table's first million keys,
+the time of the answer, and its duration.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from deltalake import DeltaTable
 import millstream
 
 EVERY_S = 0.5
-"""Back to back, the queries alone would keep a core busy."""
+"""Seconds between queries: back to back they would keep a core busy."""
 KEYS = 1_000_000
-"""Of a table ten times as large, queries over all of it, twice a second, would be most of what the machine does."""
+"""Keys that are queried. On a table ten times as large, queries over all of it would be most of the load."""
 SQL = f"SELECT client, max(n) AS n, count(*) AS rows FROM {{}} WHERE id <= {KEYS} GROUP BY client"
 View = Literal["query", "current"]
 
@@ -38,7 +38,7 @@ def _current(path: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Until somebody ends it."""
+    """Query until the process is ended."""
     path = sys.argv[1]
     ask = _current if sys.argv[2:] == ["current"] else _query
     due = time.monotonic()

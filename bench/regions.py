@@ -1,4 +1,4 @@
-"""Tables that several regions write: reconciling two that grew apart, and merging in Spark beside a plain max."""
+"""Tables that several regions write: reconciling two, and merging in Spark (the peer there is a plain max)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MERGE = TableMerge.parse({"likes": "pn_counter", "tags": "union_set", "hidden": 
 
 
 def said(region: int, first: int, count: int) -> pa.Table:
-    """Rows of one region, of keys from `first` on, as they are lifted."""
+    """Return rows of one region, with keys from `first` on, as lifted from its log."""
     chance = np.random.default_rng(region)
     ids = np.arange(first, first + count)
     tags = pa.ListArray.from_arrays(
@@ -63,7 +63,7 @@ def said(region: int, first: int, count: int) -> pa.Table:
 
 @measures("reconcile_100k_ms")
 def reconciled() -> Iterator[Figure]:
-    """Both sides, from two states to two that are the same."""
+    """Measure both sides, from two states to two equal ones."""
     count = asked.rows or ENTITIES
     engine = ReconciliationEngine(("id",), MERGE, "public.posts")
     states = []
@@ -100,7 +100,7 @@ def reconciled() -> Iterator[Figure]:
 
 @measures("crdt_merge_rows_per_s")
 def merged_in_spark() -> Iterator[Figure]:
-    """Both read the same Parquet files and write nothing."""
+    """Read the same Parquet files on both sides, and write nothing."""
     rows = asked.rows or SPARK_ROWS
     with folder("regions") as path:
         columns = _write(path / "records", rows)

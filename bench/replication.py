@@ -1,4 +1,4 @@
-"""Shipping: a log's bytes to a follower over Arrow Flight, verified and fsynced there, beside the same bytes over bare Flight."""
+"""Shipping a log's bytes to a follower over Arrow Flight, verified and fsynced; the peer is bare Flight."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from millstream.wal.replica.shipping import ShipSource
 
 ROWS = 2_500_000
 _SHIPMENT_BYTES: Final = 4 << 20
-"""Of both: as much as the leader sends at once."""
+"""Bytes of one shipment on both sides: as much as the leader sends at once."""
 _SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
 
 @measures("ship_vs_raw_transport")
 def ship() -> Iterator[Figure]:
-    """A sealed log and its tail, from its first byte to a new follower, until that has acknowledged the last."""
+    """Measure a sealed log and its tail, from its first byte until a new follower has acknowledged the last."""
     rows = asked.rows or ROWS
     with folder("ship") as place:
         with log_in(place) as writer:
@@ -132,7 +132,7 @@ class _Raw(fl.FlightServerBase):  # type: ignore[misc] # as above
 
 @contextmanager
 def _receiver(kind: str, address: str) -> Iterator[subprocess.Popen[str]]:
-    """This module as a process, which receives."""
+    """Run this module as the receiving process."""
     with folder("received") as path:
         command = [sys.executable, "-m", "bench.replication", kind, str(path), address]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=as_installed())

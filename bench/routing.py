@@ -1,4 +1,4 @@
-"""Routing: rows that rules and a hash ring give a shard and a partition, and that are taken apart by them, in one second of one core."""
+"""Routing: rows that rules and a hash ring assign to shards and partitions and split, a second and core."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEMA = TableSchema(
 
 @measures("route_rows_per_s")
 def routed() -> Iterator[Figure]:
-    """Calls of a hundred thousand rows: a rule that doesn't match their table, the ring over the key, a partition a day."""
+    """Measure calls of 100,000 rows: a rule that doesn't match, the ring over the key, a partition a day."""
     rows = asked.rows or ROWS
     shards = [ShardId(n) for n in range(SHARDS)]
     rules = ShardConfig(

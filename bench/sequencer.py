@@ -1,4 +1,4 @@
-"""Numbers for many writers: from PostgreSQL beside a nextval each, what ending one costs, how long a start takes, and two writers beside one."""
+"""Numbers for many writers: draws (the peer calls nextval), the end of a range, a start, and two writers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STREAM = StreamId(UUID(int=7))
 
 @measures("sequencer_pg_vs_nextval")
 def drawn_and_nextval() -> Iterator[Figure]:
-    """Eight threads draw groups of a hundred; as many clients ask for one number each time."""
+    """Measure eight threads that draw groups of a hundred; the peer is as many clients, one number each time."""
     with (
         folder("sequencer") as path,
         EmbeddedPostgres(data_dir=path / "pg") as server,
@@ -68,7 +68,7 @@ def drawn_and_nextval() -> Iterator[Figure]:
 
 
 def _by_all(work: Callable[[int, float], int]) -> float:
-    """Numbers a second of all writers together."""
+    """Return the numbers a second of all writers together."""
     counts = [0] * WRITERS
     end = time.perf_counter() + DRAWING_S
 
@@ -108,7 +108,7 @@ def _nextval(address: str, end: float) -> int:
 
 @measures("sequencer_finish_cost_100_vs_10000")
 def ended_among_few_and_many() -> Iterator[Figure]:
-    """A range ends, in no order, and another is given, while so many are in flight."""
+    """Measure ending a range, in no order, and drawing another, with so many in flight."""
     yield compared(
         "sequencer_finish_cost_100_vs_10000",
         lambda: _ending_us(MANY),
@@ -146,7 +146,7 @@ def _ending_us(in_flight: int) -> float:
 
 @measures("sequencer_startup_ms")
 def started_behind_few_and_many() -> Iterator[Figure]:
-    """Register, recover, and be ready to draw, behind ten numbers and behind ten million."""
+    """Measure registering, recovering and becoming ready to draw, after ten numbers and after ten million."""
     with (
         folder("sequencer") as path,
         EmbeddedPostgres(data_dir=path / "pg") as server,
@@ -185,7 +185,7 @@ def started_behind_few_and_many() -> Iterator[Figure]:
 
 @measures("sequencer_two_writers_vs_one")
 def two_writers_and_one() -> Iterator[Figure]:
-    """Two processes append to one stream, each on a shard of its own, beside one alone."""
+    """Measure two processes that append to one stream, each on a shard of its own; the peer is one alone."""
     with folder("sequencer") as path, EmbeddedPostgres(data_dir=path / "pg") as server:
         with Catalog(server.dsn()):
             pass
@@ -220,7 +220,7 @@ def two_writers_and_one() -> Iterator[Figure]:
 
 
 def main(log: str, address: str, name: str) -> None:
-    """Open, say so, wait for the word, append, and end."""
+    """Open, report that, wait for the word, append, and end."""
     with Catalog(address) as catalog:
         stream = catalog.resolve_stream(Path(log).name)
         writer = SharedWriter.open(

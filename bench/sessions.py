@@ -1,4 +1,4 @@
-"""What sessions cost: the same appends with a session's numbers and without, and the memory of many sessions."""
+"""The cost of sessions: the same appends with a session's numbers and without, and the memory of many sessions."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from millstream.wal.writing.session_file import write_copy
 from millstream.writers.appending import HomeAppender
 
 REQUESTS = 40
-"""Of a batch: what waits together while an fsync runs."""
+"""Requests of a batch: those that wait together while an fsync runs."""
 ROWS = 100
-"""Of a request."""
+"""Rows of a request."""
 BATCHES = 60
 SESSIONS = 1_000_000
 
 
 @measures("sessions_cost")
 def sessions_cost() -> Iterator[Figure]:
-    """Appends with session numbers beside appends without, through the same calls, each run in a home of its own."""
+    """Measure appends with session numbers; the peer is the same calls without, each run in a home of its own."""
     count = REQUESTS * ROWS
     say(f"sessions_cost: {BATCHES} batches of {REQUESTS} requests of {ROWS} rows")
     rows = _rows()
@@ -65,7 +65,7 @@ def sessions_cost() -> Iterator[Figure]:
 
 @measures("session_bytes")
 def session_bytes() -> Iterator[Figure]:
-    """Memory a session takes where there are many: of one write, and of many writes."""
+    """Measure the memory of a session among many: of one write, and of many writes."""
     count = asked.rows or SESSIONS
     for writes in (1, 16):
         say(f"session_bytes: {count:,} sessions of {writes} writes")
@@ -90,7 +90,7 @@ def session_bytes() -> Iterator[Figure]:
 
 @measures("sessions_open_ms", "sessions_append_among_many")
 def among_many_sessions() -> Iterator[Figure]:
-    """A writer that opens with many sessions, and what appends to some of them cost then: of one write, and of many writes."""
+    """Measure a writer's open with many sessions, of one write and of many, and the cost of appends to some."""
     count = asked.rows or SESSIONS
     rows = _rows()
     for writes in (1, 16):
@@ -99,7 +99,7 @@ def among_many_sessions() -> Iterator[Figure]:
             appender = _appender(path)
             appender.append_batch("web", AppendBatch("events", rows, [rows.num_rows], [None]), deadline_s=60)
             appender.close()
-            # In a process of its own, so that what this one holds is what a writer holds.
+            # In a process of its own, so that its memory is that of a writer.
             filling = multiprocessing.get_context("spawn").Process(target=_fill, args=(path, count, writes))
             filling.start()
             filling.join()
@@ -153,7 +153,7 @@ def _fill(path: Path, count: int, writes: int) -> None:
 
 
 def _session_file(path: Path) -> Path:
-    """Where the copy of a home's sessions lies."""
+    """Return the path of the copy of a home's sessions."""
     return path / "data" / "wal" / "web" / "sessions.state"
 
 
@@ -162,7 +162,7 @@ def _name(number: int) -> str:
 
 
 def _rows() -> pa.Table:
-    """Of a batch."""
+    """Return the rows of a batch."""
     count = REQUESTS * ROWS
     return pa.table(
         {

@@ -1,4 +1,4 @@
-"""How many files, and how many bytes, the lake of a few small tables takes while they are updated slowly and for long."""
+"""The number of files, and of bytes, in the lake of a few small tables while they are updated slowly and for long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.source import COLUMNS, DATABASE, SHAPE, VALUES, postgres
 SECONDS = 600
 RATE = 16
 LOG_RETENTION_S = 240
-"""Shorter than the default, so that ten minutes show the log being cut."""
+"""Shorter than the default, so that ten minutes show how the log is cut."""
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 40_000, 80_000, 160_000)
 """Rows of each table."""
 LOOK_S = 5.0
@@ -30,25 +30,25 @@ _ROW_BYTES = 130
 
 @dataclass(slots=True)
 class Folder:
-    """One view of one table, as it is seen from outside."""
+    """One view of one table, observed from outside."""
 
     path: Path
     at_first: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
-    """Every file that was ever there."""
+    """Every file that was ever seen there."""
     factors: list[float] = field(default_factory=list)
-    """Bytes on disk, the log's too, over bytes of the live files, at each look."""
+    """Bytes on disk, including the log, over bytes of the live files, at each look."""
     live_bytes: int = 0
     oldest_s: float = 0.0
-    """Age of the oldest commit in the log, the most that it was, from the first commit of the load on."""
+    """Greatest age of the oldest commit in the log, from the first commit of the load on."""
 
     def look(self, began_at: float) -> None:
-        """Note what is there now."""
+        """Record the present files."""
         try:
             sizes = pa.table(DeltaTable(str(self.path)).get_add_actions(flatten=True)).column("size_bytes").to_pylist()
             found = {str(f.relative_to(self.path)): f.stat() for f in self.path.rglob("*") if f.is_file()}
         except (DeltaError, OSError):
-            return  # a file went away between two steps
+            return  # A file was deleted between two steps.
         names = set(found) - {"_delta_log/_last_checkpoint"}
         self.at_first = self.at_first or names
         self.seen |= names
@@ -59,13 +59,13 @@ class Folder:
 
     @property
     def written(self) -> int:
-        """Files that came since the first look."""
+        """Return the files that came since the first look."""
         return len(self.seen - self.at_first)
 
 
 @measures("lake_files_small_tables", "lake_files_small_tables_log_age_s", "lake_files_small_tables_disk_factor")
 def lake_files_small_tables() -> Iterator[Figure]:
-    """Uniform updates of eight tables."""
+    """Measure uniform updates of eight tables."""
     seconds = asked.seconds or SECONDS
     rows = sum(SIZES)
     say(f"lake_files_small_tables: {len(SIZES)} tables of {rows:,} rows, {RATE} transactions a second for {seconds} s")
@@ -138,7 +138,7 @@ def lake_files_small_tables() -> Iterator[Figure]:
 
 
 def _runs(home: Home) -> bool:
-    """Whether the pipeline has said that it runs."""
+    """Return whether the pipeline has logged that it runs."""
     return "pipeline" in (home.path.parent / "run.log").read_text()
 
 

@@ -1,7 +1,7 @@
-"""The source of the figures: a PostgreSQL of our own, a backlog behind a slot, copies of the slot, and the peer that reads one.
+"""The source of the figures: an embedded PostgreSQL, a backlog, copies of its slot, and the peer that reads one.
 
-A copied slot begins where the slot that it was copied from stands, so that every run, ours or the peer's, decodes the same
-backlog from the same place; a run's copy is dropped after it.
+A copied slot begins at the position of its original. So every run, ours or the peer's, decodes the same backlog
+from the same position; a run's copy is dropped after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTINGS = {
 COLUMNS = "id bigint PRIMARY KEY, customer integer, status text, total numeric(12,2), placed_at timestamptz, note text"
 SHAPE = "6 columns (int8 key, int4, text, numeric(12,2), timestamptz, text of 32 B), about 100 B a row"
 ROW_BYTES = 100
-"""What PostgreSQL's text of a row takes with the protocol's lengths, about; `bytes` of a figure is measured, not this."""
+"""Approximate bytes of a row in PostgreSQL's text with the protocol's lengths; a figure's `bytes` is measured."""
 VALUES = (
     "n, (n % 100000)::int, (ARRAY['new','paid','packed','shipped'])[1 + n % 4], (n % 1000000) / 100.0, "
     "'2026-01-01 00:00:00+00'::timestamptz + n * interval '1 second', md5(n::text)"
@@ -43,7 +43,7 @@ _copies = itertools.count(1)
 
 @contextmanager
 def postgres(*, load_unsynced: bool = True, tcp: bool = False) -> Iterator[EmbeddedPostgres]:
-    """A server with the database of the figures.
+    """Run a server with the database of the figures.
 
     Args:
         load_unsynced: commits that fill backlogs and tables don't wait for the disk (`synchronous_commit=off`); fsync is on.
@@ -57,30 +57,30 @@ def postgres(*, load_unsynced: bool = True, tcp: bool = False) -> Iterator[Embed
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What was committed to the published table `name` after the slot was made."""
+    """Transactions that were committed to the published table `name` after the slot was made."""
 
     server: EmbeddedPostgres
     name: str
     slot: str
     rows: int
     end: str
-    """The insert LSN behind its last commit, as text: a reader that was sent everything below it has it all."""
+    """The insert LSN after its last commit, as text: a reader that was sent everything below it has all of it."""
     size_bytes: int
-    """Of pgoutput's messages, without the protocol's headers."""
+    """The insert LSN after its last commit, as text: a reader that was sent everything below it has all of it."""
     made_s: float = 0.0
 
     @property
     def publication(self) -> str:
-        """The publication that the table is in."""
+        """The name of the table's publication."""
         return self.name
 
     @contextmanager
     def copied_slot(self) -> Iterator[str]:
-        """A copy of the slot, dropped at the end (it is waited for until nobody uses it)."""
+        """Yield a copy of the slot, and drop it at the end (after waiting until it is unused)."""
         name = f"{self.slot}_{next(_copies)}"
         with self.server.connect(DATABASE) as connection:
             connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [self.slot, name])
-            # Both sides find the server idle, with what it has written behind it.
+            # Both sides find the server idle, with its writes finished.
             connection.execute("CHECKPOINT")
         try:
             yield name
@@ -89,7 +89,7 @@ class Backlog:
 
 
 def drop_slot(server: EmbeddedPostgres, name: str) -> None:
-    """Drop a slot once its walsender has gone; fine where there is none."""
+    """Drop a slot once its walsender has gone; do nothing if there is none."""
     deadline = time.monotonic() + 30
     with server.connect(DATABASE) as connection:
         while True:
@@ -109,7 +109,7 @@ def drop_slot(server: EmbeddedPostgres, name: str) -> None:
 def make_backlog(server: EmbeddedPostgres, name: str, *, transactions: int, rows_each: int) -> Backlog:
     """Insert `transactions` transactions of `rows_each` rows into a new table, behind a new slot.
 
-    The figures' size is taken from the server: what `pg_logical_slot_peek_binary_changes` gives for the backlog.
+    The server gives the figures' size: the result of `pg_logical_slot_peek_binary_changes` for the backlog.
     """
     started = time.monotonic()
     rows = transactions * rows_each
@@ -130,7 +130,7 @@ def make_backlog(server: EmbeddedPostgres, name: str, *, transactions: int, rows
 def insert_transactions(
     connection: psycopg.Connection, table: str, *, transactions: int, rows_each: int, after: int = 0
 ) -> None:
-    """Insert rows with the keys behind `after`, so many a transaction."""
+    """Insert rows with the keys after `after`, so many a transaction."""
     connection.execute(
         f"""
         DO $$ BEGIN
@@ -144,7 +144,7 @@ def insert_transactions(
 
 
 def last_commit(connection: psycopg.Connection) -> str:
-    """The insert LSN now, with all WAL below it flushed: commits so far end at or below it."""
+    """Return the insert LSN now, with all WAL below it flushed: commits so far end at or below it."""
     row = connection.execute("SELECT pg_current_wal_insert_lsn()").fetchone()
     assert row is not None
     # A synchronous commit flushes all WAL before its own.
@@ -165,11 +165,13 @@ def _backlog_bytes(connection: psycopg.Connection, slot: str, publication: str) 
 
 
 def recvlogical_rows_s(backlog: Backlog, *, options: dict[str, str]) -> float:
-    """Rows a second of `pg_recvlogical` into /dev/null over the backlog: from START_REPLICATION's answer to its end.
+    """Return the rows a second of `pg_recvlogical` into /dev/null over the backlog.
+
+    The time is from START_REPLICATION's answer to its end.
 
     Args:
-        backlog: what to read; a copy of its slot is read.
-        options: pgoutput's, the same ones that our connection asks for (`publication_names` is added).
+        backlog: the backlog; a copy of its slot is read.
+        options: pgoutput's, the same as our connection's (`publication_names` is added).
     """
     with backlog.copied_slot() as slot:
         command = [str(backlog.server.program("pg_recvlogical")), "--dbname", backlog.server.dsn(DATABASE)]

@@ -1,4 +1,4 @@
-"""The Spark source beside Spark's own Parquet stream, on the same rows, each to Spark's noop sink."""
+"""The Spark source compared with Spark's own Parquet stream, on the same rows, each to Spark's noop sink."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BEGIN_US = 1_767_225_600_000_000
 
 @measures("spark_source_vs_parquet", "spark_source_records_vs_parquet")
 def source_vs_parquet() -> Iterator[Figure]:
-    """Both as streams with an AvailableNow trigger, in one session."""
+    """Run both as streams with an AvailableNow trigger, in one session."""
     rows = asked.rows or SOURCE_ROWS
     say(f"spark_source_vs_parquet: {rows:,} rows")
     with folder("spark-source") as path:
@@ -53,12 +53,12 @@ def source_vs_parquet() -> Iterator[Figure]:
         parts = _partitions(path / "wal")
         narrow, whole = path / "narrow", path / "whole"
         _write_parquet(path / "wal", (narrow, whole), rows, parts)
-        # What is particular to Millstream's own sessions (a compiler that starts fast and optimises little) is left out here.
+        # The settings of Millstream's own sessions (a compiler that starts fast and optimises little) are left out here.
         spark = open_session(
             SparkOptions(path / "work", conf={"spark.driver.extraJavaOptions": "-Xss4m", "spark.driver.memory": "2g"})
         )
         try:
-            # A file a task, as many as the log has spans.
+            # One file a task, as many as the log has spans.
             spark.conf.set("spark.sql.files.openCostInBytes", str(1 << 30))
             spark.conf.set("spark.sql.files.maxPartitionBytes", str(1 << 30))
             names = ",".join(column.name for column in _COLUMNS)
@@ -83,7 +83,7 @@ def source_vs_parquet() -> Iterator[Figure]:
 
 
 def write_log(path: Path, rows: int) -> None:
-    """A log of so many inserted rows, as capture would have written it."""
+    """Write a log of so many inserted rows, as capture would have written it."""
     writer = LogWriter.open(
         str(path),
         stream=StreamId(uuid4()),
@@ -135,7 +135,7 @@ def _transaction(first: int, count: int) -> WriteOps:
 
 
 def _texts(numbers: np.ndarray) -> pa.Array:
-    """Texts of 20 bytes."""
+    """Return texts of 20 bytes."""
     return pa.array(np.char.zfill(numbers.astype("U20"), 20).tolist(), pa.string())
 
 
@@ -147,7 +147,7 @@ def _partitions(wal: Path) -> int:
 
 
 def _write_parquet(wal: Path, folders: tuple[Path, Path], rows: int, parts: int) -> None:
-    """The log's records in `parts` files: the table's columns alone, and all of them."""
+    """Write the log's records into `parts` files: the table's columns alone, and all of them."""
     log = StreamReader(str(wal))
     names = [column.name for column in _COLUMNS]
     for one in folders:

@@ -46,7 +46,7 @@ _KEY: Final = struct.Struct(">Q")
 
 
 class ReservationsInMemory:
-    """Numbers are reserved a million at a time; where that's kept isn't what is measured here."""
+    """Reservations of a million numbers at a time; their storage isn't measured here."""
 
     def __init__(self) -> None:
         self._reserved = Seq(0)
@@ -71,11 +71,11 @@ _SAID_BY_COUNT = [
     pa.repeat(pa.scalar(int(Op.CREATE), pa.uint8()), BATCH_ROWS),
     *(pa.nulls(BATCH_ROWS, _SCHEMA.field(name).type) for name in ("__unchanged", "__exact", "__before")),
 ]
-"""The columns that say nothing but how many rows there are: the same in every batch."""
+"""The columns without data except a row count: the same in every batch."""
 
 
 def operation(values: list[bytes], *, table: TableSchema = EVENTS) -> WriteOps:
-    """One request's rows, at most `BATCH_ROWS`, as the log takes them: the work of building the column belongs to the figure."""
+    """Make one request's rows, at most `BATCH_ROWS`, in the log's form: building the column is part of the figure."""
     said = [column.slice(0, len(values)) for column in _SAID_BY_COUNT]
     rows = pa.RecordBatch.from_arrays([*said, pa.array(values, pa.binary())], schema=_SCHEMA)
     return WriteOps(_ONE_APPEND, (TableRows(table, rows, FIRST_SHARD),))
@@ -83,7 +83,7 @@ def operation(values: list[bytes], *, table: TableSchema = EVENTS) -> WriteOps:
 
 @contextmanager
 def log_in(path: Path, *, options: LogOptions | None = None) -> Iterator[LogWriter]:
-    """A new log's writer."""
+    """Open the writer of a new log."""
     writer = LogWriter.open(
         str(path / "wal"),
         stream=StreamId(uuid4()),
@@ -98,7 +98,7 @@ def log_in(path: Path, *, options: LogOptions | None = None) -> Iterator[LogWrit
 
 @measures("wal_append_batch_vs_sqlite", "wal_append_batch_vs_rocksdb", "wal_append_batch_vs_postgres")
 def append_batch() -> Iterator[Figure]:
-    """1000 rows of 100 random bytes a commit, one caller, each commit fsynced, beside each of three stores."""
+    """Measure commits of 1000 rows of 100 random bytes, one caller, each commit fsynced; the peers are three stores."""
     rows = BATCHES * BATCH_ROWS
     batches = [[os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)] for _ in range(BATCHES)]
 

@@ -2,11 +2,13 @@
 
     python examples/read_log.py data/wal/shop [--without-mark]
 
-Nothing of Millstream is imported: this is docs/internals/FORMAT.md in code, a pattern for a reader in another language. Every
-checksum and the chain of segments are checked; on damage it ends with exit code 3, and what was printed before is right.
+It imports nothing of Millstream: this is docs/internals/FORMAT.md in code, a pattern for a reader in another
+language. It checks every checksum and the chain of segments. On damage it ends with exit code 3, and the lines
+printed before are right.
 
-Prints what `millstream wal cat --values text` prints. Two things in a line aren't in the log: the stream's name is the folder's, and
-a schema or table that is called like a keyword (`public."order"`) stands without its quotes, for want of PostgreSQL's list.
+Prints the same as `millstream wal cat --values text`. Two things in a line aren't in the log: the stream's name
+is the folder's, and a schema or table that is called like a keyword (`public."order"`) stands without its
+quotes, because PostgreSQL's list of keywords isn't here.
 """
 
 from __future__ import annotations
@@ -67,17 +69,17 @@ for _ in range(8):
 
 
 class Damage(Exception):
-    """What lies here isn't what the format asks for."""
+    """Bytes that aren't in the format."""
 
 
 def check(held: object, what: object) -> None:
-    """Raise `Damage` unless it holds."""
+    """Raise `Damage` unless the condition holds."""
     if not held:
         raise Damage(what)
 
 
 def crc32c(*pieces: bytes) -> int:
-    """CRC32C byte by byte; a reader that has to be fast takes the processor's instruction."""
+    """Return the CRC32C, byte by byte; a fast reader takes the processor's instruction."""
     register = 0xFFFFFFFF
     for piece in pieces:
         for byte in piece:
@@ -93,15 +95,15 @@ class Frame(NamedTuple):
 
     head: Head
     shards: tuple[int, ...]
-    """Those on which its group has frames, its own first."""
+    """The shards on which its group has frames, its own first."""
     directory: list[bytes]
     parts: list[tuple[Part, bytes]]
     end: int
-    """The byte behind it."""
+    """Position after its last byte."""
 
 
 class Segment:
-    """A `.wal` file: its header and, where it is sealed, its footer."""
+    """A `.wal` file: its header and, if it is sealed, its footer."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.file = path, path.open("rb")
@@ -126,12 +128,12 @@ class Segment:
             self.index = ipc.open_stream(index).read_all().to_pylist()
 
     def read(self, position: int, length: int) -> bytes:
-        """That many bytes; fewer where the file ends."""
+        """Return that many bytes; fewer if the file ends."""
         self.file.seek(max(position, 0))
         return self.file.read(length)
 
     def frames(self, end: int) -> Iterator[Frame]:
-        """The frames up to a byte. `Damage` at the first that isn't what has to follow."""
+        """Yield the frames up to a byte. `Damage` at the first that doesn't follow on."""
         position, offset, heads, index = 4096, self.header.base, hashlib.sha256(), []
         while position < end:
             frame = self.frame(position, offset)
@@ -146,7 +148,7 @@ class Segment:
             check((told, facts) == (index, found), f"{self.path}: footer and frames disagree")
 
     def frame(self, position: int, offset: int) -> Frame:
-        """The frame at a byte."""
+        """Return the frame at a byte."""
         where = f"{self.path}, byte {position}"
         start = self.read(position, HEAD.size)
         check(len(start) == HEAD.size, f"{where}: the file ends")
@@ -182,7 +184,7 @@ class Segment:
 
 @dataclass
 class Shard:
-    """What of a shard counts: segments up to one of them, and so many bytes of that one."""
+    """The readable part of a shard: segments up to one of them, and so many bytes of that one."""
 
     number: int
     segments: list[Path]
@@ -193,7 +195,7 @@ class Shard:
 
 
 def newest(data: bytes, places: tuple[int, ...], layout: struct.Struct, kind: type) -> Any:
-    """The newest of a mark's slots; None where none holds."""
+    """Return the newest of a mark's slots; None if none is valid."""
     slots = []
     for place in places:
         is_shared = layout is MARK and data[place + 12 : place + 14] == b"\2\0"
@@ -208,14 +210,14 @@ def newest(data: bytes, places: tuple[int, ...], layout: struct.Struct, kind: ty
 
 
 def follow_marks(shards: list[Shard], folder: Path) -> int:
-    """Ask the marks; the number up to which all of them show everything."""
+    """Read the marks; return the number up to which all of them show everything."""
     marks: dict[int, list[Mark]] = {}
     for shard in shards:
         file = folder / f"{shard.number:05}" / "durable.mark"
         data = file.read_bytes() if file.exists() else b""
         mark, dropped = newest(data, (0, 512, 1024), MARK, Mark), newest(data, (2048, 2560), DROPPED, Dropped)
         shown = newest(data, (1536, 3072, 3584), SHOWN, Shown)
-        if shown and shown.required:  # other machines have to hold what may be read
+        if shown and shown.required:  # other machines have to hold the readable part
             mark = Mark(*shown[:-1])
             mark = mark._replace(elsewhere=math.inf if mark.elsewhere < 0 else mark.elsewhere)
         check(mark or not shard.segments, f"{file} doesn't say how far to read: try --without-mark")
@@ -235,7 +237,7 @@ def follow_marks(shards: list[Shard], folder: Path) -> int:
 
 
 def follow_groups(shards: list[Shard]) -> int:
-    """Without marks: up to the last commit group that is there whole, on every shard that it names."""
+    """Find the end without marks: the last commit group that is there whole, on every shard that it names."""
     tails: dict[int, list[Frame]] = {}
     sealed: dict[int, int] = {}
     for shard in shards:
@@ -243,7 +245,7 @@ def follow_groups(shards: list[Shard]) -> int:
             tail = tails[shard.number] = []
             shard.last_base, shard.byte_end = segment.header.base, 4096
             if segment.trailer is None:
-                with suppress(Damage):  # behind the last frame lies what a crash left, or a write that goes on
+                with suppress(Damage):  # after the last frame: the remains of a crash, or a write in progress
                     tail.extend(segment.frames(segment.size))
             elif segment.index:
                 sealed[shard.number], shard.byte_end = segment.index[-1]["group"], segment.frames_end
@@ -269,7 +271,7 @@ def follow_groups(shards: list[Shard]) -> int:
 
 
 class Line(NamedTuple):
-    """A record as it is printed, and what shards are merged by."""
+    """A record as it is printed, and the keys by which shards are merged."""
 
     operation: tuple[Any, ...]
     first_seq: int
@@ -279,7 +281,7 @@ class Line(NamedTuple):
 
 
 def lines_of_shard(shard: Shard, stream: str, upto: int) -> Iterator[Line]:
-    """A shard's records in offset order."""
+    """Yield a shard's records in offset order."""
     expected, footer_hash = shard.first_offset, None
     for path in shard.segments:
         if not shard.first_offset <= int(path.stem) <= shard.last_base:
@@ -295,7 +297,7 @@ def lines_of_shard(shard: Shard, stream: str, upto: int) -> Iterator[Line]:
                 ((part, data),) = frame.parts
                 schemas[part.table, part.version] = ipc.read_schema(pa.py_buffer(data))
             elif frame.head.kind == LOSS:
-                pass  # nobody will ever read these offsets
+                pass  # these offsets will never be read
             elif frame.head.first_seq > upto:
                 return
             else:
@@ -309,7 +311,7 @@ def lines_of_shard(shard: Shard, stream: str, upto: int) -> Iterator[Line]:
 def lines_of_frame(
     frame: Frame, segment: Segment, schemas: dict[tuple[int, int], pa.Schema], stream: str
 ) -> Iterator[Line]:
-    """A frame's records, table by table."""
+    """Yield a frame's records, table by table."""
     pairs = zip(frame.directory, segment.directory, strict=True)
     table, entries = (ipc.read_record_batch(pa.py_buffer(message), schema) for message, schema in pairs)
     times = table.column("commit_ts").cast(pa.int64()).to_pylist()
@@ -357,7 +359,7 @@ def lines_of_frame(
 
 
 def merged(shards: list[Iterator[Line]]) -> Iterator[Line]:
-    """Lines of all shards: operations by their first number, the records of a transaction by their index."""
+    """Yield the lines of all shards: operations by their first number, the records of a transaction by their index."""
     heads = {number: line for number, lines in enumerate(shards) if (line := next(lines, None))}
     operation: tuple[Any, ...] | None = None
     while heads:
@@ -374,7 +376,7 @@ def merged(shards: list[Iterator[Line]]) -> Iterator[Line]:
 
 
 def texts(array: pa.Array, *, utf8: bool) -> list[str | None]:
-    """Each value as PostgreSQL prints it (a message's content as UTF-8, where it is); None for NULL."""
+    """Return each value as PostgreSQL prints it (a message's content as UTF-8, if it is); None for NULL."""
     kind = array.type
     if pa.types.is_list(kind):
         lists = [None if not value.is_valid else texts(value.values, utf8=utf8) for value in array]
@@ -384,7 +386,7 @@ def texts(array: pa.Array, *, utf8: bool) -> list[str | None]:
 
 
 def text(value: Any, kind: pa.DataType, *, utf8: bool) -> str:
-    """One value."""
+    """Return one value as text."""
     if pa.types.is_timestamp(kind):
         written = moment(value).isoformat(" ")
         return (written.rstrip("0") if "." in written else written) + ("+00" if kind.tz else "")
@@ -400,7 +402,7 @@ def text(value: Any, kind: pa.DataType, *, utf8: bool) -> str:
 
 
 def element(value: str | None) -> str:
-    """An element of an array's text."""
+    """Return an element of an array's text."""
     if value is None:
         return "NULL"
     plain = value and value.upper() != "NULL" and not re.search(r'[{}",\\ \t\n\r\v\f]', value)
@@ -408,7 +410,7 @@ def element(value: str | None) -> str:
 
 
 def float_text(value: float, is_real: bool) -> str:  # noqa: FBT001
-    """The shortest digits that read back (but not those half-way to another number), in PostgreSQL's notation."""
+    """Return the shortest digits that read back (but not those half-way to another number), as PostgreSQL does."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     size, as_float, as_bits = abs(value), *(("<f", "<i") if is_real else ("<d", "<q"))
@@ -433,17 +435,17 @@ def float_text(value: float, is_real: bool) -> str:  # noqa: FBT001
 
 
 def moment(micros: int, zone: Any = None) -> datetime:
-    """A time from microseconds since 1970."""
+    """Return a time from microseconds since 1970."""
     return datetime(1970, 1, 1, tzinfo=zone) + timedelta(microseconds=micros)
 
 
 def quoted(name: str) -> str:
-    """An identifier, quoted where it isn't plain."""
+    """Return an identifier, quoted if it isn't plain."""
     return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else '"' + name.replace('"', '""') + '"'
 
 
 def main(arguments: list[str]) -> int:
-    """Print a log; 3 where it is damaged."""
+    """Print a log; 3 if it is damaged."""
     if "--help" in arguments or "-h" in arguments:
         print(__doc__)
         return 0

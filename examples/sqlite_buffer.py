@@ -1,6 +1,6 @@
-"""A write buffer of one's own: a file of SQLite. What docs/how-to/write-a-buffer.md builds, whole.
+"""A write buffer of one's own over a SQLite file: the whole example of docs/how-to/write-a-buffer.md.
 
-An operation is a row, its offset the row's number. What is committed with `synchronous=FULL` is stored.
+An operation is a row, its offset the row's number. A row committed with `synchronous=FULL` is stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_sqlite(
     create_shards: int | None,
     timeout_s: float,
 ) -> SqliteBuffer:
-    """What Millstream calls: the entry point `sqlite` of the group `millstream.buffers`."""
+    """Open the buffer: Millstream calls the entry point `sqlite` of the group `millstream.buffers`."""
     return SqliteBuffer(Path(location), create_shards=create_shards, timeout_s=timeout_s)
 
 
@@ -69,7 +69,7 @@ class SqliteBuffer:
             try:
                 future.set_result(self._store(shard, data))
             except sqlite3.OperationalError as error:
-                # Rolled back: whoever asked knows that nothing is there.
+                # Rolled back, so the caller may rely on it: nothing was stored.
                 future.set_exception(errors.BufferUnavailable(f"{self._file}: {error}", buffer=str(self._file)))
         return future
 
@@ -77,7 +77,7 @@ class SqliteBuffer:
         return self.submit(shard, op, deadline_s=deadline_s).result()
 
     def flush(self, *, deadline_s: float | None = None) -> None:
-        """Nothing is ever on its way: `submit` waits."""
+        """Return at once: `submit` waits, so nothing is in flight."""
 
     def _store(self, shard: ShardId, data: bytes) -> BufferMeta:
         stored_us = time.time_ns() // 1000
@@ -103,7 +103,7 @@ class SqliteBuffer:
         return SqliteReader(self, str(self._file), shard)
 
     def extent(self, shard: ShardId) -> tuple[BufferOffset, BufferOffset]:
-        """The first offset that is there, and the end: of one moment."""
+        """Return the first existing offset, and the end, of one moment."""
         first, end = self.query(
             "SELECT (SELECT min(offset) FROM operations WHERE shard = :s), (SELECT next FROM ends WHERE shard = :s)",
             {"s": shard},
@@ -143,7 +143,7 @@ class SqliteBuffer:
 
 
 class SqliteReader(PlacedReader):
-    """A place in one shard."""
+    """A position in one shard."""
 
     def __init__(self, buffer: SqliteBuffer, name: str, shard: ShardId) -> None:
         super().__init__(name, shard)
@@ -161,7 +161,7 @@ class SqliteReader(PlacedReader):
             if found:
                 stored_us, data = found[0]
                 return BufferItem(self.place, data, stored_us)
-            # Nothing lies at the place. Is that the end?
+            # Nothing lies at the place: check whether that is the end.
             if self._rows.identity() != self._identity:
                 raise errors.BufferReplaced("the buffer was made anew", known=self._identity)
             self.check_place(*self.extent())

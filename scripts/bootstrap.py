@@ -1,9 +1,9 @@
-"""Fill `.venv` from the locks in `requirements/`, with nothing but a Python and its pip (or uv) to start from.
+"""Fill `.venv` from the locks in `requirements/`, starting with only a Python and its pip (or uv).
 
-What this promises: nothing is installed whose hash does not stand in a lock. `requirements/uv.txt` holds
-uv itself, which pip fetches; `all.txt` all that Millstream needs to run, to be tested and to be documented;
-`build.txt` what builds source packages, Millstream among them. uv reads no pip settings, so the machine's
-mirrors and certificates are translated for it. Nothing of HOME is needed.
+The script installs nothing whose hash isn't in a lock. `requirements/uv.txt` holds uv itself, which pip
+fetches. `all.txt` holds the packages that run, test and document Millstream; `build.txt` those that build
+source packages, Millstream among them. uv reads no pip settings, so the script translates the machine's mirrors
+and certificates for it. It needs nothing of HOME.
 
 It runs before anything is installed: standard library only.
 """
@@ -38,7 +38,7 @@ LOCKS = {
 }
 
 # pip's options on the left, as `pip install --help` spells them, uv's variables on the right, and
-# what stands between several values there.
+# the separator between several values there.
 PIP_TO_UV = {
     "index-url": ("UV_DEFAULT_INDEX", ""),
     "extra-index-url": ("UV_INDEX", " "),
@@ -53,16 +53,16 @@ PIP_TO_UV = {
 
 
 class BootstrapError(Exception):
-    """Something that the person at the terminal has to mend; said in one sentence, without a traceback."""
+    """A problem that the person at the terminal has to fix; printed in one sentence, without a traceback."""
 
 
 def say(text: str) -> None:
-    """Tell the person; stdout belongs to the command that make was asked for."""
+    """Print a message to the person; stdout belongs to the command that make was asked for."""
     print(text, file=sys.stderr, flush=True)
 
 
 def fingerprint() -> str:
-    """Return what the content of `.venv` depends on, as one hash: the locks, the metadata, the interpreter."""
+    """Return one hash of everything that the content of `.venv` depends on: locks, metadata, interpreter."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     metadata = {"project": project["project"], "build": project["build-system"], "hatch": project["tool"]["hatch"]}
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
@@ -74,7 +74,7 @@ def fingerprint() -> str:
 
 
 def pip_settings(environment: dict[str, str]) -> dict[str, str]:
-    """Return this machine's pip options from its files and variables, where the more special ones win.
+    """Return this machine's pip options from its files and variables; the more specific ones win.
 
     The order is pip's own: `[global]`, `[install]`, then `PIP_…` variables. A Python without pip has only those.
     """
@@ -90,7 +90,7 @@ def pip_settings(environment: dict[str, str]) -> dict[str, str]:
 
 
 def parse_pip_settings(listing: str, environment: dict[str, str]) -> dict[str, str]:
-    """Return the options of `pip config list`, or of the variables alone where it is empty, for `pip install`."""
+    """Return the options of `pip config list`, or of the variables alone if it is empty, for `pip install`."""
     found: dict[tuple[str, str], str] = {}
     for line in listing.splitlines():
         name, equals, quoted = line.partition("=")
@@ -111,37 +111,37 @@ def parse_pip_settings(listing: str, environment: dict[str, str]) -> dict[str, s
 
 
 def uv_environment() -> dict[str, str]:
-    """Return the variables for pip and uv: the user's own, pip's settings in uv's words, a cache that can be written.
+    """Return the variables for pip and uv: the user's own, pip's settings in uv's words, a writable cache.
 
-    A variable that the user set for uv wins over what pip was told.
+    A variable that the user set for uv wins over pip's setting.
     """
-    # Empty is not unset: OpenSSL, pip and uv each make something else of SSL_CERT_FILE="".
+    # Empty is not unset: OpenSSL, pip and uv each treat SSL_CERT_FILE="" differently.
     environment = {name: value for name, value in os.environ.items() if value}
     settings = pip_settings(environment)
     for option, (variable, separator) in PIP_TO_UV.items():
         values = settings.get(option, "").split()
         if option == "find-links":
-            # pip passes over a folder that isn't there; uv stops.
+            # pip ignores a missing folder; uv stops.
             values = [value for value in values if "://" in value or Path(value).exists()]
         if values:
             environment.setdefault(variable, separator.join(values) if separator else values[-1])
     if "UV_INDEX_URL" in os.environ:
         environment.pop("UV_DEFAULT_INDEX", None)
-    # As pip does: any index may hold the version that is locked. The hashes make that safe.
+    # As pip does: any index may hold the locked version. The hashes make that safe.
     environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
     # A company's own certificate authority is in the system's store, not in uv's.
     environment.setdefault("UV_SYSTEM_CERTS", "1")
-    # A virtual environment that happens to be active is not ours.
+    # An active virtual environment of another project is not ours.
     environment.pop("VIRTUAL_ENV", None)
     if not any(name in environment for name in ("UV_CACHE_DIR", "UV_NO_CACHE")):
         environment["UV_CACHE_DIR"] = str(cache_dir(environment))
     if Path(environment.get("UV_CACHE_DIR", ROOT)).stat().st_dev != VENV.stat().st_dev:
-        environment.setdefault("UV_LINK_MODE", "copy")  # what uv falls back to, without its warning
+        environment.setdefault("UV_LINK_MODE", "copy")  # uv's fallback, without its warning
     return environment
 
 
 def cache_dir(environment: dict[str, str]) -> Path:
-    """Return uv's usual cache, which other projects share; one in the repository where HOME can't be written."""
+    """Return uv's usual cache, which other projects share; one in the repository if HOME can't be written."""
     base = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", ROOT)) / ".cache")
     for folder in (base / "uv", ROOT / ".cache" / "uv"):
         try:
@@ -154,14 +154,14 @@ def cache_dir(environment: dict[str, str]) -> Path:
 
 
 def run(command: list[str | Path], environment: dict[str, str], *, to: str) -> None:
-    """Run a step to its end; its own words go to stderr."""
+    """Run a step to its end; its own output goes to stderr."""
     done = subprocess.run(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
     if done.returncode:
         raise BootstrapError(f"Could not {to}: what {Path(command[0]).name} says above tells why.")
 
 
 def make_venv() -> None:
-    """Make `.venv` where there is none, or none that still runs (its Python may have been upgraded away)."""
+    """Make `.venv` if there is none, or none that still runs (its Python may have been upgraded away)."""
     if PYTHON.exists() and subprocess.run([PYTHON, "-c", ""], check=False, capture_output=True).returncode == 0:
         return
     shutil.rmtree(VENV, ignore_errors=True)
@@ -192,7 +192,7 @@ def find_uv(environment: dict[str, str]) -> Path:
 
 
 def install() -> None:
-    """Bring `.venv` to what the locks say, Millstream itself included, as an editable install."""
+    """Bring `.venv` to the state of the locks, Millstream itself included, as an editable install."""
     make_venv()
     if STAMP.exists() and STAMP.read_text() == fingerprint():
         STAMP.touch()
@@ -212,14 +212,14 @@ def install() -> None:
 
 
 def compile_packages(environment: dict[str, str]) -> None:
-    """Compile the packages where Python is told not to keep what it compiles, as many containers do.
+    """Compile the packages if Python is configured not to keep byte code, as in many containers.
 
-    Else each of the many processes that a pipeline starts would compile all that it imports, for seconds.
+    Otherwise each of a pipeline's many processes would compile its imports at the start, for seconds.
     """
     if not environment.get("PYTHONDONTWRITEBYTECODE"):
         return
     folders = [*VENV.glob("lib/python*/site-packages"), ROOT / "src"]
-    # A package may hold templates and tests for other Pythons: what can't be compiled isn't imported either.
+    # A package may hold templates and tests for other Pythons: files that can't be compiled aren't imported either.
     command: list[str | Path] = [PYTHON, "-m", "compileall", "-qq", "-j", "0", *folders]
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 

@@ -1,7 +1,7 @@
-"""What `make check` runs: format, lint, types, layers, house rules, words, reference pages, documentation.
+"""The steps of `make check`: format, lint, types, layers, house rules, words, reference pages, documentation.
 
-Each step runs to its end, whatever the ones before it said. One line a step, after the words of those that failed.
-Exit 0 only if all passed.
+Each step runs to its end, whatever the result of the ones before it. One line a step, after the output of those
+that failed. Exit 0 only if all passed.
 
     check.py [--only STEP] FOLDER…
 """
@@ -20,9 +20,9 @@ BIN = Path(sys.executable).parent
 
 
 def steps(folders: list[str]) -> dict[str, list[str]]:
-    """Return the command of every step, by the step's name; those that fail fast and say most come first."""
+    """Return the command of every step, by the step's name; fast and informative steps come first."""
     python, site = str(BIN / "python"), "docs/_build/html"
-    # --keep-going: all broken references at once; -W: each of them is a failure. -E: a page that nothing touched can break too.
+    # --keep-going: all broken references at once; -W: each of them is a failure. -E: an unchanged page can break too.
     sphinx = [python, "-m", "sphinx", "--builder=html", "-W", "--keep-going", "-E", "--quiet", "docs", site]
     return {
         "format": [str(BIN / "ruff"), "format", "--check", "--quiet", "--diff", *folders],
@@ -38,7 +38,7 @@ def steps(folders: list[str]) -> dict[str, list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the steps that were asked for; 1 if one failed."""
+    """Run the chosen steps; 1 if one failed."""
     parser = argparse.ArgumentParser(
         description="Format, lint, types, layers, house rules, words, reference pages, documentation."
     )

@@ -1,13 +1,13 @@
-"""Examples in the documentation that are wrong fail here: README, CONTRIBUTING, CHANGELOG and every page of `docs/`.
+"""Check the examples in the documentation: README, CONTRIBUTING, CHANGELOG and every page of `docs/`.
 
 By the language of a fenced block:
 
 - `console`: after `$ `, each `millstream` names commands and options that exist, each `make` a target, each extra in
   `pip install 'millstream[…]'` one of pyproject.toml's. Output is free.
-- `toml`: is a part of a `millstream.toml`. `json`: parses. `python`: runs as a doctest where it has prompts, else compiles; what it takes from
-  `millstream` is there.
-- `sql`, `text`, `bash` scripts and the rest of LANGUAGES: free. A block of no or of another language fails, so that nothing
-  slips past for want of a name.
+- `toml`: is a part of a `millstream.toml`. `json`: parses. `python`: runs as a doctest if it has prompts, else compiles; the names
+  that it imports from `millstream` exist.
+- `sql`, `text`, `bash` scripts and the rest of LANGUAGES: free. A block of no or of another language fails, so that a missing
+  name hides nothing.
 
 Links from the files outside the site to files of the repository must lead somewhere; those inside are Sphinx's.
 """
@@ -37,11 +37,11 @@ ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 
 
 class WrongExampleError(Exception):
-    """The example doesn't hold; the text says what about it."""
+    """An example that doesn't hold; the text has the reason."""
 
 
 def is_built(room: str) -> bool:
-    """Tell whether a room of the house stands: examples may be ahead of one that doesn't."""
+    """Return whether a room of the house exists: examples may be ahead of one that doesn't."""
     try:
         return importlib.util.find_spec(f"millstream.{room}") is not None
     except ModuleNotFoundError:
@@ -49,7 +49,7 @@ def is_built(room: str) -> bool:
 
 
 def check_console(text: str) -> None:
-    """Look at every command after a prompt."""
+    """Check every command after a prompt."""
     commands = [line[2:] for line in text.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
     if not commands:
         raise WrongExampleError("a console block without a line that begins with '$ '")
@@ -69,7 +69,7 @@ def check_console(text: str) -> None:
 
 
 def split_commands(words: list[str]) -> Iterator[list[str]]:
-    """Yield the single commands of a shell line, without variables set before and redirections behind them."""
+    """Yield the single commands of a shell line, without variables set before and redirections after them."""
     single: list[str] = []
     for word in [*words, ";"]:
         if word in SEPARATORS:
@@ -77,7 +77,7 @@ def split_commands(words: list[str]) -> Iterator[list[str]]:
                 yield single
             single = []
         elif word in {">", ">>", "<"}:
-            single.append("--")  # what follows is a file's name, no option
+            single.append("--")  # A file's name follows, not an option.
         elif single or not ASSIGNMENT.match(word):
             single.append(word)
 
@@ -106,7 +106,7 @@ def check_millstream(arguments: list[str]) -> None:
 
 
 def find_option(command: click.Command, context: click.Context, name: str) -> click.Option:
-    """Return the option of a command that goes by this name."""
+    """Return the option of a command that has this name."""
     for parameter in command.get_params(context):
         if isinstance(parameter, click.Option) and name in (*parameter.opts, *parameter.secondary_opts):
             return parameter
@@ -131,7 +131,7 @@ def check_extras(command: str) -> None:
 
 
 def check_toml(text: str) -> None:
-    """Parse it, and hold it against the configuration's model: it may be a part, but what is there must be right."""
+    """Parse it, and check it against the configuration's model: it may be a part, but every key must be valid."""
     document = tomllib.loads(text)
     if not is_built("app.config"):
         return
@@ -146,7 +146,7 @@ def check_toml(text: str) -> None:
 
 
 def check_python(text: str) -> None:
-    """Run it where it has prompts; else compile it and look up what it takes from Millstream."""
+    """Run it if it has prompts; else compile it and look up its imports from Millstream."""
     if ">>>" in text:
         test = doctest.DocTestParser().get_doctest(text, {}, "example", None, 0)
         report: list[str] = []
@@ -163,7 +163,7 @@ def check_python(text: str) -> None:
 
 
 def require_name(module: str, name: str) -> None:
-    """Raise unless the module gives that name; the façade is only asked once there is something behind it."""
+    """Raise unless the module has that name; the façade is only asked if there is a module behind it."""
     if module in ("millstream", "millstream.aio") and not is_built("app"):
         return
     try:
@@ -191,7 +191,7 @@ def pages() -> Iterator[Path]:
 
 
 def problems(page: Path) -> Iterator[str]:
-    """Yield what is wrong on a page, with where."""
+    """Yield each problem of a page, with its line."""
     name = page.relative_to(ROOT)
     text = page.read_text()
     for token in MarkdownIt("commonmark").parse(text):

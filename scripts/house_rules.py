@@ -1,4 +1,4 @@
-"""Rules of this repository that no linter knows. One line a breach, `file:line: what`; exit 1 if there is one.
+"""Rules of this repository that no linter has. One line a breach, `file:line: what`; exit 1 if there is one.
 
 - A module of `src` has at most 600 lines: past that it is two modules. The modules of one folder have at most 6,000 together:
   past that it gets rooms of its own.
@@ -6,7 +6,7 @@
 - Addresses: only hosts that are named here. Packages and jars are found by their clients' own defaults and the
   user's mirrors, so no registry's address belongs into a file.
 - No path that exists on one developer's machine only.
-- Every room that must stay pure is named in import-linter's contract once it stands.
+- Every room that must stay pure is named in import-linter's contract once it exists.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tracked_text() -> Iterator[tuple[Path, str]]:
 
 
 def line_breaches(path: Path, text: str) -> Iterator[str]:
-    """Yield what single lines break."""
+    """Yield the breaches of single lines."""
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{path}:{number}"
         if UNFINISHED.search(line):
@@ -73,7 +73,7 @@ def line_breaches(path: Path, text: str) -> Iterator[str]:
 
 
 def module_breaches(path: Path, text: str) -> Iterator[str]:
-    """Yield what a module of Python breaks as a whole."""
+    """Yield the breaches of a Python module as a whole."""
     lines = text.count("\n")
     if path.parts[0] == "src" and lines > LINES_MAX:
         yield f"{path}:1: {lines} lines; past {LINES_MAX} it is two modules"
@@ -85,7 +85,7 @@ def module_breaches(path: Path, text: str) -> Iterator[str]:
 
 
 def is_docstring(node: ast.stmt) -> bool:
-    """Tell whether a statement is text alone."""
+    """Return whether a statement is text alone."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 

@@ -1,10 +1,11 @@
 """Write the reference pages of commands, configuration and errors from the code, or check that they are current.
 
-A page in `docs/reference` has two lines of its own, `<!-- generated: cli -->` (or `config`, `errors`) and `<!-- end of generated text -->`;
-what lies between them is written here. It is committed, so that it can be read in the repository. Its order is that of the code.
+A page in `docs/reference` has two lines of its own:
+`<!-- generated: cli -->` (or `config`, `errors`) and `<!-- end of generated text -->`. This script writes the text
+between them. The page is committed, so that it can be read in the repository. Its order is that of the code.
 
     reference.py            write the pages
-    reference.py --check    exit 1 if a page isn't what would be written
+    reference.py --check    exit 1 if a page differs from the generated one
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NOT_BUILT = "*Not in this version.*"
 
 
 def load(module: str, name: str) -> Any | None:
-    """Return the object; None only where its module isn't part of this version yet."""
+    """Return the object; None if its module isn't part of this version yet."""
     try:
         present = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -86,7 +87,7 @@ def subcommands(group: click.Command, parent: click.Context) -> Iterator[str]:
 
 
 def command(command: click.Command, context: click.Context) -> Iterator[str]:
-    """Yield one command: how it is called, what it does, its options."""
+    """Yield one command: its usage, its description, its options."""
     import click
 
     yield "```text\n" + " ".join([context.command_path, *command.collect_usage_pieces(context)]) + "\n```"
@@ -142,7 +143,7 @@ def table(model: type[BaseModel], path: list[str]) -> Iterator[str]:
 
 
 def nested_model(annotation: object) -> tuple[bool, type[BaseModel]] | None:
-    """Return the model that a key's table holds, and whether it holds one a name."""
+    """Return the model of a key's table, and whether it holds one a name."""
     from pydantic import BaseModel
 
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -156,7 +157,7 @@ def nested_model(annotation: object) -> tuple[bool, type[BaseModel]] | None:
 
 
 def type_name(annotation: object) -> str:
-    """Return a type as a person says it."""
+    """Return a type in plain words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(map(str, arguments))
@@ -175,7 +176,7 @@ def type_name(annotation: object) -> str:
 
 
 def plain(value: object) -> object:
-    """Return a default as TOML would write it."""
+    """Return a default in TOML's notation."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, bool):
@@ -209,7 +210,7 @@ GENERATORS: dict[str, Callable[[], Iterator[str]]] = {"cli": cli, "config": conf
 
 
 def filled(page: str) -> str:
-    """Return a page with the text that the code has now between its marks."""
+    """Return a page with the code's present text between its marks."""
 
     def text(marked: re.Match[str]) -> str:
         return "\n\n".join([marked[1], *GENERATORS[marked[2]](), marked[3]])
@@ -218,7 +219,7 @@ def filled(page: str) -> str:
 
 
 def main(arguments: list[str], pages: Path = PAGES) -> int:
-    """Write or check all pages; 1 if one wasn't current and was to be checked."""
+    """Write or check all pages; 1 if one wasn't current in a check."""
     stale = []
     for name in GENERATORS:
         page = pages / f"{name}.md"

@@ -50,7 +50,7 @@ public final class DebeziumToFile {
         System.out.println(rows);
         System.out.flush();
         if (rows >= wanted) {
-            Runtime.getRuntime().halt(0); // a tidy end takes seconds, and nobody needs it: the slot is its maker's
+            Runtime.getRuntime().halt(0); // a tidy end takes seconds, and has no use: the slot belongs to the caller
         }
     }
 
