@@ -1,12 +1,13 @@
-"""Points in the code at which a test may kill the process, or halt it, named in the environment.
+"""Points in the code at which a test may kill or halt the process, as an environment variable asks.
 
-`MILLSTREAM_FAILPOINTS="capture.before_confirm:2,wal.before_fsync"` kills the process by SIGKILL the second time that it
-comes to the first point, and the first time that it comes to the second; `wal.after_fsync:3:stop` halts it the third time, by
-SIGSTOP, until somebody lets it go on. Nothing is done, and next to nothing spent,
-where the variable is unset. Child processes inherit it, each with counts of its own. Where
-`MILLSTREAM_FAILPOINTS_DIR` names a folder too, a point kills only while no file of its name lies there, and leaves one
-when it does: so a supervised process may be killed once, restarted and left in peace, and a test counts its kills and
-arms the point again by removing the file.
+With `MILLSTREAM_FAILPOINTS="capture.before_confirm:2,wal.before_fsync"`, SIGKILL kills the process
+at its second hit of the first point, or its first hit of the second point. `wal.after_fsync:3:stop`
+halts it at the third hit, by SIGSTOP, until SIGCONT. If the variable is unset, a point costs next
+to nothing. Child processes inherit the variable, each with its own counts.
+
+If `MILLSTREAM_FAILPOINTS_DIR` names a folder, a point kills only while the folder has no file of
+the point's name, and creates one when it kills. So a supervised process is killed once and then
+restarts undisturbed. A test counts the kills, and arms the point again by removing the file.
 
 Names are `<room>.<moment>`; they are listed where they are hit.
 """
@@ -28,7 +29,10 @@ _SIGNALS: Final = {"": signal.SIGKILL, "kill": signal.SIGKILL, "stop": signal.SI
 
 
 def _parse(text: str) -> dict[str, tuple[int, signal.Signals]]:
-    """Hits left by name, and the signal. `ValueError` where a count is no number, `KeyError` for another signal."""
+    """Return the remaining hits and the signal by name.
+
+    Raises `ValueError` for a bad count, `KeyError` for another signal.
+    """
     left: dict[str, tuple[int, signal.Signals]] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, rest = part.partition(":")
@@ -41,7 +45,7 @@ _left: dict[str, tuple[int, signal.Signals]] = _parse(os.environ.get(VARIABLE, "
 
 
 def hit(name: str) -> None:
-    """Come to a point: return at once, unless the environment asks for the process to die or to halt here."""
+    """Hit a point: return at once, unless the environment asks for the process to die or to halt here."""
     if not _left:
         return
     with _lock:
@@ -49,7 +53,7 @@ def hit(name: str) -> None:
             return
         count, sent = _left[name]
         if sent is signal.SIGSTOP and count <= 0:
-            return  # it was let go on
+            return  # it was resumed
         _left[name] = count - 1, sent
         if count > 1 or not _leave_witness(name):
             return
@@ -57,7 +61,7 @@ def hit(name: str) -> None:
 
 
 def _leave_witness(name: str) -> bool:
-    """Say that the process is killed here; False where a witness lies there already."""
+    """Record that the process is killed here; return False if there is a witness file already."""
     folder = os.environ.get(WITNESS_VARIABLE)
     if folder is None:
         return True

@@ -1,7 +1,7 @@
-"""Addresses of PostgreSQL servers as libpq takes them: read, shown without their secrets, and connected to with patience.
+"""Parse libpq addresses of PostgreSQL servers, show them without their secrets, and bound how long connecting takes.
 
-For every room that connects to a server (capture to its source, the catalog to its database): each makes errors of its
-own of what is said here. Nothing in this module connects.
+Every room that connects to a server uses it (capture for its source, the catalog for its database)
+and raises its own errors for the faults reported here. Nothing in this module connects.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ ADDRESS_HINT: Final = (
     "them from the environment: postgresql://user:${PASSWORD}@host/database."
 )
 
-# Every transaction that may write begins with this. Under a stricter default of a role or a database, a transaction would fail where
-# two meet, and see what was there when it began in place of what is there now. A default of read only is respected.
+# Every transaction that may write begins with this. Under a role's or database's stricter default
+# isolation, concurrent transactions would fail, and one would see the state at its start instead of
+# the current state. A default of read only is respected.
 BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"
 
-# A session in which the text of a value never depends on what a role or a database sets, and in which nothing cuts a long
-# COPY short or filters its rows unsaid (with row_security off, a policy that would hide rows raises an error). Transactions that
-# say nothing else are as `BEGIN` has them.
+# Settings of a session in which the text of a value never depends on a role's or a database's
+# settings. Nothing cuts a long COPY short or silently filters its rows: with row_security off, a
+# policy that would hide rows raises an error. Transactions that name no isolation run as `BEGIN`
+# sets it.
 _PINNED: Final = {
     "client_encoding": "'UTF8'",
     "datestyle": "'ISO, MDY'",
@@ -65,10 +67,10 @@ def is_address(text: str) -> bool:
 
 
 def parse_address(address: str) -> dict[str, Any]:
-    """The parameters of an address.
+    """Return the parameters of an address.
 
     Raises:
-        ValueError: it is none; the message says what is wrong with it, never the address itself.
+        ValueError: the text is no address; the message names the fault, never the address itself.
     """
     import psycopg
     from psycopg import conninfo
@@ -77,12 +79,13 @@ def parse_address(address: str) -> dict[str, Any]:
         parameters = dict(conninfo.conninfo_to_dict(address))
     except psycopg.Error as error:
         fault = next((words for said, words in _FAULTS if said in str(error)), "its syntax is wrong")
-        # libpq quotes what it stumbled over, which may be a part of a password: neither its words nor the error itself go on.
+        # libpq quotes the text it failed on, which may be a part of a password. Neither its message
+        # nor the error itself is passed on.
         raise ValueError(f"can't be parsed: {fault}") from None
     if not all(port.isdecimal() for port in str(parameters.get("port") or 5432).split(",") if port):
         raise ValueError("has a port that isn't a number")
-    # libpq ends a password at the first `@` or `/`, and a value without quotes at the first space. The rest would be taken for host,
-    # port or database, and be shown as that.
+    # libpq ends a password at the first `@` or `/`, and an unquoted value at the first space. The
+    # rest would be taken for host, port or database, and be shown as such.
     if "://" in address and split_url(address.strip()) is None:
         raise ValueError("can be read in two ways: %-encode @, /, ?, # and spaces in it")
     if any(set("@=") & set(str(parameters.get(name, ""))) for name in ("host", "hostaddr")) or (
@@ -93,7 +96,7 @@ def parse_address(address: str) -> dict[str, Any]:
 
 
 def describe_parameters(parameters: dict[str, Any]) -> str:
-    """Where parameters point to, without their secrets: `host:port/database`, or the service's name."""
+    """Describe the target without its secrets: `host:port/database`, or the service's name."""
     if "service" in parameters and not {"host", "hostaddr", "dbname"} & parameters.keys():
         return f"service {parameters['service']}"
     host = parameters.get("host") or parameters.get("hostaddr") or "the default socket"
@@ -101,8 +104,8 @@ def describe_parameters(parameters: dict[str, Any]) -> str:
 
 
 def with_patience(parameters: dict[str, Any], name: str) -> dict[str, Any]:
-    """The parameters with a name for `pg_stat_activity` and, where they have none, bounds on connecting and on silence."""
-    # A peer that is gone without a word is noticed after about half a minute, not after two hours.
+    """Return the parameters with an `application_name` and, unless already set, timeouts for connecting and silence."""
+    # A peer that vanishes silently is noticed after about half a minute, not after two hours.
     bounds = {
         "connect_timeout": CONNECT_TIMEOUT_S,
         "keepalives_idle": 10,
@@ -113,7 +116,7 @@ def with_patience(parameters: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def pinned_session(**more: str) -> str:
-    """The statements, in one text, that pin a session: values' texts are the same whatever a role or a database sets.
+    """Return the statements, as one text, that pin a session: no role's or database's setting changes values' texts.
 
     Args:
         more: settings that the caller adds or changes, as they stand in SQL.
@@ -126,15 +129,16 @@ def fetch_row(
 ) -> tuple[Any, ...] | None:
     """Execute a statement as a transaction of its own, in one round trip, and return its first row.
 
-    The isolation travels with it, so it holds behind a pooler, too, where a session that was set up may be another one.
+    The isolation level is part of the statement text. So it also holds behind a pooler, which may
+    use another session than the one that was set up.
 
     Args:
         connection: in autocommit.
         statement: one, with `{}` for each argument.
-        arguments: put in as literals.
+        arguments: inserted as literals.
 
     Raises:
-        psycopg.Error: after it the connection is of no more use.
+        psycopg.Error: the connection is unusable afterwards.
     """
     from psycopg import sql
 
@@ -145,5 +149,5 @@ def fetch_row(
 
 
 def one_line(error: BaseException) -> str:
-    """What libpq says, whose advice stands on lines of its own, in one."""
+    """Join libpq's message, whose hints stand on lines of their own, into one line."""
     return "; ".join(" ".join(line.split()) for line in str(error).splitlines() if line.strip())

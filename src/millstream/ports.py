@@ -1,4 +1,4 @@
-"""The seams, as Protocols: what rooms need of one another and of the world, and the contract of each.
+"""Define the ports as Protocols: what rooms need of one another and of the world, and each one's contract.
 
 An implementation of a port passes the port's conformance suite in `millstream.testing`.
 """
@@ -21,16 +21,20 @@ from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Regis
 
 
 class Clock(Protocol):
-    """Time, and waiting for it to pass."""
+    """A clock, and a way to wait."""
 
     def now_ns(self) -> int:
-        """Wall clock: nanoseconds since 1970-01-01 UTC; may step."""
+        """Return the wall clock in nanoseconds since 1970-01-01 UTC. It may step."""
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds since some moment; never steps back, and goes on while the machine sleeps where the system can tell."""
+        """Return nanoseconds since an arbitrary moment.
+
+        The clock never steps back. It includes the time the machine sleeps if the system can
+        measure that.
+        """
 
     def sleep(self, seconds: float) -> None:
-        """Return after that much time."""
+        """Return after this many seconds."""
 
 
 class WritableFile(Protocol):
@@ -40,25 +44,28 @@ class WritableFile(Protocol):
         """Write all of `data`, or raise `OSError` (then any part of it may have been written)."""
 
     def pwritev(self, buffers: Sequence[bytes | memoryview], position: int) -> None:
-        """Write all buffers one after the other, as `pwrite` does one."""
+        """Write all buffers in sequence; otherwise as `pwrite`."""
 
     def sync(self) -> None:
-        """fdatasync (F_FULLFSYNC on macOS). After an `OSError` nothing may be assumed of what was written before."""
+        """Call fdatasync (F_FULLFSYNC on macOS). After an `OSError`, earlier writes may or may not be durable."""
 
     def truncate(self, size: int) -> None:
         """Set the file's length."""
 
     def allocate(self, size: int) -> None:
-        """Reserve space for `size` bytes, so that writing them later needs no free space; the file has that length then."""
+        """Reserve space for `size` bytes, so that writing them later needs no free space.
+
+        Sets the file's length to `size`.
+        """
 
     def lock(self) -> bool:
-        """Take the file's exclusive lock, kept until `close` or the process's death; False where another holds it."""
+        """Take the file's exclusive lock until `close` or the process's death; False if another process holds it."""
 
     def is_at(self, path: str) -> bool:
-        """Whether the path still names this file: another may have been renamed over it."""
+        """Whether the path still names this file; another file may have been renamed over it."""
 
     def size(self) -> int:
-        """The file's present length in bytes."""
+        """Return the file's current length in bytes."""
 
     def close(self) -> None:
         """Close; doesn't sync."""
@@ -71,57 +78,57 @@ class Files(Protocol):
     """
 
     def create(self, path: str) -> WritableFile:
-        """Make a new file; `FileExistsError` where there is one."""
+        """Make a new file; raises `FileExistsError` if the path exists."""
 
     def open_write(self, path: str) -> WritableFile:
         """Open an existing file for writing."""
 
     def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
-        """Bytes `[position, position + length)`; fewer at the end of the file."""
+        """Return the bytes `[position, position + length)`; fewer at the end of the file."""
 
     def size(self, path: str) -> int:
-        """The file's length; `FileNotFoundError` where there is none."""
+        """Return the file's length; raises `FileNotFoundError` if there is no such file."""
 
     def listdir(self, path: str) -> list[str]:
-        """Names in a folder, sorted; `FileNotFoundError` where there is none."""
+        """Return the names in a folder, sorted; raises `FileNotFoundError` if there is no such folder."""
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder of that name; False for anything else."""
+        """Whether the path is a folder; False for anything else."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder of that name."""
+        """Whether the path is a file or a folder."""
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic; replaces `new`."""
+        """Rename atomically, replacing `new`."""
 
     def remove(self, path: str) -> None:
         """Remove a file."""
 
     def makedirs(self, path: str) -> None:
-        """Make a folder and those above it; fine where it exists."""
+        """Make a folder and its parents; does nothing if the folder exists."""
 
     def sync_dir(self, path: str) -> None:
         """Make the folder's names durable."""
 
     def disk_usage(self, path: str) -> tuple[int, int]:
-        """(bytes used, bytes in all) of the disk under a path, as seen by an ordinary user: what only root may use isn't in it."""
+        """Return (bytes used, bytes in total) of the disk under a path. Space reserved for root isn't included."""
 
 
 class SeqReservations(Protocol):
-    """Durable upper bounds of the numbers that may have been given out; the embedded sequencer's store."""
+    """Durable upper bounds of the numbers that may have been given out: the embedded sequencer's store."""
 
     def reserved(self) -> Seq:
-        """The greatest number ever reserved; numbers up to it may have been given out."""
+        """Return the greatest number ever reserved; numbers up to it may have been given out."""
 
     def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
-        """Durably reserve up to `seq` (only upward). `StaleEpoch` where a newer writer has registered."""
+        """Durably reserve up to `seq` (only upward). Raises `StaleEpoch` if a newer writer has registered."""
 
 
 class SequenceStore(Protocol):
-    """What several writers of one stream share: `protocol.sequencer.Ledger`, with a clock and a lease of its own.
+    """The state that several writers of one stream share: `protocol.sequencer.Ledger`, with its own clock and leases.
 
-    Each call is one atomic, durable step. A call that raises `CatalogBusy` or `CatalogError` may have been executed, and may still be:
-    its outcome is unknown.
+    Each call is one atomic, durable step. If a call raises `CatalogBusy` or `CatalogError`, its
+    outcome is unknown: the step may have been executed, or may be executed later.
 
     Raises (from the steps):
         StaleEpoch: a newer incarnation has taken over; nothing was changed.
@@ -129,173 +136,197 @@ class SequenceStore(Protocol):
     """
 
     def register(self, name: str, location: str, *, above: Epoch = ...) -> Registration:
-        """Become a writer's newest incarnation, above every epoch that its log bears. `WriterNameTaken` where it lives elsewhere."""
+        """Become a writer's newest incarnation, with an epoch above every epoch in its log.
+
+        Raises `WriterNameTaken` if the writer is alive at another location.
+        """
 
     def take_over(self, writer: WriterId) -> Registration:
-        """Fence a writer whose lease has run out, to recover its log. `WriterAlive` where it hasn't."""
+        """Fence a writer whose lease has expired, to recover its log. Raises `WriterAlive` if it hasn't."""
 
     def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
-        """Its log is recovered: it may draw, from behind the (empty) range that is returned, once its marks stand at that position.
+        """Report that the writer's log is recovered, and return an empty range that its numbers begin behind.
 
-        Until it has drawn or reported, the other writers count its position as they count those elsewhere.
+        The writer may draw once its marks stand at that position. Until it draws or reports, the
+        other writers count its position among those elsewhere (`Drawn.elsewhere`).
         """
 
     def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
-        """Give the next `count` numbers, and take the writer's position along. `InvalidCount` where there are no such."""
+        """Give out the next `count` numbers and record the writer's position.
+
+        Raises `InvalidCount` for an impossible count.
+        """
 
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
-        """The newest range given to this incarnation; an empty one where it was given none."""
+        """Return the newest range given to this incarnation; an empty one if it was given none."""
 
     def report(self, writer: WriterId, epoch: Epoch, *, position: Seq, is_shown: bool = True) -> tuple[LedgerView, Seq]:
-        """Say where a writer stands and renew its lease; returns where all do, and the lowest position elsewhere (as `Drawn`).
+        """Record a writer's position and renew its lease.
 
-        `is_shown` says whether the writer's marks stand in its folder.
+        Returns the positions of all writers, and the lowest position elsewhere (as in `Drawn`).
+        `is_shown` is whether the writer's marks stand in its folder.
         """
 
     def settle(self, writer: WriterId, epoch: Epoch) -> None:
-        """Nothing of the writer is undecided any more."""
+        """Record that nothing of the writer is undecided."""
 
     def forget(self, writer: WriterId) -> None:
-        """Give up what a dead writer left undecided. `WriterAlive` where its lease runs."""
+        """Give up what a dead writer left undecided. Raises `WriterAlive` while its lease runs."""
 
     def view(self) -> LedgerView:
-        """Where all writers stand."""
+        """Return the positions of all writers."""
 
     def writers(self) -> Sequence[WriterEntry]:
-        """All writers ever registered, by their numbers."""
+        """Return all writers ever registered, ordered by number."""
 
 
 class Announcements(Protocol):
-    """What writers of a stream call out to each other: hints, which may be lost, doubled, late and in any order. Nothing here raises.
+    """A channel of hints between a stream's writers.
+
+    Hints may be lost, duplicated, late and in any order. Nothing here raises.
 
     Concurrency: one thread.
     """
 
     def tell(self, told: Announcement) -> None:
-        """Call it out to the others; it isn't heard here."""
+        """Send a hint to the other writers. The sender doesn't receive it."""
 
     def hear(self, timeout_s: float) -> Sequence[Announcement]:
-        """What others called out: as soon as there is something, else nothing, after that many seconds."""
+        """Return what other writers sent, as soon as there is something; nothing if the timeout passes first."""
 
     def close(self) -> None:
-        """Nothing is told or heard any more."""
+        """Stop sending and receiving."""
 
 
 class LogAppender(Protocol):
-    """Where capture and ingest put operations: the writer of a stream's shards."""
+    """The writer of a stream's shards, to which capture and ingest submit operations."""
 
     def submit(self, ops: Submitted, *, deadline_s: float | None = None) -> Future[Ack]:
-        """Queue for the next commit group, in order of the calls; blocks while the queue is full.
+        """Queue operations for the next commit group, in order of the calls; blocks while the queue is full.
 
-        The future ends when the operations are durable on all their shards. Any number of threads may call.
+        The future ends when the operations are durable on all their shards. Any number of threads
+        may call.
 
         Raises (or ends the future with):
             Overloaded: the queue stayed full past the deadline; nothing was queued.
             DiskFull: no space; nothing was appended.
             AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
-            WriterClosed: this writer takes no more.
-            OutOfOrder: what it says to be `behind` isn't in the log: an append before it failed.
-            InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of it was appended.
+            WriterClosed: this writer takes no more operations.
+            OutOfOrder: the log hasn't reached what the operations name as `behind`, because an earlier append failed.
+            InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of the operation was appended.
         """
 
     async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
-        """As `submit` for a task: returns once the operations are durable; the event loop goes on meanwhile.
+        """Append as `submit` does, for a task: return once the operations are durable, without blocking the event loop.
 
-        A commit group wakes each event loop once, however many of its tasks it answers. Order is that of the calls, but for tasks
-        that had to wait for room. Tasks of any number of loops may call.
+        A commit group wakes each event loop once, however many of its tasks it resolves. Operations
+        are appended in order of the calls, except those of tasks that had to wait for room. Tasks
+        of any number of loops may call.
 
-        Cancelled while they wait for their group, the operations aren't written. Once it has begun they are, though nobody
-        is told.
+        If the caller is cancelled before its commit group starts, the operations aren't written.
+        After that they are written, but the caller doesn't learn their outcome.
 
         Raises:
             As `submit`.
         """
 
     def reached(self) -> Mapping[SourceId, Lsn]:
-        """For each source, the commit end LSN up to which the durable log has everything."""
+        """Return, for each source, the commit end LSN up to which the durable log is complete."""
 
     def settled(self) -> Future[Ack] | None:
-        """None where all that is durable here is held elsewhere as the stream's level says; else a future that ends when it is.
+        """Return None if everything durable here is held elsewhere as the stream's acknowledgement level asks.
 
-        A source may be told of what the log has reached only then.
+        Otherwise return a future that ends when it is. Only then may a source be sent the LSN that
+        the log has reached.
         """
 
     def is_written(self) -> bool:
-        """Whether all that was submitted is durable here, so that futures which haven't ended wait for others alone."""
+        """Whether everything submitted is durable here, so that pending futures wait only for other holders."""
 
 
 class HighWater(Protocol):
-    """Where the writer of a stream learns how much of its log is held elsewhere.
+    """How the writer of a stream learns how much of its log is held elsewhere.
 
     Concurrency: one thread at a time.
     """
 
     def begin(self, newest: GroupNumber) -> None:
-        """The log was opened and ends with that group: who says now that it holds more has another log, and doesn't count before it says otherwise."""
+        """Set the last commit group of the log that was opened.
+
+        A place that reports more than this group now has another log. It doesn't count until it
+        reports a position within this one.
+        """
 
     def look(self) -> Holdings:
-        """What is known now. Cheap: it is called up to several thousand times a second while somebody waits.
+        """Return the current holdings. Cheap: called up to several thousand times a second while appends wait.
 
         Raises:
-            LogError: what tells it is of a newer version.
+            LogError: the file of acknowledgements is of a newer version.
         """
 
 
 class ApplicationLog(Protocol):
-    """What applications' rows are appended to: a log's writer, or one with sinks beside it."""
+    """The target of applications' appends: a log's writer, or one that also has sinks."""
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
-        """Append, and return once it is durable; raises what `LogAppender.submit`'s future would end with."""
+        """Append, and return once it is durable. Raises what the future of `LogAppender.submit` would end with."""
 
     async def append_async(
         self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
     ) -> Ack:
-        """As `LogAppender.append_async`."""
+        """Append as `LogAppender.append_async` does."""
 
     def shown_upto(self) -> Seq:
-        """The greatest number known up to which any reader may read, whichever writer's records they are."""
+        """Return the greatest number known up to which any reader may read, over the records of all writers."""
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
-        """What the durable log has of an application's session; `SessionsNeedOneWriter` where this writer knows none."""
+        """Return what the durable log has of a session.
+
+        Raises `SessionsNeedOneWriter` if this writer keeps no sessions.
+        """
 
 
 class BufferWriting(Protocol):
-    """The half of a write buffer that operations go into.
+    """The write half of a write buffer.
 
     Concurrency: any number of threads.
     """
 
     def shards(self) -> tuple[ShardId, ...]:
-        """The shards that there are, in order. `BufferUnavailable`, `BufferMissing` where that can't be told."""
+        """Return the shards in order. Raises `BufferUnavailable` or `BufferMissing` if they can't be determined."""
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
-        """Store one operation on a shard, behind those submitted to it before; the future ends when it is actually stored.
+        """Store one operation on a shard, behind those submitted before; the future ends when it is stored.
 
-        Several operations may travel together, but each is stored by itself: those of several shards or partitions are never mixed, and
-        each keeps its own time, session and trace.
+        Several operations may travel together, but each is stored separately. Operations of
+        different shards or partitions are never mixed, and each keeps its own time, session and
+        trace.
 
         Args:
-            shard: where, whatever shards the rows name.
+            shard: the target, whatever shards the rows name.
             op: exactly one operation, with at least one row.
-            deadline_s: how long to wait for room, and then for the answer; None: as long as the buffer is configured to.
+            deadline_s: how long to wait for room, and then for the answer; None: the buffer's configured time.
 
         Raises (or ends the future with):
             UnknownBufferShard: there is no such shard; nothing was stored.
-            Overloaded: too much is on its way; nothing was stored.
+            Overloaded: too much is in flight; nothing was stored.
             RowsTooLarge: the buffer takes no operation of that size; nothing was stored.
             BufferUnavailable, BufferRefused, BufferMissing: nothing was stored.
-            BufferOutcomeUnknown: it was sent, and no answer came in time: it may or may not be stored.
+            BufferOutcomeUnknown: the operation was sent, and no answer came in time; it may or may not be stored.
             WriterClosed: the buffer was closed; nothing was stored.
         """
 
     def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
-        """Store one operation, and return once it is stored; raises what `submit`'s future would end with."""
+        """Store one operation, and return once it is stored. Raises what the future of `submit` would end with."""
 
     def flush(self, *, deadline_s: float | None = None) -> None:
-        """Return once all that was submitted before has its answer, whatever that is. `BufferOutcomeUnknown` past the deadline."""
+        """Return once everything submitted before is resolved, whatever the outcome.
+
+        Raises `BufferOutcomeUnknown` past the deadline.
+        """
 
     def close(self) -> None:
-        """Answer what is on its way, within the buffer's own patience, and take no more."""
+        """Resolve what is in flight, within the buffer's own timeout, and take no more."""
 
     def __enter__(self) -> Self: ...
 
@@ -303,127 +334,138 @@ class BufferWriting(Protocol):
 
 
 class ShardReader(Protocol):
-    """Reads one shard of a write buffer from a place of its own, which nobody else sees or moves.
+    """A reader of one shard of a write buffer, with a private position.
 
     Concurrency: one thread a reader; any number of readers of a shard.
     """
 
     @property
     def shard(self) -> ShardId:
-        """Whose operations it reads."""
+        """The shard that it reads."""
 
     @property
     def place(self) -> BufferOffset:
-        """The lowest offset that `read` may return next. It moves when an item is returned, or was said not to be decodable."""
+        """The lowest offset that `read` may return next.
+
+        It moves when `read` returns an item, or raises `BufferedOpUndecodable` for one.
+        """
 
     def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
-        """The next operation.
+        """Return the next operation.
 
         Args:
-            wait_s: how long to wait for one where there is none.
+            wait_s: how long to wait if there is none yet.
 
         Returns:
-            The operation; `PENDING` where none came in time; `ENDED` once `BufferOffsetGone` was said, until somebody seeks.
+            The operation; `PENDING` if none came in time; `ENDED` from `BufferOffsetGone` until the next seek.
 
         Raises:
-            BufferedOpUndecodable: the next item holds no operation. The place is behind it: the next call goes on.
-            BufferOffsetGone: what lay at the place was dropped. Said once.
-            BufferTruncated, BufferReplaced: the buffer ends before the place, or was made anew. Said at every call.
-            BufferUnavailable: the server can't be asked; the place is what it was.
-            BufferMissing, BufferRefused: likewise, until a person has done something.
+            BufferedOpUndecodable: the next item holds no operation. The position is behind it: the next call continues.
+            BufferOffsetGone: the item at the position was dropped. Raised once.
+            BufferTruncated, BufferReplaced: the buffer ends before the position, or was created again. Raised always.
+            BufferUnavailable: the server can't be asked; the position is unchanged.
+            BufferMissing, BufferRefused: likewise, until an operator acts.
         """
 
     def seek(self, offset: BufferOffset) -> None:
-        """Read from that offset on. That it is gone is said by the next `read`.
+        """Read from that offset on. If the offset is gone, the next `read` raises.
 
         Raises:
-            BufferSeekBeyondEnd: it lies past `end_offset()`; the reader stays where it was.
+            BufferSeekBeyondEnd: the offset lies past `end_offset()`; the reader's position is unchanged.
             BufferUnavailable: as `read`.
         """
 
     def seek_earliest(self) -> None:
-        """Read from the smallest offset on that there is now: where a new reader begins. Raises as `read`."""
+        """Read from the smallest offset available now, where a new reader begins. Raises as `read`."""
 
     def end_offset(self) -> BufferOffset:
-        """The offset that the next operation gets, at the least; 0 where there was none ever. Raises as `read`."""
+        """Return a lower bound of the next operation's offset; 0 if the shard never had any. Raises as `read`."""
 
     def close(self) -> None:
-        """Give up what it holds; other readers go on."""
+        """Release the reader's resources; other readers continue."""
 
 
 class BufferReading(Protocol):
-    """The half of a write buffer that operations come out of, as often as anybody asks."""
+    """The read half of a write buffer. Operations can be read any number of times."""
 
     def shards(self) -> tuple[ShardId, ...]:
-        """The shards that there are, in order."""
+        """Return the shards in order."""
 
     def identity(self) -> str:
-        """What tells this buffer from one that was made anew under its name; the same for ever."""
+        """Return the buffer's permanent identity, which differs if the buffer is created again under its name."""
 
     def reader(self, shard: ShardId) -> ShardReader:
-        """A new reader of a shard, at the smallest offset there is on it. `UnknownBufferShard` where there is no such shard; else as `read`."""
+        """Return a new reader of a shard, at its smallest offset.
+
+        Raises `UnknownBufferShard` if there is no such shard; else as `read`.
+        """
 
     def close(self) -> None:
-        """Give up what it holds, its readers too."""
+        """Release the buffer's resources, and those of its readers."""
 
 
 class WriteBuffer(BufferWriting, BufferReading, Protocol):
-    """Both halves: what holds operations between those who write them and those who take them into a log."""
+    """Both halves of a write buffer, which holds operations between their producers and the log."""
 
 
 SinkOutcome: TypeAlias = Mapping[str, object] | MillstreamError
-"""JSON-able facts of where a sink has an operation's rows; else why they aren't known to be stored there, which says whether they may be."""
+"""JSON-able facts of where a sink stored an operation's rows, or the error. The error states whether
+the rows may be stored."""
 
 
 class RecordSink(Protocol):
-    """What takes rows of applications beside the log's shards, as routing sends them.
+    """A sink of applications' rows outside the log's shards, as routing sends them.
 
     Concurrency: any number of threads.
     """
 
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
-        """Take operations' rows; return what became of each operation, in their order, once that is known.
+        """Take operations' rows; return each operation's outcome, in order, once it is known.
 
         Args:
             ops: each with at least one row.
             deadline_s: how long to wait for room, and for the answer.
 
         Raises:
-            MillstreamError: what would have become of each.
+            MillstreamError: the outcome of every operation.
         """
 
     def close(self) -> None:
-        """Answer what is on its way, and take no more."""
+        """Resolve what is in flight, and take no more."""
 
 
 class FollowerLink(Protocol):
-    """The leader's end of a connection to one follower. What is sent arrives in order, or not at all from some point on: then it broke.
+    """The leader's end of a connection to one follower. Messages arrive in order; after one is lost, none arrives.
 
     Concurrency: one thread sends, one receives; any may close.
     """
 
     @property
     def hello(self) -> Hello:
-        """The follower's first word."""
+        """The follower's first message."""
 
     def send(self, shipment: Shipment) -> None:
-        """Hand over; waits while more bytes are on their way than the follower has room for.
+        """Send a shipment; waits while more bytes are in flight than the follower has room for.
 
         Raises:
-            LinkLost: it broke; what was sent without an acknowledgement may or may not have arrived.
+            LinkLost: the link broke; what was sent without an acknowledgement may or may not have arrived.
         """
 
     def recv(self, timeout_s: float) -> Acknowledgement | Hello | None:
-        """What the follower says next: an acknowledgement, or a `Hello` that asks for all behind its position once more.
+        """Return the follower's next message: an acknowledgement, or a `Hello`.
 
-        None where nothing came in time. Raises `LinkLost`, or the error with which the follower has refused to go on.
+        A `Hello` asks for everything behind its position again. None if nothing came in time.
+        Raises `LinkLost`, or the error with which the follower refused to continue.
         """
 
     def refuse(self, error: MillstreamError) -> None:
-        """Tell the follower why it gets nothing more, behind what was sent before; then the link is closed. Raises nothing."""
+        """Send the follower the reason why it gets nothing more, behind earlier shipments; then close the link.
+
+        Raises nothing.
+        """
 
     def close(self) -> None:
-        """Break it; whoever waits in it gets `LinkLost`."""
+        """Break the link; callers that wait in it get `LinkLost`."""
 
 
 class LeaderLink(Protocol):
@@ -433,32 +475,41 @@ class LeaderLink(Protocol):
     """
 
     def recv(self, timeout_s: float) -> Shipment | None:
-        """The next shipment; None where none came in time.
+        """Return the next shipment; None if none came in time.
 
         Raises:
-            LinkLost: it broke.
-            ShipmentUnreadable: what came is damaged; the link is of no use any more.
-            Fenced, OtherStream, FollowerBehindRetention, AccessError …: what the leader refuses the follower with.
+            LinkLost: the link broke.
+            ShipmentUnreadable: the received bytes are damaged; the link is no longer usable.
+            Fenced, OtherStream, FollowerBehindRetention, AccessError …: the leader's reason to refuse the follower.
         """
 
     def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
-        """Say what was applied, ask for what lies behind a position, or say why it doesn't go on. Raises `LinkLost`."""
+        """Send an acknowledgement, ask for everything behind a position, or report why the follower stops.
+
+        Raises `LinkLost`.
+        """
 
     def close(self) -> None:
-        """Break it."""
+        """Break the link."""
 
 
 class Transport(Protocol):
-    """How shipments get from a leader to its followers. Who follows connects; who leads accepts.
+    """The transport of shipments from a leader to its followers. Followers connect; the leader accepts.
 
     Every implementation passes `millstream.testing.transport`.
     """
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
-        """The next follower that came, at the leader; None where none did in time. Raises `StoreUnavailable`, `StoreUnusable` of an object store."""
+        """Return the next follower's link, at the leader; None if none came in time.
+
+        An object store raises `StoreUnavailable`, `StoreUnusable`.
+        """
 
     def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
-        """A link to the leader, at a follower. Raises `LinkLost` where it can't be reached in time, `StoreUnavailable`, `AccessError`."""
+        """Return a link to the leader, at a follower.
+
+        Raises `LinkLost` if it can't be reached in time, `StoreUnavailable`, `AccessError`.
+        """
 
     def close(self) -> None:
-        """Break all links, and take no more."""
+        """Break all links, and accept no more."""

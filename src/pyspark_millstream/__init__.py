@@ -1,4 +1,4 @@
-"""Lets Spark find `format("millstream")` by itself: it imports every package whose name begins with `pyspark_`."""
+"""Register `format("millstream")` with Spark, which imports every package whose name begins with `pyspark_`."""
 
 from millstream.spark.source import MillstreamSource as DefaultSource
 

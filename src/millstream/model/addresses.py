@@ -1,8 +1,9 @@
 """Addresses of servers, stores and folders: split into their parts, and shown without their secrets.
 
-Every text that people see (messages, log lines, `config show`) shows an address through `mask_address`. It shows what it
-understands. An address that doesn't parse is masked whole, because a slip (`postgres!//app:PASSWORD@host`, a raw `@` in a
-password) moves the password to a place where a looser reading takes it for a host, a port or a database.
+Every text shown to people (messages, log lines, `config show`) shows an address through
+`mask_address`, which shows only the parts that it understands. An address that doesn't parse is
+masked whole: a typo (`postgres!//app:PASSWORD@host`, a raw `@` in a password) moves the password to
+where a looser parser takes it for a host, a port or a database.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 MASK: Final = "***"
-"""Stands for what isn't shown."""
+"""The replacement for a hidden part."""
 
 _HOST: Final = r"(?:\[[0-9A-Fa-f:.]+(?:%25?\w+)?\]|[\w.~%-]*)(?::(?:\d{1,5})?)?"
 _URL: Final = re.compile(
@@ -41,9 +42,9 @@ _HIDDEN: Final = frozenset({
     "password", "sslpassword", "options", "oauth_client_id", "oauth_client_secret", "oauth_issuer", "oauth_scope", "scram_client_key",
     "scram_server_key",
 })  # fmt: skip
-"""Keywords of libpq whose values aren't."""
+"""Keywords of libpq whose values are hidden."""
 _LONE_USER: Final = frozenset({"postgres", "postgresql", "abfs", "abfss", "wasb", "wasbs"})
-"""Schemes in which what stands alone in front of the `@` is a name; elsewhere it may be an access key or a token."""
+"""Schemes in which a lone part before the `@` is a user name. In other schemes it may be an access key or a token."""
 _PATHS: Final = {"postgres": r"/[^/:\s]*", "postgresql": r"/[^/:\s]*", "redis": r"/\d*", "rediss": r"/\d*"}
 
 _SECRET_KEY: Final = re.compile(
@@ -61,33 +62,33 @@ class UrlParts(NamedTuple):
 
     scheme: str
     user: str | None
-    """None without an `@`."""
+    """The part before the `:` or `@`; None without an `@`."""
     password: str | None
-    """None without a `:` in front of the `@`."""
+    """The part behind the `:`; None without a `:` before the `@`."""
     hosts: str
     path: str
     query: str
-    """With its `?`; empty where there is none."""
+    """The query with its `?`; empty if there is none."""
 
     def text(self) -> str:
-        """The URL of these parts."""
+        """Return the URL of these parts."""
         password = "" if self.password is None else f":{self.password}"
         login = "" if self.user is None else f"{self.user}{password}@"
         return f"{self.scheme}://{login}{self.hosts}{self.path}{self.query}"
 
 
 class Keyword(NamedTuple):
-    """One `key = value` of a keyword address, and where its value stands."""
+    """One `key = value` of a keyword address, and the place of its value."""
 
     key: str
     value: str
-    """Without quotes and escapes."""
+    """The value without quotes and escapes."""
     start: int
     end: int
 
 
 def split_url(text: str) -> UrlParts | None:
-    """The parts of a URL; None if it is none, or could be read in two ways (`@` or `/` in a password, a port that isn't a number)."""
+    """Split a URL; None if it is none or ambiguous (`@` or `/` in a password, a port that isn't a number)."""
     match = _URL.match(text)
     if match is None:
         return None
@@ -96,7 +97,7 @@ def split_url(text: str) -> UrlParts | None:
 
 
 def split_keywords(text: str) -> list[Keyword] | None:
-    """The pairs of an address in libpq's keyword form; None if it isn't in that form."""
+    """Return the pairs of an address in libpq's keyword form; None if it isn't in that form."""
     pairs: list[Keyword] = []
     at, end = 0, len(text.rstrip())
     while at < end:
@@ -111,7 +112,7 @@ def split_keywords(text: str) -> list[Keyword] | None:
 
 
 def query_pairs(query: str) -> list[tuple[str, str]] | None:
-    """The pairs of a URL's query (with or without its `?`), as they are written; None if it isn't made of pairs."""
+    """Return the pairs of a URL's query (with or without its `?`), as written; None if it isn't made of pairs."""
     pairs = []
     for part in filter(None, query.removeprefix("?").split("&")):
         match = _PAIR.match(part)
@@ -127,14 +128,15 @@ def is_brokers(text: str) -> bool:
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a key says that its value is secret, in a configuration or among the options of others."""
+    """Whether a key names a secret value, in a configuration or among other programs' options."""
     return key.lower() in _HIDDEN or _SECRET_KEY.search(key) is not None
 
 
 def mask_address(text: str) -> str:
-    """An address as it may be shown: a URL, keywords of libpq, brokers, a folder, or one variable.
+    """Return an address as it may be shown: a URL, keywords of libpq, brokers, a folder, or one variable.
 
-    Passwords and unknown options become `***`. A text that is none of these is `***` altogether.
+    Passwords and unknown options become `***`. A text that is none of these becomes `***` as a
+    whole.
     """
     if _VARIABLE.match(text) or is_brokers(text):
         return text
@@ -147,7 +149,7 @@ def mask_address(text: str) -> str:
 
 
 def mask_option(key: str, value: str) -> str:
-    """An option's value as it may be shown, of options that others take as they are (Spark, object stores, Kafka's clients)."""
+    """Return an option's value as it may be shown, for options passed to Spark, object stores and Kafka clients."""
     if is_secret_key(key) or _SECRET_WITHIN.search(value):
         return MASK
     if "://" in value:

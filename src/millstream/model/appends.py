@@ -1,8 +1,9 @@
-"""Small appends: the few rows of one request as values, and the columns that many of them make together.
+"""Small appends: the few rows of one request as values, and the columns that many such requests make together.
 
-Columns cost by their number, not by their rows: a batch of one row takes twenty microseconds and twenty kilobytes to make and
-six more to join to another. So a small request hands its values over as they are, and the log's writer makes columns of
-all that wait, once a commit group. From some hundred rows on a request is better off with columns of its own (`WriteOps`).
+A batch costs by its columns, not by its rows: a batch of one row takes twenty microseconds and
+twenty kilobytes to make, and six microseconds more to join to another. So a small request passes
+its values as they are, and the log's writer makes columns of all waiting requests once a commit
+group. From some hundred rows on, a request is cheaper with columns of its own (`WriteOps`).
 """
 
 from __future__ import annotations
@@ -32,32 +33,35 @@ _SAID: Final = ("commit_ts", "trace_id")
 _CONTAINERS: Final = frozenset({list, tuple, dict})
 _COUNT_KEPT_MAX: Final = 1024
 _COUNTS_KEPT: Final = 64
-"""Groups are of a few sizes; the largest of these takes a hundred kilobytes."""
+"""Number of row counts kept. Groups are of a few sizes; the largest entry takes a hundred kilobytes."""
 _Made = TypeVar("_Made")
 
 
 class AppendOp(NamedTuple):
-    """One operation of kind `APPEND`: a request's few rows of one table, each created anew, of somebody who knows the table's schema and shard.
+    """One operation of kind `APPEND`: a request's few new rows of one table.
 
-    It has no `WriteId`: what can be told apart comes as `WriteOps` with its `keys`, as requests of applications do (`ingest.appender`).
+    The caller has the table's schema and shard. The operation has no `WriteId`. Writes that need
+    one come as `WriteOps` with `keys`, as applications' requests do (`ingest.appender`).
 
-    A tuple, since one is made for every request. The values aren't looked at before the log takes them: what isn't of its
-    column's type is refused with `InvalidValue` then, and holds nobody else up.
+    It is a tuple because one is made for every request. The values aren't checked before the log
+    takes them. Then a value that isn't of its column's type is rejected with `InvalidValue`,
+    without delaying other operations.
     """
 
     schema: TableSchema
     rows: Sequence[Sequence[object]]
-    """At least one; in each a value for each of the schema's columns, as `pyarrow.array` takes it for the column's type."""
+    """At least one row; each has a value for each of the schema's columns, as `pyarrow.array` takes it
+    for the column's type."""
     shard: ShardId = FIRST_SHARD
     partition: str | None = None
-    """The partition of the table that all rows belong to; None where it has none."""
+    """The partition of the table that all rows belong to; None if the table has none."""
     commit_ts_us: int | None = None
     """The request's time, in microseconds since 1970 (UTC)."""
     trace_id: str | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the values hold."""
+        """Memory in bytes that the values hold."""
         size = 0
         for row in self.rows:
             size += _held(row)
@@ -65,21 +69,21 @@ class AppendOp(NamedTuple):
 
     @property
     def row_count(self) -> int:
-        """Records."""
+        """Number of records."""
         return len(self.rows)
 
     @property
     def reached(self) -> Mapping[SourceId, Lsn]:
-        """Of no source: a request isn't captured."""
+        """No source: a request isn't captured."""
         return _NOWHERE
 
 
 Submitted: TypeAlias = WriteOps | AppendOp | SpilledOp
-"""What the log's writer takes."""
+"""The forms of operations that the log's writer takes."""
 
 
 def _held(values: Iterable[Any]) -> int:
-    """Bytes of a container with all that lies in it."""
+    """Return the bytes of a container and everything in it."""
     size = getsizeof(values)
     for value in values:
         if type(value) not in _CONTAINERS:
@@ -92,14 +96,14 @@ def _held(values: Iterable[Any]) -> int:
 
 
 def columns_of(ops: Sequence[AppendOp]) -> WriteOps:
-    """The operations as columns, in their order.
+    """Return the operations as columns, in their order.
 
     Args:
         ops: at least one.
 
     Raises:
         InvalidValue: a value isn't of its column's type, or a row has more or fewer values than its table columns;
-            details: table, column where one is at fault.
+            details: table, and the column if one is at fault.
     """
     schemas, rows, shards, partitions, *said = zip(*ops, strict=True)
     if not all(rows):
@@ -122,7 +126,7 @@ def _all_same(facts: Sequence[object]) -> bool:
 def _apart(
     schemas: Sequence[TableSchema], shards: Sequence[ShardId], partitions: Sequence[str | None]
 ) -> dict[tuple[tuple[TableId, SchemaVersion], ShardId, str | None], list[int]]:
-    """The places of what belongs together."""
+    """Group the operations' indexes by table, schema version, shard and partition."""
     found: dict[tuple[tuple[TableId, SchemaVersion], ShardId, str | None], list[int]] = {}
     for place, (schema, shard, partition) in enumerate(zip(schemas, shards, partitions, strict=True)):
         found.setdefault(((schema.table_id, schema.version), shard, partition), []).append(place)
@@ -130,7 +134,7 @@ def _apart(
 
 
 def _operations(said: Sequence[Sequence[object]]) -> pa.RecordBatch:
-    """A row of `OPERATION_SCHEMA` for each, from what `AppendOp` has in its last fields, by field."""
+    """Return a row of `OPERATION_SCHEMA` for each operation, from the last fields of its `AppendOp`."""
     count = len(said[0])
     operations = _silent_operations(count)
     for name, values in zip(_SAID, said, strict=True):
@@ -154,7 +158,7 @@ def _rows_of(
     shard: ShardId,
     partition: str | None,
 ) -> TableRows:
-    """Rows of one table, schema version, shard and partition, by operation; beside each its operation's place among all."""
+    """Return the rows of one table, schema version, shard and partition, with each row's operation index."""
     arrow = append_row_schema(schema)
     rows = list(chain.from_iterable(of_ops))
     try:
@@ -190,14 +194,14 @@ def _unlike(schema: TableSchema) -> InvalidValue:
 
 
 def _remembered(made: Callable[[int], _Made]) -> Callable[[int], _Made]:
-    """What depends on nothing but how many rows there are: kept for small numbers, which come again and again."""
+    """Cache a result that depends only on the row count, for small counts, which recur often."""
     kept = lru_cache(maxsize=_COUNTS_KEPT)(made)
     return lambda count: kept(count) if count <= _COUNT_KEPT_MAX else made(count)
 
 
 @_remembered
 def _silent_operations(count: int) -> pa.RecordBatch:
-    """Rows of `OPERATION_SCHEMA` that say nothing but what they are."""
+    """Return rows of `OPERATION_SCHEMA` with nothing set but their kind and source."""
     facts = {
         "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
         "source": pa.array(np.full(count, int(_NO_SOURCE), dtype=np.int32)),
@@ -208,7 +212,7 @@ def _silent_operations(count: int) -> pa.RecordBatch:
 
 @_remembered
 def _prefix(count: int) -> tuple[pa.Array, ...]:
-    """The columns of `append_row_schema` before a table's own, where every operation has one row."""
+    """Return the columns of `append_row_schema` before a table's own, if every operation has one row."""
     sparse = [pa.nulls(count, field.type) for field in LOG_ROW_PREFIX[3:]]
     return (
         pa.array(np.arange(count, dtype=np.int32)),

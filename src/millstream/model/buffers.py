@@ -1,4 +1,4 @@
-"""What write buffers hold: operations of one shard each, one behind the other, at offsets that only grow."""
+"""Contents of write buffers: operations of one shard each, in order, at offsets that only grow."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows, WriteOps
 
 BufferOffset = NewType("BufferOffset", int)
-"""An operation's place in its shard of a write buffer: it grows by the order in which operations were stored, and may have gaps."""
+"""An operation's place in its shard of a write buffer. It grows in the order in which operations were
+stored, and may have gaps."""
 BUFFER_START: Final = BufferOffset(0)
 
 
 class ReadPause(Enum):
-    """Why a reader has nothing to return."""
+    """The reason why a reader returns no operation."""
 
     PENDING = "pending"
-    """There is nothing behind its place as yet."""
+    """There is nothing behind its position so far."""
     ENDED = "ended"
-    """It has said that its place is gone, and reads on once somebody has sought."""
+    """It has raised `BufferOffsetGone`, and continues after the next seek."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,14 @@ class BufferMeta:
     shard: ShardId
     offset: BufferOffset
     stored_at_us: int
-    """When, by the buffer's clock, in microseconds since 1970 (UTC)."""
+    """When it was stored, by the buffer's clock, in microseconds since 1970 (UTC)."""
     size_bytes: int
-    """As it was stored."""
+    """Stored size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferedOp:
-    """An operation out of a write buffer."""
+    """An operation read from a write buffer."""
 
     meta: BufferMeta
     op: WriteOps
@@ -48,7 +49,10 @@ class BufferedOp:
 
 
 def parts_of_shards(op: WriteOps) -> dict[ShardId, WriteOps]:
-    """An operation's part for each shard, in the order in which the shards come: what a buffer takes is of one shard."""
+    """Return an operation's part for each shard, in order of the shards' first rows.
+
+    A buffer takes operations of one shard.
+    """
     tables: dict[ShardId, list[TableRows]] = {}
     for table in op.tables:
         if table.rows.num_rows:
@@ -57,7 +61,7 @@ def parts_of_shards(op: WriteOps) -> dict[ShardId, WriteOps]:
 
 
 def single_operations(ops: WriteOps) -> list[WriteOps]:
-    """Operations that travel together, each by itself; what several have in common with sources stays with none of them.
+    """Split operations that travel together; the sources' positions that several share are given to none of them.
 
     Args:
         ops: any number of operations, of one shard or of several.

@@ -1,4 +1,4 @@
-"""Rows of any version of a table in the columns of one."""
+"""Conversion of rows from any version of a table to the columns of one version."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _DECIMAL_DIGITS_MAX: Final = 38
 
 
 def conform(batch: pa.RecordBatch, target: pa.Schema, *, hint: str) -> pa.RecordBatch:
-    """The rows of `batch` in the columns and types of `target`.
+    """Return the rows of `batch` in the columns and types of `target`.
 
-    A column that the rows don't have is null; one that `target` doesn't name is left out.
+    A column that the rows don't have is null; a column that `target` doesn't name is left out.
 
     Args:
         batch: rows of some version of the table.
-        target: the columns of another.
-        hint: what to do where that can't be, for who asked for the columns.
+        target: the columns of another version.
+        hint: what the caller can do if the values don't fit.
 
     Raises:
-        UsageError: values of an older version of the table don't fit the type of now; nothing is rounded or cut. Details: column.
+        UsageError: values of an older version don't fit the current type; nothing is rounded or cut. Details: column.
     """
     has = batch.schema
     if has.equals(target):
@@ -41,7 +41,7 @@ def conform(batch: pa.RecordBatch, target: pa.Schema, *, hint: str) -> pa.Record
 def _cast(column: pa.Array, field: pa.Field, hint: str) -> pa.Array:
     try:
         if pa.types.is_integer(column.type) and pa.types.is_decimal128(field.type):
-            # Arrow asks for room for every int64, be the values small or not.
+            # Arrow demands room for every int64, however small the values are.
             column = column.cast(pa.decimal128(_DECIMAL_DIGITS_MAX, field.type.scale))
         return column.cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

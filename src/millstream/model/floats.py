@@ -1,8 +1,9 @@
 """PostgreSQL's text of floating-point numbers: the shortest digits that read back as the same number.
 
-`double_to_shortest_decimal_buf` (d2s.c) and its float twin differ from Python's `repr` in two ways: where the notation
-turns to an exponent (from 1e15, for real from 1e6, and below 1e-4), and in that digits which lie exactly half-way
-between two numbers are not taken for either (PostgreSQL doesn't trust readers to round to even).
+`double_to_shortest_decimal_buf` (d2s.c) and its float twin differ from Python's `repr` in two ways.
+They switch to an exponent elsewhere (from 1e15, for real from 1e6, and below 1e-4). And digits
+exactly half-way between two numbers are not taken for either, because PostgreSQL doesn't rely on
+readers that round to even.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import numpy as np
 FIXED_BELOW_8: Final = 15
 FIXED_BELOW_4: Final = 6
 _FIXED_FROM: Final = -4
-# Only a whole number N * 10^j can lie half-way between two doubles (floats) with so few digits, and then 5^j divides the odd
-# number that the half-way point is made of: below 2^54 (2^25), hence j <= 23 (10) and these bounds.
+# With so few digits, only a whole number N * 10^j can lie half-way between two doubles (floats).
+# Then 5^j divides the odd number that the half-way point is made of. That number is below 2^54
+# (2^25), hence j <= 23 (10) and these bounds.
 HALF_WAY_8: Final = (2.0**53, 1e41)
 HALF_WAY_4: Final = (2.0**24, 1e20)
 
 
 def render_float8(value: float) -> str:
-    """PostgreSQL's text of a `double precision`."""
+    """Return PostgreSQL's text of a `double precision`."""
     if not math.isfinite(value):
         return _not_finite(value)
     digits, exponent = _digits(repr(abs(value)))
@@ -32,7 +34,7 @@ def render_float8(value: float) -> str:
 
 
 def render_float4(value: float) -> str:
-    """PostgreSQL's text of a `real`, given as the double of the same value."""
+    """Return PostgreSQL's text of a `real`, given as the double of the same value."""
     if not math.isfinite(value):
         return _not_finite(value)
     single = np.float32(abs(value))
@@ -49,7 +51,7 @@ def _not_finite(value: float) -> str:
 
 
 def _digits(text: str) -> tuple[str, int]:
-    """Significant digits without zeros at either end, and the decimal exponent of the first of them."""
+    """Return the significant digits without zeros at either end, and the decimal exponent of the first digit."""
     mantissa, _, power = text.partition("e")
     whole, _, fraction = mantissa.partition(".")
     exponent = int(power or 0) + len(whole) - 1
@@ -73,7 +75,7 @@ def _notation(digits: str, exponent: int, *, negative: bool, fixed_below: int) -
 
 
 def _whole(digits: str, exponent: int) -> int | None:
-    """The whole number that digits and exponent say; None where it isn't whole."""
+    """Return the whole number that digits and exponent denote; None if it isn't whole."""
     shift = exponent + 1 - len(digits)
     return int(digits) * 10**shift if shift >= 0 else None
 

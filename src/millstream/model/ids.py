@@ -1,6 +1,6 @@
 """Names and numbers that identify things: streams, shards, sources, tables, writers.
 
-All are plain ints, strings or UUIDs at run time; the NewTypes keep them apart in signatures.
+All are plain ints, strings or UUIDs at run time; the NewTypes distinguish them in signatures.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ StreamId = NewType("StreamId", UUID)
 """A stream's identity; a stream whose folder and catalog are both gone gets a new one."""
 ShardId = NewType("ShardId", int)
 RegionId = NewType("RegionId", int)
-"""0 on a single site."""
+"""The region's number; 0 on a single site."""
 WriterId = NewType("WriterId", int)
 SourceId = NewType("SourceId", int)
-"""The catalog's number (from 1) for one PostgreSQL database's one history; 0 for none (applications)."""
+"""The catalog's number (from 1) for one history of one PostgreSQL database; 0 for none (applications)."""
 TableId = NewType("TableId", int)
 """The catalog's number (from 1) for one relation of one source; survives renames and a new timeline."""
 SchemaVersion = NewType("SchemaVersion", int)
-"""Counts a table's schemas from 1."""
+"""Number of a table's schema, counted from 1."""
 Epoch = NewType("Epoch", int)
-"""A writer incarnation's fencing epoch; it only grows. 0 is nobody's."""
+"""A writer incarnation's fencing epoch; it only grows. 0 belongs to no writer."""
 GroupNumber = NewType("GroupNumber", int)
 """A commit group's number within its writer's shards; it only grows, also across epochs."""
 
@@ -33,13 +33,13 @@ _STREAM_NAME: Final = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 def can_name_stream(name: str) -> bool:
-    """Whether a text is a name that a stream may have."""
+    """Whether a text is a valid stream name."""
     return _STREAM_NAME.match(name) is not None and len(name) <= 63
 
 
 def check_stream_name(name: str) -> str:
-    """The name itself, where it is one that a stream may have; else `UsageError`."""
-    said: object = name  # of a public call, whose callers may have no types
+    """Return the name if it is a valid stream name; else raise `UsageError`."""
+    said: object = name  # a public call, whose callers may have no types
     if not isinstance(said, str) or not can_name_stream(name):
         raise UsageError(
             f"{name!r} can't name a stream",
@@ -52,12 +52,15 @@ _REGION_LOG: Final = re.compile(r"([^@]*)@([0-9]{1,10})\Z")
 
 
 def region_log_name(stream: str, region: RegionId) -> str:
-    """The folder's name of another region's log of a stream, where that is followed."""
+    """Return the name of the folder in which another region's log of a stream is followed."""
     return f"{check_stream_name(stream)}@{int(region)}"
 
 
 def parse_region_log_name(name: str) -> tuple[str, RegionId] | None:
-    """Whose log a folder holds, by its name; None where it isn't another region's. `UsageError` where it can't be one's either."""
+    """Return the stream and region whose log a folder of this name holds; None if it isn't another region's log.
+
+    Raises `UsageError` for a name with an `@` that no region's log can have.
+    """
     if "@" not in name:
         return None
     found = _REGION_LOG.match(name)
@@ -70,14 +73,14 @@ def parse_region_log_name(name: str) -> tuple[str, RegionId] | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One PostgreSQL database's one history.
+    """One history of one PostgreSQL database.
 
-    A promotion that branched off at or above what the log has reached makes a new branch of the same system and
-    database; the catalog numbers each branch.
+    A promotion that branched off at or above what the log has reached makes a new branch of the
+    same system and database; the catalog numbers each branch.
     """
 
     id: SourceId
     system_identifier: int
-    """`pg_control_system().system_identifier`, as IDENTIFY_SYSTEM gives it."""
+    """`pg_control_system().system_identifier`, as IDENTIFY_SYSTEM returns it."""
     database: str
     timeline: int

@@ -1,4 +1,7 @@
-"""What a shard's mark says: how far its writer has made it durable, how far readers may read, and what retention has dropped. `wal.mark` writes and reads them."""
+"""A shard's marks: how far it is durable, how far readers may read, and what retention has dropped.
+
+`wal.mark` writes and reads them.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +13,49 @@ from millstream.model.positions import Offset, Seq
 
 @dataclass(frozen=True, slots=True)
 class DurableMark:
-    """What a shard's writer says."""
+    """The mark of a shard's writer."""
 
     stream: StreamId
     writer: WriterId
     epoch: Epoch
     base_offset: Offset
-    """The segment that is being written."""
+    """Base offset of the segment that is being written."""
     byte_end: int
-    """Exclusive end of the durable bytes in it; all segments before it are durable whole."""
+    """Exclusive end of the durable bytes in that segment; all earlier segments are wholly durable."""
     durable_offset: Offset
     """Exclusive end of the durable offsets of the shard."""
     group: GroupNumber
-    """The last group of the writer, durable on all its shards, that the position covers."""
+    """The writer's last group that the position covers; it is durable on all its shards."""
     persisted_upto: Seq
     """Every number up to it, on all shards, is durable or will never be; never beyond the group."""
     reserved_to: Seq
     """Numbers up to it may have been given out."""
     shards: int = 0
-    """How many the writer has: that many folders in the stream's are its own. 0 where an older Millstream moved the mark."""
+    """Number of the writer's shards, which is the number of its folders in the stream's. 0 if an older
+    Millstream moved the mark."""
     elsewhere: Seq | None = None
-    """For a writer that shares its stream: the lowest position of those whose logs lie in other folders or that were joining, when this
-    was written (`SEQ_MAX` where there are none). None: it is the only one."""
+    """In a shared stream, the lowest position at that moment of the writers whose logs lie in other
+    folders or that were joining. `SEQ_MAX` if there are none; None if the stream has only this
+    writer."""
     is_settled: bool = False
-    """Nothing of this writer is undecided, and it was given no number since."""
+    """Whether nothing of this writer is undecided, and it has been given no number since."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownMark:
-    """How far readers may read, where that isn't simply what is durable: a log that must be held elsewhere, too, before it is shown."""
+    """How far readers may read, if the log must also be held elsewhere before it is shown."""
 
     mark: DurableMark
-    """As the writer moved it when that was its newest group."""
+    """The mark, as the writer moved it when that was its newest group."""
     required: bool
-    """Whether readers go by it; else by what is durable."""
+    """Whether readers are bound by it; otherwise they read what is durable."""
     by_one: bool = False
-    """What any one follower has acknowledged is held as it has to be: it may show that at once."""
+    """Whether one follower's acknowledgement suffices, so that this follower may show it at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedMark:
-    """What retention has dropped from a shard's front."""
+    """The part that retention has dropped from the front of a shard."""
 
     seq: Seq
     """Last number of the last commit group that was dropped; reading may begin behind it."""

@@ -1,4 +1,4 @@
-"""Names of PostgreSQL objects as text: quoted where PostgreSQL would quote them, parsed back, and matched by patterns."""
+"""Names of PostgreSQL objects as text: quoted as PostgreSQL quotes them, parsed, and matched by patterns."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Final, Self
 from millstream.errors import UsageError
 
 CATALOG_SCHEMA: Final = "millstream"
-"""The schema of a catalog that lies in PostgreSQL. It is never captured: capture writes into it, and would feed itself."""
+"""The schema of a catalog in PostgreSQL. It is never captured: capture writes to it, and would feed itself."""
 
 NAME_BYTES_MAX: Final = 255
-"""Size of the name of a table that applications write, of its schema, or of a column, in UTF-8."""
+"""Maximum size in UTF-8 bytes of the name of an application's table, schema or column."""
 
 DEFAULT_SCHEMA: Final = "public"
 """The schema of a name that has none."""
 
 _PLAIN: Final = re.compile(r"[a-z_][a-z0-9_]*\Z")
 
-# Every keyword of PostgreSQL 14 to 18 that isn't "unreserved" (pg_get_keywords().catcode <> 'U'): quote_identifier in
-# ruleutils.c quotes just these. The union over versions, so that a name reads the same whatever the source's version.
+# Every keyword of PostgreSQL 14 to 18 that isn't "unreserved" (pg_get_keywords().catcode <> 'U'):
+# quote_identifier in ruleutils.c quotes just these. The union over versions makes a name read the
+# same whatever the source's version.
 _KEYWORDS: Final = frozenset(
     """
     all analyse analyze and any array as asc asymmetric authorization between bigint binary bit boolean both case cast char
@@ -54,7 +55,7 @@ def name_fault(name: str) -> str | None:
 
 
 def quote_ident(name: str) -> str:
-    """The identifier as PostgreSQL's `quote_ident` gives it: bare where that is safe, else in double quotes."""
+    """Quote the identifier as PostgreSQL's `quote_ident` does: bare if that is safe, else in double quotes."""
     if _PLAIN.match(name) is not None and name not in _KEYWORDS:
         return name
     return '"' + name.replace('"', '""') + '"'
@@ -62,7 +63,7 @@ def quote_ident(name: str) -> str:
 
 @lru_cache(maxsize=65536)
 def qualified_name(namespace: str, name: str) -> str:
-    """`schema.name`, each part quoted where it must be."""
+    """Return `schema.name`, each part quoted if it must be."""
     return f"{quote_ident(namespace)}.{quote_ident(name)}"
 
 
@@ -70,10 +71,10 @@ _PART: Final = re.compile(r'"((?:[^"\0\ud800-\udfff]|"")+)"|([^\s".*?!\0\ud800-\
 
 
 def parse_qualified_name(text: str) -> tuple[str, str]:
-    """The (schema, name) that a text like `public.orders` or `"My schema"."T"` names.
+    """Return the (schema, name) that a text like `public.orders` or `"My schema"."T"` names.
 
-    The rule of every command and of SQL (`docs/reference/names.md`): unquoted parts are taken in lower case, as PostgreSQL does, and a text without
-    a schema means `public`.
+    Every command and SQL follow this rule (`docs/reference/names.md`): unquoted parts are folded to
+    lower case, as in PostgreSQL, and a text without a schema means `public`.
 
     Raises:
         UsageError: the text is no such name.
@@ -97,12 +98,12 @@ def parse_qualified_name(text: str) -> tuple[str, str]:
 
 
 def same_bare(name: str, tables: Iterable[tuple[str, str]]) -> list[str]:
-    """The full names of those tables that are called so in any schema, capitals aside: what may have been meant by a name that isn't there."""
+    """Return the full names of tables with this bare name in any schema, ignoring case, as candidates for a hint."""
     return sorted(qualified_name(*table) for table in set(tables) if table[1].lower() == name.lower())
 
 
 def name_in_full(candidates: Sequence[str]) -> str:
-    """The hint for a name that isn't there, where others (`same_bare`) may have been meant; empty if there are none."""
+    """Return the hint for an unknown name, listing the candidates of `same_bare`; empty if there are none."""
     return f"Name its schema too: {' or '.join(candidates)}." if candidates else ""
 
 
@@ -115,7 +116,10 @@ def _invalid(text: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class TablePattern:
-    """One pattern: `public.*`, `public.orders`, `!public.audit_*`. `*` is any text and `?` any character, dots excepted."""
+    """One pattern: `public.*`, `public.orders`, `!public.audit_*`.
+
+    `*` is any text and `?` any character, except dots.
+    """
 
     text: str
     leaves_out: bool
@@ -124,7 +128,7 @@ class TablePattern:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The pattern of a text; a part in double quotes is taken literally, capitals and stars too.
+        """Parse a pattern; a part in double quotes is taken literally, including capitals and stars.
 
         Raises:
             UsageError: the text is no pattern.
@@ -137,7 +141,7 @@ class TablePattern:
         return cls(text, leaves_out, re.compile(parts[0] + r"\Z", re.DOTALL), re.compile(parts[1] + r"\Z", re.DOTALL))
 
     def matches(self, namespace: str, name: str) -> bool:
-        """Whether the table is one of those meant (also of a pattern that leaves out)."""
+        """Whether the table matches the pattern (also a pattern that leaves out)."""
         return self.namespace.match(namespace) is not None and self.name.match(name) is not None
 
 
@@ -174,16 +178,17 @@ def _invalid_pattern(text: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class TablePatterns:
-    """A list of patterns: a table is selected where one of them matches and none that leaves out does.
+    """A list of patterns: a table is selected if one of them matches and none that leaves out does.
 
-    Only patterns that leave out select all else. No pattern selects the schema of Millstream's own catalog.
+    A list of only patterns that leave out selects all other tables. No pattern selects the schema
+    of Millstream's own catalog.
     """
 
     patterns: tuple[TablePattern, ...]
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Self:
-        """The patterns of some texts. `UsageError` names the one that is none."""
+        """Parse patterns. `UsageError` names the text that is none."""
         return cls(tuple(TablePattern.parse(text) for text in texts))
 
     def select(self, namespace: str, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Operations: what one transaction, one copy chunk or one request did, on its way into the log.
+"""Operations: the writes of one transaction, one copy chunk or one request, on their way into the log.
 
-A hundred thousand one-row transactions a second leave no room for a Python object each, so operations travel in
-columns: `WriteOps` holds many consecutive whole ones, `SpilledOp` holds one that is too large for memory. Both are
-immutable and can be read again.
+A hundred thousand one-row transactions a second leave no room for a Python object each, so
+operations travel in columns. `WriteOps` holds many consecutive whole operations; `SpilledOp` holds
+one that is too large for memory. Both are immutable and can be read again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 FIRST_SHARD: Final = ShardId(0)
 _COLUMN_BYTES: Final = 1024
-"""What a column of a batch holds beside its values, measured: small batches are little else."""
+"""Bytes that a column of a batch holds in addition to its values, measured: most of a small batch."""
 
 
 class OperationKind(IntEnum):
-    """What an operation is."""
+    """The kind of an operation."""
 
     TRANSACTION = 1
     COPY_CHUNK = 2
@@ -53,35 +53,43 @@ OPERATION_SCHEMA: Final = pa.schema(
         pa.field("trace_id", pa.string()),
     ]
 )
-"""One row an operation. A copy chunk's `commit_lsn` is the insert LSN read right after its snapshot and its `commit_ts` that
-moment; its records show the LSN and the date, and no commit time. An append's `commit_end_lsn`, where it has a session or a key, is the digest of
-its rows."""
+"""One row an operation.
+
+A copy chunk's `commit_lsn` is the insert LSN read right after its snapshot, and its `commit_ts`
+that moment. Its records show the LSN and the date, and no commit time. An append with a session or
+a key has the digest of its rows as its `commit_end_lsn`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Rows of one table and schema version for one shard, in `append_row_schema`, sorted by (`__operation`, `__index`)."""
+    """Rows of one table and schema version for one shard, in `append_row_schema`.
+
+    They are sorted by (`__operation`, `__index`).
+    """
 
     schema: TableSchema
     rows: pa.RecordBatch
     shard: ShardId = FIRST_SHARD
     partition: str | None = None
-    """The partition of the table that all of the rows belong to; None where it has none."""
+    """The partition of the table that all rows belong to; None if the table has none."""
     era: int = 0
-    """The hash ring by which they were placed, by its number in the stream's life; 0: by none that changes."""
+    """Number, within the stream's life, of the hash ring that placed the rows; 0 if none that changes did."""
     sink: str | None = None
-    """What they go to beside the log, by its name, instead of a shard; the log's writer never gets such ones."""
+    """Name of the sink that takes the rows instead of a shard; the log's writer never gets such rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOps:
     """Consecutive whole operations in columns.
 
-    `operations` has one row an operation, in order; every operation has at least one row in `tables`; a table may
-    stand there several times: with several schema versions, its later rows in later entries; with several shards or partitions, where a
-    key's later rows stand in later entries too.
-    `reached` says, for each source, the commit *end* LSN up to which all is in this or an earlier append. `behind` says what
-    the log must have reached for this to follow it: where an append before it failed, this one is refused.
+    `operations` has one row an operation, in order; every operation has at least one row in
+    `tables`. A table may have several entries, one for each schema version, shard or partition: a
+    key's later rows stand in later entries.
+
+    `reached` is, for each source, the commit *end* LSN up to which everything is in this or an
+    earlier append. `behind` is what the log must have reached before this append. If an earlier
+    append failed, this one is rejected.
     """
 
     operations: pa.RecordBatch
@@ -89,11 +97,15 @@ class WriteOps:
     reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
     behind: Mapping[SourceId, Lsn] = field(default_factory=dict)
     keys: WriteKeys | None = None
-    """What tells applications' writes apart, where they have something: those that the log has are left out, and answered again."""
+    """The applications' write ids, if they have any. A write already in the log is left out, and gets
+    its first answer again."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the columns hold; a slice holds all that it was cut from (and `nbytes` takes a hundred times as long)."""
+        """Memory in bytes that the columns hold.
+
+        A slice counts everything it was cut from, and `nbytes` takes a hundred times as long.
+        """
         batches = [self.operations, *(table.rows for table in self.tables)]
         return int(sum(batch.get_total_buffer_size() + batch.num_columns * _COLUMN_BYTES for batch in batches))
 
@@ -105,10 +117,11 @@ class WriteOps:
 
 @dataclass(frozen=True, slots=True)
 class SpilledOp:
-    """One operation that is too large for memory; its rows lie elsewhere and can be read again and again.
+    """One operation that is too large for memory; its rows lie elsewhere and can be read repeatedly.
 
-    `chunks()` starts over at each call; it yields pieces of bounded size whose rows' `__index` continue where the piece
-    before ended, `__operation` always 0. `counts` holds the exact number of rows of every (shard, table).
+    `chunks()` starts over at each call and yields pieces of bounded size. The rows' `__index`
+    continues from the previous piece, and `__operation` is always 0. `counts` holds the exact
+    number of rows of every (shard, table).
     """
 
     operation: pa.RecordBatch
@@ -126,77 +139,78 @@ class SpilledOp:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What a caller learns once its operations are durable on all their shards."""
+    """The result for a caller whose operations are durable on all their shards."""
 
     offsets: Mapping[ShardId, tuple[Offset, Offset]]
     """The half-open range of offsets on each shard touched."""
     seqs: SeqRange
     """The numbers given to the call's records, over all its tables."""
     placed: WriteOps | None = None
-    """The operations as they were written, where their places had changed since they were submitted; None: as they were submitted."""
+    """The operations as they were written, if their shards had changed since they were submitted; None if not."""
     each: tuple[Outcome, ...] = ()
-    """Of operations with `WriteOps.keys`, what became of each; `offsets` and `seqs` are of those that were appended now."""
+    """For operations with `WriteOps.keys`, the outcome of each; `offsets` and `seqs` cover those appended now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """An operation that the log had already: nothing was appended."""
+    """An operation that the log already had: nothing was appended."""
 
     given: Ack
-    """What it was given then."""
+    """The acknowledgement of the first append."""
 
 
 Outcome: TypeAlias = Ack | Repeated | MillstreamError
-"""What became of one operation among others."""
+"""The outcome of one operation among others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """A row that has no place in its table, where the others of its request were kept."""
+    """A row that doesn't fit its table, while the other rows of its request were kept."""
 
     row: int
-    """Its place in the request, from 0."""
+    """Its index in the request, from 0."""
     code: str
-    """The error's, as in `millstream.errors`."""
+    """The error's code, as in `millstream.errors`."""
     reason: str
     column: str | None = None
-    """The column at fault, where one is."""
+    """The column at fault, if there is one."""
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able facts."""
+        """Return JSON-able facts."""
         return {"row": self.row, "code": self.code, "reason": self.reason, "column": self.column}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Self:
-        """The value that `as_dict` told of."""
+        """Return the value that `as_dict` was called on."""
         return cls(int(facts["row"]), str(facts["code"]), str(facts["reason"]), facts.get("column"))
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """What an application learns once its rows are durable."""
+    """The result for an application whose rows are durable."""
 
     token: StreamToken
-    """Who has read up to it has seen these rows. A vector token where other writers are behind."""
+    """A reader that has read up to it has seen these rows. A vector token if other writers are behind."""
     seqs: SeqRange
-    """The rows' numbers in the stream, in their order."""
+    """The rows' numbers in the stream, in order."""
     offsets: Mapping[ShardId, tuple[Offset, Offset]]
     """The half-open range of offsets on each shard touched."""
     duplicate: bool = False
-    """Whether it was durable already, of an earlier call with the same `WriteId`: nothing was appended, and this is what that one got."""
+    """Whether an earlier call with the same `WriteId` made it durable: nothing was appended, and this
+    is that call's result."""
     rejected: tuple[RejectedRow, ...] = ()
-    """Rows that weren't appended, where that was asked for."""
+    """Rows that weren't appended, if the caller asked to keep the valid ones."""
     buffer: str | None = None
-    """The write buffer that has the rows, at `offsets` of its own, until a stream takes them into its log. They have no numbers until then:
-    `seqs` begins at 0, and the token is the stream's start."""
+    """The write buffer that holds the rows, at its own `offsets`, until a stream takes them into its
+    log. Until then they have no numbers: `seqs` begins at 0, and the token is the stream's start."""
 
     @property
     def row_count(self) -> int:
-        """How many rows were appended."""
+        """Number of rows appended."""
         return self.seqs.count
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able facts."""
+        """Return JSON-able facts."""
         return {
             "token": str(self.token),
             "first": int(self.seqs.first),
@@ -209,7 +223,7 @@ class Appended:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Self:
-        """The value that `as_dict` told of."""
+        """Return the value that `as_dict` was called on."""
         offsets = {ShardId(int(s)): (Offset(start), Offset(end)) for s, (start, end) in facts["offsets"].items()}
         rejected = tuple(RejectedRow.from_dict(row) for row in facts.get("rejected", ()))
         numbers = SeqRange(Seq(facts["first"]), facts["rows"])

@@ -1,6 +1,7 @@
 """Whole columns of the log as text and as JSON: `millstream.model.pgtext` by the column.
 
-Fast where Arrow does what PostgreSQL does; value by value elsewhere. Both give the same.
+Arrow's functions render the types that they render as PostgreSQL does; other types go value by
+value. Both ways give the same.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from millstream.model.pgtext import storage_values, text_renderer
 from millstream.model.schema import Column
 
 JSON_INTEGER_MAX: Final = 2**53
-"""JSON readers hold numbers as doubles: whole ones up to here are exact."""
+"""JSON readers hold numbers as doubles, in which integers up to this one are exact."""
 
 
 def render_column(array: pa.Array, column: Column) -> list[str | None]:
-    """PostgreSQL's text of each value of a log column; None for NULL (and for what lies in `__exact`: see there first).
+    """Return PostgreSQL's text of each value of a log column; None for NULL, and for values in `__exact`.
 
-    Bytes that aren't of a PostgreSQL column (the content of a logical message) are text where they are UTF-8, else hex.
+    Look in `__exact` first. Bytes that aren't of a PostgreSQL column (the content of a logical
+    message) are text if they are UTF-8, else hex.
 
     Raises:
         InvalidValue: a value that the log never takes.
@@ -45,18 +47,18 @@ def render_column(array: pa.Array, column: Column) -> list[str | None]:
     render = text_renderer(kind)
     try:
         return [None if value is None else render(value) for value in storage_values(array)]
-    except (ValueError, OverflowError) as error:  # a date beyond the year 9999 in a list: none that was parsed
+    except (ValueError, OverflowError) as error:  # a date beyond the year 9999 in a list: never parsed from text
         raise InvalidValue(
             f"column {column.name} holds what no {kind} can be", column=column.name, type=str(kind)
         ) from error
 
 
-# Arrow turns to an exponent where more than six zeros would stand behind the point.
+# Arrow switches to an exponent if more than six zeros would stand behind the point.
 _DECIMAL_SCALE_FAST: Final = 6
 
 
 def render_content(value: bytes) -> str:
-    r"""Bytes of a logical message as text where they are UTF-8, else as `\x…`."""
+    r"""Return the bytes of a logical message as text if they are UTF-8, else as `\x…`."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -76,11 +78,11 @@ def _render_timestamps(array: pa.Array) -> list[str | None]:
 
 
 def json_column(array: pa.Array, column: Column) -> list[Any]:
-    """Each value as JSON holds it exactly: numbers where it can, else PostgreSQL's text; None for NULL.
+    """Return each value as JSON holds it exactly: as a number if possible, else PostgreSQL's text; None for NULL.
 
-    Numbers are integers up to 2^53 and finite floats (a `real` as the shortest digits that give it back). Decimals are
-    text: most aren't doubles, and their zeros count. Booleans of a PostgreSQL column are its text, `t` and `f`; those of
-    a logical message are JSON's.
+    Numbers are integers up to 2^53 and finite floats (a `real` as the shortest digits that give it
+    back). Decimals are text: most aren't doubles, and their zeros count. Booleans of a PostgreSQL
+    column are its text, `t` and `f`; those of a logical message are JSON's.
     """
     kind = array.type
     if pa.types.is_integer(kind):

@@ -1,14 +1,16 @@
-r"""PostgreSQL's text of a value to what an Arrow column of the log holds, and back to the very same text.
+r"""Conversion of PostgreSQL's text of a value to what an Arrow column of the log holds, and back to the same text.
 
-One rule makes this exact: a text is *held* by a type only where rendering what was parsed gives the text again.
-Everything else (infinite or BC dates, years beyond 9999, NaN in a numeric, arrays with lower bounds or of several
-dimensions …) is `INEXACT`: its column is null and the text goes into the record's `__exact` map.
+One rule makes this exact: a type *holds* a text only if rendering the parsed value gives the text
+again. Everything else (infinite or BC dates, years beyond 9999, NaN in a numeric, arrays with lower
+bounds or of several dimensions …) is `INEXACT`: its column is null and the text goes into the
+record's `__exact` map.
 
-The texts are those of a session with DateStyle ISO, TimeZone UTC, IntervalStyle postgres, bytea_output hex and
-extra_float_digits of 1 or more.
+The texts are those of a session with DateStyle ISO, TimeZone UTC, IntervalStyle postgres,
+bytea_output hex and extra_float_digits of 1 or more.
 
-*Storage values* stand between text and Arrow, and are what `pa.array` takes: int, float, bool, str, bytes, Decimal; a
-date as days and a timestamp as microseconds since 1970; a list of such values (None for NULL) for a list.
+*Storage values* stand between text and Arrow, and are what `pa.array` takes: int, float, bool, str,
+bytes, Decimal; a date as days and a timestamp as microseconds since 1970; for a list, a list of
+such values (None for NULL).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Inexact:
 
 
 INEXACT: Final = Inexact()
-"""What `parse_text` gives for a text that a type can't hold exactly."""
+"""The result of `parse_text` for a text that a type can't hold exactly."""
 
 _EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()
 _DAY_US: Final = 86_400_000_000
@@ -46,18 +48,18 @@ Renderer = Callable[[Any], str]
 
 
 def parse_text(text: str, kind: pa.DataType) -> Any:
-    """The storage value that a column of this type holds for PostgreSQL's text, or `INEXACT`."""
+    """Return the storage value that a column of this type holds for PostgreSQL's text, or `INEXACT`."""
     return text_parser(kind)(text)
 
 
 def render_value(value: Any, kind: pa.DataType) -> str:
-    """PostgreSQL's text of a storage value."""
+    """Return PostgreSQL's text of a storage value."""
     return text_renderer(kind)(value)
 
 
 @lru_cache(maxsize=1024)
 def text_parser(kind: pa.DataType) -> Parser:
-    """`parse_text` for one type."""
+    """Return `parse_text` for one type."""
     parse, render = _pair(kind)
     if pa.types.is_string(kind):
         return parse
@@ -74,17 +76,17 @@ def text_parser(kind: pa.DataType) -> Parser:
 
 @lru_cache(maxsize=1024)
 def text_renderer(kind: pa.DataType) -> Renderer:
-    """`render_value` for one type."""
+    """Return `render_value` for one type."""
     return _pair(kind)[1]
 
 
 def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """An Arrow array of storage values (None for NULL)."""
+    """Return an Arrow array of storage values (None for NULL)."""
     return pa.array(values, type=kind)
 
 
 def storage_values(array: pa.Array) -> list[Any]:
-    """The storage values of an Arrow array (None for NULL)."""
+    """Return the storage values of an Arrow array (None for NULL)."""
     storage = _storage_type(array.type)
     values: list[Any] = (array if storage == array.type else array.cast(storage)).to_pylist()
     return values
@@ -137,7 +139,7 @@ def _integer_parser(bits: int) -> Parser:
 def _parse_float4(text: str) -> float:
     import numpy as np
 
-    with np.errstate(over="ignore"):  # becomes infinite, and infinite isn't what the text says
+    with np.errstate(over="ignore"):  # overflow gives infinity, which isn't what the text means
         return float(np.float32(text))
 
 
@@ -249,7 +251,7 @@ def _quote_element(text: str) -> str:
 
 
 def _array_elements(text: str) -> list[str | None] | None:
-    """The elements of a one-dimensional array's text; None for any other text."""
+    """Return the elements of a one-dimensional array's text; None for any other text."""
     if len(text) < 2 or text[0] != "{" or text[-1] != "}":
         return None
     if text == "{}":
@@ -273,7 +275,7 @@ def _array_elements(text: str) -> list[str | None] | None:
 
 
 def parse_float8(text: str) -> float:
-    """The double of a text; ValueError where it's none."""
+    """Return the double of a text; raises `ValueError` if it is none."""
     value = float(text)
     if math.isinf(value) and text not in {"Infinity", "-Infinity"}:
         raise ValueError(text)

@@ -1,8 +1,8 @@
 """PostgreSQL's types and their columns: the Arrow type in the log, and the one in the lake.
 
-Relation messages give a column's type as (oid, modifier). Only built-in oids mean the same everywhere; a domain, an enum
-or an extension's type is text, and so is each type that has no exact column of its own. The table of
-docs/reference/types.md says the same in words, and a test compares the two.
+Relation messages give a column's type as (oid, modifier). Only built-in oids mean the same
+everywhere. A domain, an enum or an extension's type is text, and so is each type without an exact
+column type. docs/reference/types.md holds the same table in words, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from millstream.model.schema import Column
 
 DECIMAL_DIGITS_MAX: Final = 38
 
-# oid: (format_type(oid, NULL), oid of its array type or 0). From pg_type of PostgreSQL 18: what is older is the same.
+# oid: (format_type(oid, NULL), oid of its array type or 0). From pg_type of PostgreSQL 18; older
+# versions have the same oids.
 _BUILTIN: Final[dict[int, tuple[str, int]]] = {
     16: ("boolean", 1000),
     17: ("bytea", 1001),
@@ -118,7 +119,7 @@ _TYPED: Final[dict[int, pa.DataType]] = {
     1082: pa.date32(),
     1114: pa.timestamp("us"),
     1184: INSTANT,
-    # Text by nature: a column of its own, whose arrays are lists.
+    # Types that are text by nature: they have columns of their own, and their arrays are lists.
     19: pa.string(),
     25: pa.string(),
     114: pa.string(),
@@ -131,7 +132,7 @@ _TYPED: Final[dict[int, pa.DataType]] = {
 
 
 def builtin_name(oid: int) -> str | None:
-    """`format_type(oid, NULL)` of a built-in type or an array of one; None for all else."""
+    """Return `format_type(oid, NULL)` of a built-in type or an array of one; None for every other type."""
     if oid in _BUILTIN:
         return _BUILTIN[oid][0]
     element = _ELEMENT.get(oid)
@@ -139,12 +140,15 @@ def builtin_name(oid: int) -> str | None:
 
 
 def element_oid(oid: int) -> int | None:
-    """The element type of a built-in array type; None for all else."""
+    """Return the element type of a built-in array type; None for every other type."""
     return _ELEMENT.get(oid)
 
 
 def numeric_precision(modifier: int) -> tuple[int, int] | None:
-    """(precision, scale) of a numeric column's modifier; None where it has none. The scale may be negative (15+)."""
+    """Return (precision, scale) of a numeric column's modifier; None if it has none.
+
+    The scale may be negative (15+).
+    """
     if modifier < 4:
         return None
     packed = modifier - 4
@@ -153,7 +157,7 @@ def numeric_precision(modifier: int) -> tuple[int, int] | None:
 
 
 def _decimal(modifier: int) -> pa.DataType | None:
-    """The decimal that holds every finite value of such a numeric column; None where there's none."""
+    """Return the decimal that holds every finite value of such a numeric column; None if there is none."""
     found = numeric_precision(modifier)
     if found is None:
         return None
@@ -164,7 +168,7 @@ def _decimal(modifier: int) -> pa.DataType | None:
 
 
 def log_type(oid: int, modifier: int) -> pa.DataType:
-    """The Arrow type of a column in the log: of its own kind where that is exact, else `string`."""
+    """Return the Arrow type of a column in the log: the type's own Arrow type if that is exact, else `string`."""
     element = _ELEMENT.get(oid)
     if element is not None:
         inner = _scalar(element, modifier)
@@ -187,7 +191,7 @@ _OVERRIDE: Final = re.compile(r"(?:decimal|numeric)\(\s*(\d{1,2})\s*(?:,\s*(\d{1
 
 
 def parse_lake_override(text: str) -> pa.DataType:
-    """The type that `[streams.S.types]` asks for: `decimal(p,s)` or `text`.
+    """Return the type that `[streams.S.types]` asks for: `decimal(p,s)` or `text`.
 
     Raises:
         ConfigError: anything else.
@@ -208,10 +212,10 @@ def parse_lake_override(text: str) -> pa.DataType:
 
 
 def lake_type(column: Column, override: str | None = None) -> pa.DataType:
-    """The Arrow type of a column in the lake: the log's, unless the configuration asks for another.
+    """Return the Arrow type of a column in the lake: the log's, unless the configuration asks for another.
 
     Raises:
-        ConfigError: the override is no type, or not one for such a column (a decimal for what isn't a number).
+        ConfigError: the override is no type, or doesn't fit the column (a decimal for a column that isn't numeric).
     """
     if override is None:
         return column.arrow

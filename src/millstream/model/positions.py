@@ -16,7 +16,7 @@ from millstream.errors import InvalidToken, InvalidValue
 from millstream.model.ids import StreamId, WriterId
 
 Lsn = NewType("Lsn", int)
-"""A byte position in a source's WAL, as PostgreSQL's pg_lsn: 0 is invalid."""
+"""A byte position in a source's WAL, as PostgreSQL's pg_lsn; 0 is invalid."""
 Offset = NewType("Offset", int)
 """A record's number in its shard: dense, from 0."""
 Seq = NewType("Seq", int)
@@ -30,12 +30,12 @@ SEQ_MAX: Final = Seq(2**63 - 1)
 
 
 def format_lsn(lsn: Lsn) -> str:
-    """PostgreSQL's own text, such as `16/B374D848`."""
+    """Return PostgreSQL's own text, such as `16/B374D848`."""
     return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:08X}"
 
 
 def parse_lsn(text: str) -> Lsn:
-    """The LSN of PostgreSQL's text; `InvalidValue` for any other text."""
+    """Return the LSN of PostgreSQL's text; raises `InvalidValue` for any other text."""
     found = _LSN_TEXT.match(text)
     if found is None:
         raise InvalidValue(f"{text!r} is not an LSN", hint="An LSN reads like 16/B374D848.")
@@ -43,7 +43,7 @@ def parse_lsn(text: str) -> Lsn:
 
 
 def short_stream_id(stream: StreamId) -> str:
-    """The first eight hex digits of the stream's UUID: what tokens begin with."""
+    """Return the first eight hex digits of the stream's UUID, with which its tokens begin."""
     return stream.hex[:8]
 
 
@@ -56,27 +56,30 @@ class SeqRange:
 
     @property
     def last(self) -> Seq:
-        """The greatest number in the range (`first - 1` where it is empty)."""
+        """The greatest number in the range (`first - 1` if it is empty)."""
         return Seq(self.first + self.count - 1)
 
 
 NO_NUMBERS: Final = SeqRange(Seq(0), 0)
-"""Nobody's range: of an incarnation that was given none."""
+"""An empty range, for an incarnation that was given none."""
 
 
 class Direction(IntEnum):
-    """Which way a stream counts. Positions, ranges and tokens always grow; a record's number is a position's, turned."""
+    """The direction in which a stream counts.
+
+    Positions, ranges and tokens always grow; a record's number is its position times this.
+    """
 
     UP = 1
     DOWN = -1
     """Copies of history, newest first."""
 
     def number(self, position: Seq) -> int:
-        """The number that a record at a position bears."""
+        """Return the number of the record at a position."""
         return self * position
 
     def position(self, number: int) -> Seq:
-        """Where the record of a number stands."""
+        """Return the position of the record with a number."""
         return Seq(self * number)
 
 
@@ -84,8 +87,9 @@ class Direction(IntEnum):
 class StreamToken:
     """A vector position: a minimum `seq`, and the positions of the writers that are ahead of it.
 
-    Text: `<short stream id>.s<n>` where every writer stands at n, else `<short stream id>.m<min>~<writer>.<pos>~…`.
-    Tokens are partially ordered, pointwise: `<=` exists and `<` does not, for a total order would be a lie.
+    Text: `<short stream id>.s<n>` if every writer stands at n, else `<short stream
+    id>.m<min>~<writer>.<pos>~…`. Tokens are partially ordered, pointwise. `<=` exists and `<` does
+    not, because a total order would be wrong.
     """
 
     stream: str
@@ -106,12 +110,12 @@ class StreamToken:
 
     @classmethod
     def scalar(cls, stream: StreamId, seq: Seq) -> Self:
-        """The token at which every writer stands at `seq`: what linear readers use."""
+        """Return the token at which every writer stands at `seq`; linear readers use it."""
         return cls(short_stream_id(stream), seq)
 
     @classmethod
     def parse(cls, text: str, *, stream: StreamId | None = None) -> Self:
-        """The token of its text.
+        """Parse a token.
 
         Raises:
             InvalidToken: the text is malformed, or belongs to another stream than `stream`.
@@ -142,7 +146,10 @@ class StreamToken:
         return f"{self.stream}.m{self.minimum}" + "".join(f"~{w}.{p}" for w, p in self.ahead.items())
 
     def linear(self) -> Seq:
-        """The number at which all writers stand, for readers that know one order only; `InvalidToken` of a vector token."""
+        """Return the number at which all writers stand, for linear readers.
+
+        Raises `InvalidToken` for a vector token.
+        """
         if self.ahead:
             raise InvalidToken(
                 f"{self} holds a position for each writer, and what is asked for goes by one number",
@@ -151,7 +158,7 @@ class StreamToken:
         return self.minimum
 
     def of(self, writer: WriterId) -> Seq:
-        """The position of one writer."""
+        """Return the position of one writer."""
         return self.ahead.get(writer, self.minimum)
 
     def __le__(self, other: StreamToken) -> bool:
@@ -160,12 +167,12 @@ class StreamToken:
         return self.minimum <= other.minimum and all(self.of(w) <= other.of(w) for w in writers)
 
     def join(self, other: StreamToken) -> StreamToken:
-        """The least token that is at or above both."""
+        """Return the least token that is at or above both."""
         self._same_stream(other)
         return self._pointwise(other, max)
 
     def meet(self, other: StreamToken) -> StreamToken:
-        """The greatest token that is at or below both."""
+        """Return the greatest token that is at or below both."""
         self._same_stream(other)
         return self._pointwise(other, min)
 
@@ -179,5 +186,5 @@ class StreamToken:
 
 
 def greatest(positions: Iterable[Lsn]) -> Lsn:
-    """The greatest LSN, 0 where there is none."""
+    """Return the greatest LSN; 0 if there is none."""
     return max(positions, default=Lsn(0))

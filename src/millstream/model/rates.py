@@ -1,4 +1,4 @@
-"""How fast something goes, by what has happened lately. Plain values: the clock comes in from outside."""
+"""Recent rates of events. Plain values: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ class Rate:
     _began_s: float = float("inf")
 
     def add(self, count: int, now_s: float) -> None:
-        """Note that so many came at a moment; moments don't go back."""
+        """Add a count at a moment; moments don't go back."""
         self._began_s = min(self._began_s, now_s)
         self._steps.append((now_s, count))
         self._held += count
         self._forget(now_s)
 
     def per_s(self, now_s: float) -> float:
-        """The rate at a moment: of the window, or of the time since the first count where that is shorter (a second at least)."""
+        """Return the rate at a moment.
+
+        It is taken over the window, or over the time since the first count if that is shorter (at
+        least a second).
+        """
         self._forget(now_s)
         if not self._steps:
             return 0.0

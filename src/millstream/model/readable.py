@@ -1,4 +1,4 @@
-"""Text of others, as people may see it: names and values may hold characters that a terminal acts on."""
+"""Text from outside made safe to show: names and values may hold characters that a terminal acts on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import re
 from typing import Final
 
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-"""C0, DEL and C1; and halves of characters, which can't be printed at all."""
+"""C0, DEL and C1; and surrogates, which can't be printed at all."""
 _NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def readable(text: str) -> str:
-    r"""The text on one line, with each control character written as an escape, such as `\n` or `\x1b`.
+    r"""Return the text on one line, with each control character written as an escape, such as `\n` or `\x1b`.
 
-    For terminals and log lines. A backslash stays as it is, so the text can't be read back: programs get JSON or CSV.
+    For terminals and log lines. A backslash isn't escaped, so the text can't be read back; programs
+    get JSON or CSV.
     """
     return _CONTROL.sub(_escape, text)
 

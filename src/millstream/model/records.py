@@ -1,11 +1,12 @@
 """Records: the columns that Millstream adds to a table's own, in the log and as readers see them.
 
-Two shapes of a table's rows exist, and only two:
+A table's rows exist in two shapes only:
 
-- *log rows* (`log_row_schema`): what an appender hands over and what a frame's payload holds. They carry only what the
-  directory of the frame can't say for a whole operation: offset, index, op, and the three sparse columns.
-- *records* (`record_schema`): what every reader gets. The directory's facts (seq, source, LSN, times) are spread over
-  the rows.
+- *log rows* (`log_row_schema`): what an appender submits and what a frame's payload holds. They
+  carry only what the frame's directory can't hold for a whole operation: offset, index, op, and the
+  three sparse columns.
+- *records* (`record_schema`): what every reader gets. The directory's facts (seq, source, LSN,
+  times) are copied to each row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from millstream.model.schema import TableSchema
 
 
 class Op(IntEnum):
-    """What a record says; the value is its letter's ASCII code (Debezium's letters where it has one)."""
+    """The operation of a record; the value is its letter's ASCII code (Debezium's letters if it has one)."""
 
     CREATE = ord("c")
     UPDATE = ord("u")
@@ -37,11 +38,12 @@ class Op(IntEnum):
 
 
 TEXT_BY_COLUMN: Final = pa.map_(pa.string(), pa.string())
-"""From a column's name to PostgreSQL's text of a value; a null item is SQL's NULL."""
+"""Map from a column's name to PostgreSQL's text of a value; a null item is SQL's NULL."""
 INSTANT: Final = pa.timestamp("us", tz="UTC")
 TIME_MIN_US: Final = -62_135_596_800_000_000
 TIME_MAX_US: Final = 253_402_300_799_999_999
-"""The years 1 to 9999, in microseconds since 1970: commit times are of these, for every reader to show."""
+"""The end of the year 9999, in microseconds since 1970. Commit times lie in the years 1 to 9999, so
+that every reader can show them."""
 
 LOG_ROW_PREFIX: Final = (
     pa.field("__offset", pa.int64(), nullable=False),
@@ -51,11 +53,13 @@ LOG_ROW_PREFIX: Final = (
     pa.field("__exact", TEXT_BY_COLUMN),
     pa.field("__before", TEXT_BY_COLUMN),
 )
-"""`__index` is the record's index in its operation over all tables, from 0: a transaction's `commit_index`. The three
-sparse columns are null where they say nothing. Appenders leave `__offset` out and put `__operation` in its place."""
+"""`__index` is the record's index in its operation over all tables, from 0: a transaction's
+`commit_index`. The three sparse columns are null if they hold nothing. Appenders leave `__offset`
+out and put `__operation` in its place."""
 
 OPERATION_ORDINAL: Final = pa.field("__operation", pa.int32(), nullable=False)
-"""In rows being appended: which operation of the `WriteOps` a row belongs to. Rows stand sorted by it, then by `__index`."""
+"""In rows being appended, the index of a row's operation in its `WriteOps`. Rows are sorted by it,
+then by `__index`."""
 
 RECORD_PREFIX: Final = (
     pa.field("__op", pa.string(), nullable=False),
@@ -70,19 +74,21 @@ RECORD_PREFIX: Final = (
     pa.field("__exact", TEXT_BY_COLUMN),
     pa.field("__before", TEXT_BY_COLUMN),
 )
-"""What readers see before the table's own columns (a log reader may ask for `__offset` too, then first)."""
+"""The columns that readers get before the table's own (a log reader may also ask for `__offset`, which
+then comes first)."""
 
 RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
 RESERVED_COLUMNS: Final = RECORD_COLUMNS | {field.name for field in LOG_ROW_PREFIX} | {OPERATION_ORDINAL.name}
-"""Names that a table's own column can't have, in upper case neither: it would stand beside one of these. See `log_names`."""
+"""Names that a table's own column can't have in any case, because they would collide with these
+columns. See `log_names`."""
 RECORD_OFFSET: Final = pa.field("__offset", pa.int64(), nullable=False)
 
 
 def log_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names under which columns of a source's table stand in the log and the lake, in the same order.
+    """Return the names under which columns of a source's table stand in the log and the lake, in the same order.
 
-    They are the source's own, but for a reserved one in whatever case: it gets a `_` behind it, or as many as make it a name that no
-    other of the columns has.
+    They are the source's own, except reserved names (in any case). Such a name gets one `_`
+    appended, or as many as make it unique among the columns.
     """
     taken = {name.lower() for name in names}
     if taken.isdisjoint(RESERVED_COLUMNS):
@@ -98,19 +104,19 @@ def log_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)  # asked for with every batch; the metadata is JSON
+@lru_cache(maxsize=4096)  # called for every batch; the metadata is JSON
 def append_row_schema(table: TableSchema) -> pa.Schema:
-    """The schema of rows on their way into the log: `__operation` stands where `__offset` will."""
+    """Return the schema of rows on their way into the log: `__operation` stands in the place of `__offset`."""
     return table.to_arrow((OPERATION_ORDINAL, *LOG_ROW_PREFIX[1:]))
 
 
-@lru_cache(maxsize=4096)  # asked for with every batch; the metadata is JSON
+@lru_cache(maxsize=4096)  # called for every batch; the metadata is JSON
 def log_row_schema(table: TableSchema) -> pa.Schema:
-    """The schema of a frame's payload for one table and schema version."""
+    """Return the schema of a frame's payload for one table and schema version."""
     return table.to_arrow(LOG_ROW_PREFIX)
 
 
-@lru_cache(maxsize=4096)  # asked for with every batch; the metadata is JSON
+@lru_cache(maxsize=4096)  # called for every batch; the metadata is JSON
 def record_schema(table: TableSchema, *, offsets: bool = False) -> pa.Schema:
-    """The schema of the records that readers get, with `__offset` first where asked."""
+    """Return the schema of the records that readers get, with `__offset` first if asked."""
     return table.to_arrow((RECORD_OFFSET, *RECORD_PREFIX) if offsets else RECORD_PREFIX)

@@ -1,7 +1,8 @@
-"""A log on its way to another machine: pieces of segments, the marks that say how far they count, and who has what.
+"""A log on its way to another machine: pieces of segments, the marks that make them count, and who holds how much.
 
-A follower's files are the leader's, byte for byte. So a position is where a shard's bytes end: a segment and a place in it. What
-is shown there is said by the leader's own marks, which travel behind the bytes that they cover.
+A follower's files are the leader's, byte for byte. So a position is the end of a shard's bytes: a
+segment and a position in its file. The leader's own marks, sent behind the bytes that they cover,
+determine what the follower shows.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ NodeName = NewType("NodeName", str)
 """One machine's name among those that have a stream; it stays when an address changes."""
 
 OBJECT_STORE: Final = NodeName("object-store")
-"""What the object store is called among those that hold a log."""
+"""The object store's name among the holders of a log."""
 
 _NODE_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 
 
 def check_node_name(name: str) -> NodeName:
-    """The name itself, where it is one that a node may have; else `UsageError`."""
+    """Return the name if it is a valid node name; else raise `UsageError`."""
     if _NODE_NAME.match(name) is None or len(name) > 63:
         raise UsageError(
             f"{name!r} can't name a node: names of nodes have lower-case letters, digits and -, at most 63",
@@ -37,7 +38,7 @@ def check_node_name(name: str) -> NodeName:
 
 
 def region_node(region: RegionId) -> NodeName:
-    """What a home of another region calls itself, or is called, as a follower."""
+    """Return the node name that another region's home has as a follower."""
     return NodeName(f"region-{region}")
 
 
@@ -45,12 +46,12 @@ _HOLDER: Final = "follower "
 
 
 def follower_holder(node: NodeName) -> str:
-    """A follower's name among those who hold segments."""
+    """Return a follower's name among the holders of segments."""
     return f"{_HOLDER}{node}"
 
 
 def follower_of_holder(name: str) -> NodeName | None:
-    """The follower of such a name; None where it is another one's."""
+    """Return the follower with such a holder name; None if the holder is no follower."""
     return NodeName(name.removeprefix(_HOLDER)) if name.startswith(_HOLDER) else None
 
 
@@ -59,13 +60,14 @@ class ByteEnd:
     """Exclusive end of a shard's bytes; orders as the bytes do."""
 
     base_offset: Offset
-    """The segment."""
+    """Base offset of the segment."""
     position: int
-    """In its file; 0 where the segment has nothing yet: behind a footer stands the next segment's 0."""
+    """Position in the segment's file; 0 if the segment has nothing yet. Behind a footer comes position
+    0 of the next segment."""
 
 
 ReplicaPosition = Mapping[ShardId, ByteEnd]
-"""What somebody holds durably of every shard that they know. A shard that isn't in it: nothing."""
+"""Durable end of every shard that a node knows. The node holds nothing of a shard that isn't in the mapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,61 +77,67 @@ class SegmentPart:
     shard: ShardId
     base_offset: Offset
     position: int
-    """Of the first byte in the file."""
+    """Position of the first byte in the file."""
     data: bytes | memoryview
     is_end: bool = False
-    """The file ends with it: it is sealed."""
+    """Whether the file ends with these bytes: it is sealed."""
 
     @property
     def end(self) -> ByteEnd:
-        """Where it ends."""
+        """The end of these bytes."""
         return ByteEnd(self.base_offset, self.position + len(self.data))
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Something beside the log that a promoted node needs: the newest counts, whole."""
+    """A document outside the log that a promoted node needs. The newest version counts, as a whole."""
 
     name: str
-    """`catalog`, `sessions`, and `lineage`: who has led from which group on, with which everything begins on a connection."""
+    """`catalog`, `sessions`, or `lineage`: which nodes have led from which group on, the first
+    document on a connection."""
     version: int
-    """Grows with each change."""
+    """Version number; grows with each change."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """What goes to a follower in one piece. Those of one sender follow each other as they were sent, or are refused as a gap."""
+    """One message to a follower.
+
+    A sender's shipments are applied in the order sent; one that leaves a gap is rejected.
+    """
 
     stream: StreamId
     region: RegionId
     epoch: Epoch
-    """The leader's: of the greatest promise that it knows of. One that is lower than the follower has promised is refused."""
+    """The greatest promise that the leader knows of. A follower that has promised a higher epoch
+    rejects the shipment."""
     parts: tuple[SegmentPart, ...] = ()
     marks: Mapping[ShardId, DurableMark] = field(default_factory=dict)
-    """All marks of the stream as of one moment, whose bytes have been sent with these parts at the latest. Empty: what was sent
-    isn't whole yet."""
+    """All marks of the stream at one moment, whose bytes have been sent with these parts at the
+    latest. Empty: the bytes sent so far aren't complete."""
     first_kept: Mapping[ShardId, DroppedMark] = field(default_factory=dict)
-    """What retention has dropped at the leader, of each shard of which it has: a follower that has nothing yet begins behind it."""
+    """The dropped front of each shard of which retention has dropped something at the leader. A
+    follower that has nothing yet begins behind it."""
     documents: tuple[Document, ...] = ()
     leader_end: Seq = Seq(0)  # a NewType of int
-    """How far the leader itself is durable: lag is measured against it."""
+    """How far the leader itself is durable; lag is measured against it."""
     sent_ns: int = 0
-    """The leader's clock, nanoseconds since 1970 UTC."""
+    """The leader's clock, in nanoseconds since 1970 UTC."""
     leader: NodeName = NodeName("")
-    """To whom the promise was given that `epoch` numbers: two nodes may have begun with one number, never with one pair. Empty:
-    nobody was ever promoted."""
+    """The node that the promise numbered `epoch` was given to. Two nodes may have begun with one
+    number, never with one pair. Empty: no node was ever promoted."""
     bytes_left: int = 0
-    """What the sender has of the stream, durably, beyond this."""
+    """Bytes of the stream, beyond this shipment, that the sender has durably."""
     shown: Mapping[ShardId, DurableMark] | None = None
-    """Goes with marks: how far readers of the leader see each shard, where others have to hold it first; empty: they see all that the marks
-    say. None: nothing is said of it."""
+    """Goes with marks: how far the leader's readers see each shard, if others have to hold it first.
+    Empty: they see everything that the marks cover. None: not sent."""
     by_one: bool = False
-    """What this follower has acknowledged is held as the stream's level asks, by that alone."""
+    """Whether this follower's acknowledgement alone satisfies the stream's acknowledgement level."""
 
     @property
     def size_bytes(self) -> int:
-        """Of what it carries."""
+        """Size in bytes of the parts and documents."""
         return sum(len(part.data) for part in self.parts) + sum(len(document.data) for document in self.documents)
 
 
@@ -138,36 +146,37 @@ class Hello:
     """A follower's first word on a connection, and what it says when it lacks something: from there on, please."""
 
     stream: StreamId | None
-    """None where it has nothing yet."""
+    """The stream's id; None if the follower has nothing yet."""
     node: NodeName
     promised: Epoch
-    """It takes nothing of a leader with a lower one."""
+    """The follower's promise: it rejects shipments of a leader with a lower epoch."""
     position: ReplicaPosition
     documents: Mapping[str, int] = field(default_factory=dict)
-    """Their versions."""
+    """Versions of the documents that it has."""
     promised_to: NodeName = NodeName("")
-    """To whom it has; empty: to nobody, nobody was ever promoted."""
+    """The node that the promise was given to. Empty: none, no node was ever promoted."""
     home: str = ""
-    """Which home of that name it is: the same for as long as that stays where it is. Empty: not said."""
+    """Identity of the home among those with this node name; permanent while the home stays in place.
+    Empty: not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """What a follower holds durably, and shows."""
+    """Durable and shown state of a follower."""
 
     node: NodeName
     promised: Epoch
     position: ReplicaPosition
     group: GroupNumber
-    """The last commit group of which it has all shards' parts, durably."""
+    """The last commit group of which it holds all shards' parts durably."""
     persisted_upto: Seq
     applied_ns: int
     """The follower's clock when it was durable."""
     records_behind: int = 0
-    """Of what the leader had when it sent."""
+    """Number of records behind what the leader had when it sent."""
     bytes_behind: int = 0
     lag_s: float = 0.0
-    """How old what it shows is, at most; -1 where it never had all that the leader had."""
+    """Maximum age of what it shows; -1 if it never had everything that the leader had."""
 
 
 class AckKind(StrEnum):
@@ -183,15 +192,15 @@ _LEVEL: Final = re.compile(r"durable\((\d{1,3})\)\Z")
 
 @dataclass(frozen=True, slots=True)
 class AckLevel:
-    """`local`, `durable(k)`: on k followers, too, `object`: in the object store, too."""
+    """An acknowledgement level: `local`; `durable(k)`, also on k followers; `object`, also in the object store."""
 
     kind: AckKind
     followers: int = 0
-    """Of `durable`: how many, 1 or more."""
+    """Number of followers for `durable`, 1 or more; else 0."""
 
     @classmethod
     def parse(cls, text: str) -> AckLevel:
-        """From its name; `UsageError` where it is none."""
+        """Parse a level's name; raises `UsageError` if it is none."""
         match = _LEVEL.match(text)
         if match is not None and int(match[1]) > 0:
             return cls(AckKind.DURABLE, int(match[1]))
@@ -206,11 +215,11 @@ class AckLevel:
 
     @property
     def by_one(self) -> bool:
-        """Whether what any one follower has is held."""
+        """Whether any one follower's acknowledgement satisfies the level."""
         return self.kind is AckKind.DURABLE and self.followers == 1
 
     def covers(self, other: AckLevel) -> bool:
-        """Whether what is held as this one says is held as the other one says, too."""
+        """Whether a write that satisfies this level also satisfies the other."""
         if other.kind is AckKind.LOCAL or self == other:
             return True
         return self.kind is other.kind is AckKind.DURABLE and self.followers >= other.followers
@@ -221,15 +230,15 @@ LOCAL: Final = AckLevel(AckKind.LOCAL)
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Who may ever hold what a node writes, as it is configured."""
+    """The holders that a node's writes can ever have, as configured."""
 
     followers: int
-    """Nodes that may follow it."""
+    """Number of nodes that may follow it."""
     has_store: bool
     """Whether there is an object store."""
 
     def lacks(self, level: AckLevel) -> str | None:
-        """What of a level there isn't, for people; None where it can be reached."""
+        """Return what the level needs and the configuration lacks, as text; None if the level can be reached."""
         if level.kind is AckKind.DURABLE and level.followers > self.followers:
             return f"{level} asks for {level.followers} followers, and [replication.nodes] has {self.followers} nodes beside this one"
         if level.kind is AckKind.OBJECT and not self.has_store:
@@ -242,47 +251,48 @@ _ALL_THERE_IS: Final = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one other place holds durably of a stream: a follower, or the object store."""
+    """Durable state of a stream in one other place: a follower, or the object store."""
 
     name: str
-    """The node's; of the object store `OBJECT_STORE`."""
+    """The node's name, or `OBJECT_STORE`."""
     promised: Epoch
-    """It takes nothing of a leader with a lower one."""
+    """Its promise: it rejects shipments of a leader with a lower epoch."""
     group: GroupNumber
-    """The last commit group of which it has all."""
+    """The last commit group that it holds whole."""
     persisted_upto: Seq = Seq(0)  # a NewType of int
-    """Likewise of numbers; of the object store 0."""
+    """Every number up to it is held or will never be; 0 for the object store."""
     told_ns: int = 0
-    """When it said so, by the leader's clock, in nanoseconds since 1970 UTC; 0 where nobody has looked at a clock yet."""
+    """When it reported this, by the leader's clock, in nanoseconds since 1970 UTC; 0 if no clock was read."""
     is_store: bool = False
     """Whether it is the object store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Who holds how much of a stream beside the node that leads it, as of one moment: what each acknowledgement level is reached by.
+    """State of a stream in the places other than its leader, at one moment.
 
-    The leader's machine makes it of what followers have said, the file of acknowledgements carries it, and the stream's writer looks at it while
-    appends wait.
+    It determines which acknowledgement levels are reached. The leader's machine makes it from the
+    followers' reports, and the file of acknowledgements carries it. The stream's writer reads it
+    while appends wait.
     """
 
     promised: Epoch = Epoch(0)  # a NewType of int
-    """The leader's own: what a place holds counts only where it hasn't promised another leader since."""
+    """The leader's own promise; a place counts only if it hasn't promised a later leader."""
     places: tuple[Holding, ...] = ()
 
     def group_reached(self, level: AckLevel) -> GroupNumber:
-        """The last commit group that is held as the level says, as far as it takes others than the leader; 0 where there is none yet.
+        """Return the last commit group that enough other places hold for the level; 0 if there is none yet.
 
-        `local` takes nobody else: all there is.
+        `local` needs no other place: the result covers everything.
         """
         return GroupNumber(self._reached(level, [int(place.group) for place in self._counting(level)]))
 
     def seq_reached(self, level: AckLevel) -> Seq:
-        """As `group_reached`, of numbers."""
+        """Return the number up to which the level is reached, as `group_reached` does for groups."""
         return Seq(self._reached(level, [int(place.persisted_upto) for place in self._counting(level)]))
 
     def behind(self, group: GroupNumber, level: AckLevel) -> tuple[str, ...]:
-        """Names of the places that would count for the level, and lack a group."""
+        """Return the names of the places that would count for the level, and lack a group."""
         is_store = level.kind is AckKind.OBJECT
         return tuple(
             place.name

@@ -1,6 +1,6 @@
-"""What a record says of its row, by columns' names: the new values, or the old key, and what was before.
+"""A record's row as values by column name: the new values or the old key, and the values before.
 
-The same for everyone who shows records as JSON: lines of the log, and event tables.
+Every part that shows records as JSON uses it: lines of the log, and event tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 
 Values = Literal["json", "text"]
-"""How values stand: numbers that JSON holds exactly as numbers and all else as text, or all as PostgreSQL's text."""
+"""Representation of values: numbers that JSON holds exactly as numbers and the rest as text, or
+everything as PostgreSQL's text."""
 
 _DELETE: Final = Op.DELETE.letter
 _TRUNCATE: Final = Op.TRUNCATE.letter
@@ -28,18 +29,19 @@ class RowValues:
     """A batch's rows, each JSON-able."""
 
     rows: list[dict[str, Any] | None]
-    """New values; of a `d` the old key, or the old row under FULL; None for a `t`. Unchanged TOAST columns aren't in it."""
+    """New values; for a `d` the old key, or the old row under FULL; None for a `t`. Unchanged TOAST
+    columns are left out."""
     befores: list[dict[str, Any] | None]
-    """Old key or row of a `u`, where the source sent one."""
+    """Old key or row of a `u`, if the source sent one."""
 
 
 def row_values(schema: TableSchema, batch: pa.RecordBatch, values: Values = "json") -> RowValues:
-    """The rows of records (with or without their offsets), in their order.
+    """Return the rows of records (with or without their offsets), in their order.
 
     Args:
-        schema: the table's, as it was when the records were made.
+        schema: the table's schema when the records were made.
         batch: records in `record_schema(schema)`.
-        values: how values stand.
+        values: the representation of values.
     """
     ops, unchanged = batch.column("__op").to_pylist(), batch.column("__unchanged").to_pylist()
     exact, before = _maps(batch.column("__exact")), _maps(batch.column("__before"))
@@ -65,7 +67,7 @@ def row_values(schema: TableSchema, batch: pa.RecordBatch, values: Values = "jso
 
 
 def _columns(schema: TableSchema, batch: pa.RecordBatch, values: Values) -> dict[str, list[Any]]:
-    """The table's own columns by name, each value as it will stand."""
+    """Return the table's own columns by name, each value in its final representation."""
     columns: dict[str, list[Any]] = {}
     for number, column in enumerate(schema.columns):
         array = batch.column(batch.num_columns - len(schema.columns) + number)
@@ -87,7 +89,10 @@ def _reads_as(kind: pa.DataType) -> type | None:
 
 
 def _typed(texts: dict[str, Any], read: Mapping[str, type | None]) -> dict[str, Any]:
-    """Old values, which the log keeps as text, as new ones stand: numbers where JSON holds them exactly."""
+    """Convert old values, which the log keeps as text, to the form of new values.
+
+    They become numbers if JSON holds them exactly.
+    """
     if not read:
         return texts
     return {name: _number(text, read.get(name)) for name, text in texts.items()}

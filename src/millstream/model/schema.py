@@ -1,7 +1,8 @@
-"""Table schemas: what one version of a table's columns was, as the source's own stream said it.
+"""Table schemas: one version of a table's columns, as the source's own stream described it.
 
-A schema travels with the rows: each segment holds the schemas its rows need, so that a log can be read without the
-catalog. `arrow` types are those of the log; the lake's may differ (see `millstream.model.pgtypes`).
+A schema travels with the rows. Each segment holds the schemas that its rows need, so that a log can
+be read without the catalog. `arrow` types are those of the log; the lake's may differ (see
+`millstream.model.pgtypes`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from millstream.model.names import qualified_name
 
 
 class ReplicaIdentity(StrEnum):
-    """What the source sends of a row's old values; PostgreSQL's own letters (`pg_class.relreplident`)."""
+    """Which old values of a row the source sends; PostgreSQL's own letters (`pg_class.relreplident`)."""
 
     DEFAULT = "d"
     NOTHING = "n"
@@ -28,7 +29,7 @@ class ReplicaIdentity(StrEnum):
 
 
 class TableKind(StrEnum):
-    """What a table's rows are."""
+    """Kind of a table's rows."""
 
     TABLE = "table"
     """Rows of a relation."""
@@ -44,14 +45,14 @@ class PgType:
 
     oid: int
     modifier: int
-    """`atttypmod`; -1 where the type has none."""
+    """`atttypmod`; -1 if the type has none."""
     name: str
-    """`format_type(oid, NULL)` where known (`integer`, `public.mood`), else `?`."""
+    """`format_type(oid, NULL)` if known (`integer`, `public.mood`), else `?`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its name, its type in the log and, for a captured one, its type in PostgreSQL."""
+    """One column: its name, its type in the log and, if captured, its type in PostgreSQL."""
 
     name: str
     arrow: pa.DataType
@@ -62,8 +63,9 @@ class Column:
 class TableSchema:
     """One version of one table's schema.
 
-    `identity` names the columns of which the source sends old values (all of them under FULL, none under NOTHING);
-    `key` names those that tell rows of `current` apart (empty: rows have no key).
+    `identity` names the columns whose old values the source sends (all of them under FULL, none
+    under NOTHING). `key` names those that identify a row of `current` (empty: the table has no
+    key).
     """
 
     table_id: TableId
@@ -89,14 +91,14 @@ class TableSchema:
         return self.name if self.kind is TableKind.MESSAGES else qualified_name(self.namespace, self.name)
 
     def column(self, name: str) -> Column:
-        """The column of that name; `KeyError` where there is none."""
+        """Return the column of that name; raises `KeyError` if there is none."""
         for column in self.columns:
             if column.name == name:
                 return column
         raise KeyError(name)
 
     def to_arrow(self, prefix: tuple[pa.Field, ...] = ()) -> pa.Schema:
-        """`prefix` and the table's own columns as an Arrow schema whose metadata holds all the rest of this value."""
+        """Return `prefix` and the table's own columns as an Arrow schema; its metadata holds the rest of this value."""
         fields = [*prefix, *(pa.field(c.name, c.arrow, nullable=True) for c in self.columns)]
         return pa.schema(fields, metadata={_METADATA_KEY: json.dumps(self._facts(), separators=(",", ":")).encode()})
 
@@ -155,7 +157,7 @@ _FACTS: Final[Mapping[str, type]] = {
 
 
 def _read_facts(text: bytes) -> Mapping[str, Any]:
-    """What `_facts` made, of the types that it has."""
+    """Return what `_facts` made, with its types checked."""
     try:
         facts = json.loads(text)
     except RecursionError as error:

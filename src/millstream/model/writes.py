@@ -1,4 +1,4 @@
-"""Writes of applications as they hand them over: what tells one from another, and requests in a batch."""
+"""Writes of applications as they submit them: the ids of writes, and requests in a batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from millstream.model.replication import AckLevel
 
 @dataclass(frozen=True, slots=True)
 class WriteId:
-    """What tells an application's write apart from others, so that a retry is known for the same write and gets the first one's answer.
+    """The identity of an application's write: a retry with the same id is recognised and gets the first answer.
 
-    Either a session with the write's number in it, from 1, or a key of the caller's making.
+    It is a session with the write's number in it, from 1, or a key that the caller makes.
     """
 
     session: str | None = None
@@ -25,49 +25,49 @@ class WriteId:
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """What a log has of a session."""
+    """A session's state in the log."""
 
     mark: int
-    """All writes up to it are in the log; 0 where there is none."""
+    """All writes up to it are in the log; 0 if there is none."""
     above: tuple[int, ...] = ()
-    """Numbers of those above it that are."""
+    """Numbers above the mark that are in the log."""
     expired: bool = False
-    """Whether it was forgotten: nothing more is taken of it."""
+    """Whether the session was forgotten, so that no more of its writes are accepted."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able facts."""
+        """Return JSON-able facts."""
         return {"mark": self.mark, "above": list(self.above), "expired": self.expired}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Self:
-        """The value that `as_dict` told of."""
+        """Return the value that `as_dict` was called on."""
         return cls(int(facts["mark"]), tuple(int(number) for number in facts["above"]), bool(facts["expired"]))
 
 
 @dataclass(frozen=True, slots=True)
 class AppendBatch:
-    """Requests' rows of one table, one request behind the other, as columns: each request is an operation of its own."""
+    """Requests' rows of one table, in sequence, as columns; each request is an operation of its own."""
 
     table: str
-    """`schema.table`, quoted where it must be; without a schema it is of `public`."""
+    """`schema.table`, quoted if it must be; without a schema it is in `public`."""
     rows: pa.Table
-    """In the log's types, as `ingest.columns.table_of` gives them."""
+    """Rows in the log's types, as `ingest.columns.table_of` returns them."""
     counts: Sequence[int]
-    """How many of the rows are each request's: at least one each, all of them together."""
+    """Number of rows of each request: at least one each, together all rows."""
     write_ids: Sequence[WriteId | None]
-    """Each request's."""
+    """Each request's write id."""
     keep_valid_rows: bool = False
-    """Whether rows that have no place in the table are left out and named (`Appended.rejected`); else they refuse their request."""
+    """Whether invalid rows are left out and named (`Appended.rejected`); otherwise they reject their request."""
     acks: AckLevel | None = None
-    """Where they have to be before they are acknowledged; None: where the stream says, which is the least."""
+    """Where the rows have to be before they are acknowledged; None: the stream's level, which is the minimum."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteKeys:
-    """What tells the operations of a `WriteOps` apart from others, by their places."""
+    """The identities of the operations of a `WriteOps`, by index."""
 
     ids: Sequence[WriteId | None]
     digests: Sequence[int]
-    """Of each one's rows; at least 0."""
+    """Digest of each operation's rows; at least 0."""
     counts: Sequence[int]
-    """Each one's rows, over all tables."""
+    """Number of rows of each operation, over all tables."""
