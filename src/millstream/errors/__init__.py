@@ -1,8 +1,9 @@
-"""One tree of errors: each has a code, says who can mend it and what to do, and whether to retry.
+"""One tree of errors: each has a code, a remedy and the role that can apply it, and whether to retry.
 
-Every error that Millstream raises on purpose derives from `MillstreamError`. Errors are picklable (they cross
-process borders in Spark) and carry their facts in `details`, so that programs need not parse messages. A broken
-invariant is not in this tree: it is a bug of Millstream's, and it crashes with an `AssertionError`.
+Every error that Millstream raises on purpose derives from `MillstreamError`. Errors are picklable
+(they cross process borders in Spark) and carry their facts in `details`, so that programs need not
+parse messages. A broken invariant is not in this tree: it is a bug in Millstream, and it crashes
+with an `AssertionError`.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class HomeBusy(MillstreamError):
 
 
 class HomeUnwritable(MillstreamError):
-    """The home's folder, or one that it needs, can't be written by this user; details: path."""
+    """The home's folder, or one that it needs, isn't writable by this user; details: path."""
 
     code = "home_unwritable"
     retry = Retry.OPERATOR
@@ -233,7 +234,7 @@ class PositionError(MillstreamError):
 
 
 class InvalidToken(PositionError):
-    """The text is not a token, or not one of this stream."""
+    """The text is not a token, or not a token of this stream."""
 
     code = "invalid_token"
     exit_code = 2
@@ -254,13 +255,16 @@ class OffsetBeyondEnd(PositionError):
 
 
 class OffsetExpired(PositionError):
-    """Retention has dropped the offset (or the token); details: first (what is still there)."""
+    """Retention has dropped the offset (or the token); details: first (the first that is left)."""
 
     code = "offset_expired"
 
 
 class LogTruncated(PositionError):
-    """A log was cut back while it was read: its node has led, and follows now; what it alone had was set aside. Details: persisted_upto (what is left)."""
+    """A log was truncated while it was read. Details: persisted_upto (what is left).
+
+    Its node led before and follows now. Records that only this node had were set aside.
+    """
 
     code = "log_truncated"
     retry = Retry.BACKOFF
@@ -271,7 +275,10 @@ class LogTruncated(PositionError):
 
 
 class CursorExpired(PositionError):
-    """A consumer fell so far behind that the log went on without it; details: holder, needed_from, first (where the log begins)."""
+    """A consumer fell so far behind that retention dropped what it needs.
+
+    Details: holder, needed_from, first (where the log begins).
+    """
 
     code = "cursor_expired"
     retry = Retry.OPERATOR
@@ -281,7 +288,10 @@ class CursorExpired(PositionError):
 
 
 class FollowerBehindRetention(PositionError):
-    """A follower fell so far behind that the log went on without it; details: holder, needed_from, first (where the log begins)."""
+    """A follower fell so far behind that retention dropped what it needs.
+
+    Details: holder, needed_from, first (where the log begins).
+    """
 
     code = "follower_behind_retention"
     retry = Retry.OPERATOR
@@ -292,7 +302,7 @@ class FollowerBehindRetention(PositionError):
 
 
 class BeyondRetention(PositionError):
-    """What was asked for lies before what the lake still has; details: first (the earliest position that can be had)."""
+    """The position lies before everything that the lake still has; details: first (the earliest position available)."""
 
     code = "beyond_retention"
     default_hint = "Ask for a later moment: `history_retention` says how much of the past is kept."
@@ -319,7 +329,7 @@ class InvalidTime(PositionError):
 
 
 class LogError(MillstreamError):
-    """Something about the log on disk."""
+    """An error about the log on disk."""
 
     code = "log"
 
@@ -336,7 +346,7 @@ class CorruptWal(LogError):
 
 
 class LossNotAccepted(LogError):
-    """`wal repair` was given ranges that aren't exactly what is lost; nothing was changed. Details: file."""
+    """`wal repair` was given ranges that aren't exactly those lost; nothing was changed. Details: file."""
 
     code = "loss_not_accepted"
     exit_code = 3
@@ -344,14 +354,17 @@ class LossNotAccepted(LogError):
 
 
 class ExportUnusable(LogError):
-    """A folder isn't an export that can be imported: cut off, changed, or of another version. Nothing was imported."""
+    """A folder isn't an export that can be imported: truncated, changed, or of another version.
+
+    Nothing was imported.
+    """
 
     code = "export_unusable"
     default_hint = "Make the export anew: `millstream wal export --format arrow --output DIR`."
 
 
 class StreamNotEmpty(LogError):
-    """An export is imported into an empty stream only, and this one has records; nothing was changed."""
+    """An import needs an empty stream, and this one has records; nothing was changed."""
 
     code = "stream_not_empty"
     retry = Retry.OPERATOR
@@ -367,7 +380,7 @@ class UnsupportedFormat(LogError):
 
 
 class UnexpectedFile(LogError):
-    """A file that isn't the log's lies in its folder; details: file."""
+    """The log's folder holds a file that isn't the log's; details: file."""
 
     code = "unexpected_file"
     retry = Retry.OPERATOR
@@ -375,7 +388,7 @@ class UnexpectedFile(LogError):
 
 
 class DiskFull(LogError):
-    """The disk is above `disk_used_max`, or a write failed for want of space. Reads and retention go on."""
+    """The disk is above `disk_used_max`, or a write failed for lack of space. Reads and retention go on."""
 
     code = "disk_full"
     retry = Retry.OPERATOR
@@ -411,7 +424,10 @@ class StaleEpoch(LogError):
 
 
 class OutOfOrder(LogError):
-    """What had to be in the log before it isn't there; nothing of it was appended. Begin again at what the log has reached."""
+    """Records that must precede these aren't in the log; nothing was appended.
+
+    Start again at the position that the log has reached.
+    """
 
     code = "out_of_order"
     retry = Retry.BACKOFF
@@ -456,7 +472,7 @@ class CorruptFrame(CodecError):
 
 
 class UnreadableBytes(CorruptFrame):
-    """The disk can't give back bytes of a file; details: path, byte, errno."""
+    """The disk fails to return bytes of a file; details: path, byte, errno."""
 
     code = "unreadable_bytes"
     retry = Retry.OPERATOR
@@ -484,7 +500,7 @@ class TableUndecodable(CodecError):
 
 
 class InvalidValue(CodecError):
-    """A value, or its text, is not one of its type; details: column, type."""
+    """A value, or its text, is not valid for its type; details: column, type."""
 
     code = "invalid_value"
 
@@ -507,7 +523,10 @@ class CatalogTooNew(CatalogError):
 
 
 class CatalogOlder(CatalogError):
-    """The log has tables or sources that the catalog doesn't know, or knows as others: the catalog is older than the log, or another home's."""
+    """The catalog is older than the log, or belongs to another home.
+
+    The log has tables or sources that the catalog doesn't have, or has as others.
+    """
 
     code = "catalog_older"
     default_hint = (
@@ -524,7 +543,7 @@ class CatalogBusy(CatalogError):
 
 
 class CatalogUnreachable(CatalogError):
-    """The catalog's server doesn't answer, starts or stops, has no connection left, or is a standby."""
+    """The catalog's server doesn't answer, is starting or stopping, has no free connection, or is a standby."""
 
     code = "catalog_unreachable"
     retry = Retry.BACKOFF
@@ -532,10 +551,10 @@ class CatalogUnreachable(CatalogError):
 
 
 class CatalogReplaced(CatalogError):
-    """The catalog's file, or its `-wal` or `-shm`, was removed or replaced while a process had it open; details: `file`.
+    """The catalog's file, or its `-wal` or `-shm`, was removed or replaced while it was open; details: `file`.
 
-    No other process sees the commits after that, and they are lost when the process ends. So every call on the open catalog
-    raises this, and a process of `millstream` ends with it.
+    No other process sees the commits after that, and they are lost when the process ends. So every
+    call on the open catalog raises this error, and a process of `millstream` exits with it.
     """
 
     code = "catalog_replaced"

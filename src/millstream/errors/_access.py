@@ -1,4 +1,4 @@
-"""Errors of who may do what: access tokens, certificates, and what may listen where."""
+"""Errors of access: access tokens, certificates, and the addresses that a server may listen on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class AccessError(MillstreamError):
-    """The caller may not do it, or it can't be told who may."""
+    """The caller may not do this, or the rights can't be determined."""
 
     code = "access"
     retry = Retry.OPERATOR
 
 
 class Unauthenticated(AccessError):
-    """The call has no access token (and no client certificate) that is known here; nothing was done."""
+    """The call has no access token (and no client certificate) that this server accepts; nothing was done."""
 
     code = "unauthenticated"
     default_hint = "Send a token as `Authorization: Bearer mst_…`; `millstream token create` makes one."
@@ -27,13 +27,13 @@ class AccessTokenExpired(Unauthenticated):
 
 
 class Forbidden(AccessError):
-    """The caller is known, and may not do this; nothing was done. Details: name (of its token), right, stream."""
+    """The caller has no right to do this; nothing was done. Details: name (of its token), right, stream."""
 
     code = "forbidden"
 
 
 class AccessTokenExists(AccessError):
-    """There is an access token of that name already; details: name."""
+    """An access token of that name exists already; details: name."""
 
     code = "access_token_exists"
     exit_code = 2
@@ -49,28 +49,37 @@ class UnknownAccessToken(AccessError):
 
 
 class Unprotected(AccessError):
-    """It would listen where other machines reach it, without TLS or without tokens; it doesn't. Details: listen, missing."""
+    """The address is reachable from other machines, without TLS or without tokens; the server doesn't listen.
+
+    Details: listen, missing.
+    """
 
     code = "unprotected"
     exit_code = 2
 
 
 class CertificateUnusable(AccessError):
-    """A certificate, its key or the clients' authority can't be used: unreadable, of another key, expired. Details: file."""
+    """A certificate, its key or the clients' authority is unusable: unreadable, of another key, expired.
+
+    Details: file.
+    """
 
     code = "certificate_unusable"
     exit_code = 2
 
 
 class UnknownHost(AccessError):
-    """The request was sent to a name that isn't this server's: its address was made to stand for this machine, or a proxy hands it on. Details: host."""
+    """The request's host name isn't this server's. Details: host.
+
+    Its address was made to resolve to this machine, or a proxy forwards it.
+    """
 
     code = "unknown_host"
     default_hint = "Ask for localhost or 127.0.0.1; where a proxy on this machine is asked by that name, put it into `[http] hosts`."
 
 
 class ForeignOrigin(AccessError):
-    """A page of another server has made the request, in somebody's browser; nothing was done. Details: origin."""
+    """A page of another server made the request, in a browser; nothing was done. Details: origin."""
 
     code = "foreign_origin"
     default_hint = (

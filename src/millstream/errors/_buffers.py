@@ -1,4 +1,4 @@
-"""Errors of write buffers: what couldn't be stored, and what can't be read any more."""
+"""Errors of write buffers: operations that couldn't be stored, or can no longer be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class WriteBufferError(MillstreamError):
-    """Something about a write buffer."""
+    """An error about a write buffer."""
 
     code = "write_buffer"
 
@@ -20,14 +20,17 @@ class BufferUnavailable(WriteBufferError):
 
 
 class BufferRefused(WriteBufferError):
-    """The write buffer's server refuses what it is asked, and nothing was stored: rights, size, settings. Details: buffer."""
+    """The write buffer's server refuses a request (rights, size, settings), and nothing was stored. Details: buffer."""
 
     code = "buffer_refused"
     retry = Retry.OPERATOR
 
 
 class BufferOutcomeUnknown(WriteBufferError):
-    """The operation was sent to a write buffer, and no answer came: it may or may not be stored. Details: buffer, shard."""
+    """The operation was sent to a write buffer, and no answer came: it may or may not be stored.
+
+    Details: buffer, shard.
+    """
 
     code = "buffer_outcome_unknown"
     retry = Retry.REOPEN
@@ -37,7 +40,7 @@ class BufferOutcomeUnknown(WriteBufferError):
 
 
 class BufferMissing(WriteBufferError):
-    """The topic or stream of a write buffer isn't there, and may not be made here; details: buffer."""
+    """The topic or stream of a write buffer doesn't exist, and may not be created here; details: buffer."""
 
     code = "buffer_missing"
     retry = Retry.OPERATOR
@@ -45,7 +48,7 @@ class BufferMissing(WriteBufferError):
 
 
 class BufferReplaced(WriteBufferError):
-    """The write buffer of that name isn't the one that was read before: it was made anew. Details: buffer, known, found."""
+    """The write buffer of that name isn't the one read before: it was created again. Details: buffer, known, found."""
 
     code = "buffer_replaced"
     retry = Retry.OPERATOR
@@ -53,7 +56,7 @@ class BufferReplaced(WriteBufferError):
 
 
 class BufferTruncated(WriteBufferError):
-    """A write buffer ends before the place that was read up to: it was truncated, or restored from an older copy.
+    """A write buffer ends before the position that was read up to: it was truncated, or restored from an older copy.
 
     Details: buffer, shard, place, end.
     """
@@ -64,7 +67,7 @@ class BufferTruncated(WriteBufferError):
 
 
 class BufferNotDurable(WriteBufferError):
-    """The write buffer's server doesn't promise to keep what it acknowledged; details: buffer, settings."""
+    """The write buffer's server isn't set to keep what it acknowledges; details: buffer, settings."""
 
     code = "buffer_not_durable"
     retry = Retry.OPERATOR
@@ -77,7 +80,10 @@ class UnknownBufferShard(WriteBufferError):
 
 
 class BufferOffsetGone(WriteBufferError):
-    """What lies at a reader's place was dropped by the buffer's retention; details: buffer, shard, place, first (what is still there)."""
+    """The buffer's retention dropped the operation at a reader's position.
+
+    Details: buffer, shard, place, first (the first offset left).
+    """
 
     code = "buffer_offset_gone"
     retry = Retry.OPERATOR
@@ -85,20 +91,26 @@ class BufferOffsetGone(WriteBufferError):
 
 
 class BufferSeekBeyondEnd(WriteBufferError):
-    """A reader was to go to a place past the buffer's end; it stays where it was. Details: buffer, shard, place, end."""
+    """A seek went past the buffer's end; the reader's position is unchanged. Details: buffer, shard, place, end."""
 
     code = "buffer_seek_beyond_end"
 
 
 class BufferedOpUndecodable(WriteBufferError):
-    """An item of a write buffer holds no operation; the reader's place is behind it. Details: buffer, shard, offset."""
+    """An item of a write buffer holds no operation; the reader's position is behind it.
+
+    Details: buffer, shard, offset.
+    """
 
     code = "buffered_op_undecodable"
     default_hint = "Look who else writes into the buffer; what follows is read."
 
 
 class SessionsNotKnown(WriteBufferError):
-    """What a session wrote lies in a write buffer, and the home that writes there doesn't know of it; details: session, buffer."""
+    """A session's writes lie in a write buffer, and the home that writes to the buffer has no record of them.
+
+    Details: session, buffer.
+    """
 
     code = "sessions_not_known"
     retry = Retry.OPERATOR
@@ -106,7 +118,7 @@ class SessionsNotKnown(WriteBufferError):
 
 
 class StreamReadsBuffer(WriteBufferError):
-    """The stream takes its rows from a write buffer, so that applications can't append to it; details: stream, buffer."""
+    """The stream takes its rows from a write buffer, so applications can't append to it; details: stream, buffer."""
 
     code = "stream_reads_buffer"
     retry = Retry.OPERATOR

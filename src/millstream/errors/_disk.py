@@ -1,4 +1,4 @@
-"""Refusals of the operating system: bytes that a disk can't give back, files of another user."""
+"""Failures reported by the operating system: bytes that a disk can't return, files of another user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class HomeUnreadable(MillstreamError):
-    """A file or folder of the home can't be read by this user; details: path."""
+    """A file or folder of the home isn't readable by this user; details: path."""
 
     code = "home_unreadable"
     retry = Retry.OPERATOR
@@ -14,7 +14,7 @@ class HomeUnreadable(MillstreamError):
 
 
 class IoFailed(MillstreamError):
-    """The operating system failed a call on a file, a disk or a connection; details: path (None where it names none), errno."""
+    """The operating system failed a call on a file, a disk or a connection; details: path (None if unknown), errno."""
 
     code = "io_failed"
     retry = Retry.OPERATOR

@@ -1,4 +1,4 @@
-"""Errors of requests over HTTP: what can't be read, is too much at once, or takes too long to come."""
+"""Errors of requests over HTTP: unreadable, too large, too many at once, or too slow."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class HttpError(MillstreamError):
-    """A request can't be answered as asked; nothing of it was appended."""
+    """A request can't be answered; nothing of it was appended."""
 
     code = "http"
 
 
 class UnknownPath(HttpError):
-    """There is nothing at the path that was asked for; details: path."""
+    """The requested path doesn't exist; details: path."""
 
     code = "unknown_path"
     default_hint = "`/docs` shows all paths, and `/openapi.json` describes them."
 
 
 class MethodNotAllowed(HttpError):
-    """The path is there, and takes other methods; details: method."""
+    """The path exists, but takes other methods; details: method."""
 
     code = "method_not_allowed"
     default_hint = "`/docs` shows what each path takes."
 
 
 class InvalidBody(HttpError):
-    """A request's body isn't what it says it is: JSON, Arrow or gzip; details: line or byte, where one is known."""
+    """A request's body isn't the JSON, Arrow or gzip that it claims to be; details: line or byte, if known."""
 
     code = "invalid_body"
 
 
 class BodyTooLarge(HttpError):
-    """A request's body has more bytes than are taken, as it is or inflated; details: size_max."""
+    """A request's body exceeds the size limit, as sent or inflated; details: size_max."""
 
     code = "body_too_large"
     default_hint = "Send it in several requests; `[http] body_bytes_max` says how large one may be."
 
 
 class MediaTypeUnknown(HttpError):
-    """A body is of a type, or in an encoding, that isn't taken here; details: header, value."""
+    """A body's type or encoding isn't supported here; details: header, value."""
 
     code = "media_type_unknown"
 
 
 class ServerBusy(HttpError):
-    """Requests in flight take as much memory as they may; this one was turned away before it was read."""
+    """Requests in flight use all the memory that they may; this one was rejected before it was read."""
 
     code = "server_busy"
     retry = Retry.BACKOFF
@@ -53,7 +53,7 @@ class ServerBusy(HttpError):
 
 
 class RequestTimeout(HttpError):
-    """A request didn't come within its time, head and body; nothing of it was appended."""
+    """A request's head and body didn't arrive in time; nothing of it was appended."""
 
     code = "request_timeout"
     retry = Retry.BACKOFF
@@ -61,7 +61,7 @@ class RequestTimeout(HttpError):
 
 
 class TransferIdle(HttpError):
-    """A bulk transfer's caller sent nothing for too long while it was waited for; what it was told of is durable. Details: time_s."""
+    """A bulk transfer's caller sent nothing for too long. Rows acknowledged before are durable. Details: time_s."""
 
     code = "transfer_idle"
     retry = Retry.BACKOFF

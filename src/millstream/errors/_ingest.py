@@ -1,4 +1,4 @@
-"""Errors of what applications write: which rows can't be taken, and why."""
+"""Errors of applications' writes: which rows can't be taken, and why."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ class IngestError(MillstreamError):
 
 
 class TableCaptured(IngestError):
-    """The table's rows come from PostgreSQL, so that nobody else may write them; details: table."""
+    """The table's rows come from PostgreSQL, so applications may not write them; details: table."""
 
     code = "table_captured"
     default_hint = "Write to a table of another name; what the source has is changed at the source."
 
 
 class UnknownColumn(IngestError):
-    """Rows have a column that the table hasn't, and it may not be added; details: table, columns."""
+    """Rows have a column that the table lacks, and it may not be added; details: table, columns."""
 
     code = "unknown_column"
     default_hint = 'Leave it out, or allow it: `schema_on_write = "add_columns"` in [streams.S.ingest].'
 
 
 class KeyChanged(IngestError):
-    """The configuration gives a table another key than its rows have been written with; details: table, key, configured."""
+    """The configuration gives a table another key than its rows were written with; details: table, key, configured."""
 
     code = "key_changed"
     retry = Retry.OPERATOR
 
 
 class RowsTooLarge(IngestError):
-    """A call brings more at once than is taken: rows' bytes, columns, or a name's length; details: what, size, size_max."""
+    """A call exceeds a limit: on rows' bytes, columns, or a name's length; details: what, size, size_max."""
 
     code = "rows_too_large"
 
 
 class WriterVersionDiffers(IngestError):
-    """The process that writes the home is of another version than the one that appends through it; details: writer, own."""
+    """The process that writes the home has another version than the one that appends; details: writer, own."""
 
     code = "writer_version_differs"
     retry = Retry.OPERATOR
@@ -47,28 +47,37 @@ class WriterVersionDiffers(IngestError):
 
 
 class IdempotencyKeyReused(IngestError):
-    """A session's number, or an idempotency key, was another write's, with other rows or for another table; details: session and number, or idempotency_key."""
+    """A session's number, or an idempotency key, was used by another write, with other rows or for another table.
+
+    Details: session and number, or idempotency_key.
+    """
 
     code = "idempotency_key_reused"
     default_hint = "Give each write a number or a key of its own, and send a write again with the rows that it had."
 
 
 class DedupWindowExpired(IngestError):
-    """The write is in the log since an earlier call, and where isn't known any more; details: session and number, or idempotency_key."""
+    """An earlier call wrote this to the log, but its position is no longer known.
+
+    Details: session and number, or idempotency_key.
+    """
 
     code = "dedup_window_expired"
     default_hint = "Take it for done: its rows are durable, and nothing was appended now."
 
 
 class SessionExpired(IngestError):
-    """The session hasn't written for so long that it isn't known any more: whether this write is in the log can't be told; details: session, number."""
+    """The session was idle for so long that it was forgotten. It is unknown whether this write is in the log.
+
+    Details: session, number.
+    """
 
     code = "session_expired"
     default_hint = "Look whether its last rows are there, and go on in a session of another name, from number 1."
 
 
 class SessionGap(IngestError):
-    """Too many writes of the session with lower numbers haven't come yet; details: session, number, mark."""
+    """Too many writes of the session with lower numbers are still missing; details: session, number, mark."""
 
     code = "session_gap"
     retry = Retry.BACKOFF
@@ -76,7 +85,7 @@ class SessionGap(IngestError):
 
 
 class SessionsNeedOneWriter(IngestError):
-    """The stream has several writers, none of which knows the others' sessions and keys."""
+    """The stream has several writers, and none has the others' sessions and keys."""
 
     code = "sessions_need_one_writer"
     retry = Retry.OPERATOR

@@ -6,7 +6,7 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class LakeError(MillstreamError):
-    """Something about the lake's tables."""
+    """An error about the lake's tables."""
 
     code = "lake"
 
@@ -20,7 +20,7 @@ class LakeFormatUnsupported(LakeError):
 
 
 class LakeTableForeign(LakeError):
-    """A lake table holds what Millstream didn't write; it is set aside. Details: table, path, version."""
+    """A lake table holds data that Millstream didn't write; it is set aside. Details: table, path, version."""
 
     code = "lake_table_foreign"
     retry = Retry.OPERATOR
@@ -34,7 +34,7 @@ class LakeHistoryLost(LakeError):
 
 
 class LakeFilesGone(LakeError):
-    """Files that a lake table names aren't there: deleted by somebody, or vacuumed; details: path."""
+    """Files that a lake table names don't exist: they were deleted or vacuumed; details: path."""
 
     code = "lake_files_gone"
     retry = Retry.OPERATOR
@@ -42,14 +42,14 @@ class LakeFilesGone(LakeError):
 
 
 class LakeTableExists(LakeError):
-    """A table or other files lie where a new table was to be written; nothing is overwritten. Details: path."""
+    """A new table's location already holds a table or other files; nothing is overwritten. Details: path."""
 
     code = "lake_table_exists"
     default_hint = "Choose another name, or delete that folder."
 
 
 class LakeSchemaConflict(LakeError):
-    """A schema change can't be followed by the lake table; details: table, column."""
+    """A lake table can't follow a schema change; details: table, column."""
 
     code = "lake_schema_conflict"
     retry = Retry.OPERATOR
@@ -71,7 +71,7 @@ class LakeUnavailable(LakeError):
 
 
 class LakeBehind(LakeError):
-    """The lake hasn't got as far as the source, and doesn't get there in time; details: needs."""
+    """The lake hasn't landed as much as the source has, and won't in time; details: needs."""
 
     code = "lake_behind"
     retry = Retry.BACKOFF
@@ -79,14 +79,14 @@ class LakeBehind(LakeError):
 
 
 class DestinationError(LakeError):
-    """The PostgreSQL database that a stream's tables land in can't be used as it is; nothing of the batch was written."""
+    """The PostgreSQL database in which a stream's tables land is unusable; nothing of the batch was written."""
 
     code = "destination"
     retry = Retry.OPERATOR
 
 
 class DestinationUnavailable(DestinationError):
-    """The destination doesn't answer, is read-only or full just now; what failed is tried again."""
+    """The destination doesn't answer, is read-only or full just now; the failed step is retried."""
 
     code = "destination_unavailable"
     retry = Retry.BACKOFF
@@ -94,7 +94,10 @@ class DestinationUnavailable(DestinationError):
 
 
 class DestinationWentBack(DestinationError):
-    """The destination lacks commits that it had told of: it was set back, or failed over to a server that lacked them. Details: has."""
+    """The destination lacks commits that it had acknowledged. Details: has.
+
+    It was restored to an earlier state, or failed over to a server that lacked them.
+    """
 
     code = "destination_went_back"
     retry = Retry.REOPEN
@@ -102,13 +105,16 @@ class DestinationWentBack(DestinationError):
 
 
 class DestinationRefused(DestinationError):
-    """The destination refuses a value or a definition; nothing of the table's batch was written. Details: table, sqlstate."""
+    """The destination rejects a value or a definition; nothing of the table's batch was written.
+
+    Details: table, sqlstate.
+    """
 
     code = "destination_refused"
 
 
 class LakeInDatabase(LakeError):
-    """This is for lakes of files, and the stream's tables lie in PostgreSQL."""
+    """The command is for lakes of files, and the stream's tables lie in PostgreSQL."""
 
     code = "lake_in_database"
     exit_code = 2
@@ -117,34 +123,37 @@ class LakeInDatabase(LakeError):
 
 
 class QueryBound(LakeError):
-    """A query takes more of the server than it may; the server goes on with others."""
+    """A query exceeds its limit of the server's resources; the server goes on with other queries."""
 
     code = "query_bound"
 
 
 class QueryMemoryFull(QueryBound):
-    """A query needs more memory at once than one may have, or a table's changes do; details: size_max (bytes)."""
+    """A query, or reading a table's changes, needs more memory than one query may have; details: size_max (bytes)."""
 
     code = "query_memory_full"
     default_hint = "Ask for less at once (fewer columns, a narrower WHERE), or raise `[http] query_memory_bytes_max`."
 
 
 class QuerySpillFull(QueryBound):
-    """A query puts more aside on the disk than one may: sorting, joining or grouping what memory doesn't hold. Details: size_max (bytes)."""
+    """A query spills more to disk than one query may, to sort, join or group. Details: size_max (bytes)."""
 
     code = "query_spill_full"
     default_hint = "Ask for less at once (fewer columns, a narrower WHERE), or raise `[http] query_spill_bytes_max`."
 
 
 class QueryTimeout(QueryBound):
-    """A query wasn't computed and taken by its caller within its time; details: time_s."""
+    """A query wasn't computed and read by its caller in time; details: time_s."""
 
     code = "query_timeout"
     default_hint = "Ask for less at once, take the answer faster, or raise `[http] query_timeout`."
 
 
 class QueryCrashed(QueryBound):
-    """The process that ran a query ended before its answer was whole: DuckDB failed in it. Others go on. Details: status."""
+    """DuckDB failed in the process that ran a query, before the answer was complete.
+
+    Other queries go on. Details: status.
+    """
 
     code = "query_crashed"
     default_hint = "Ask in another form, and report the query that ends so."

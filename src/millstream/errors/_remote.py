@@ -1,4 +1,4 @@
-"""Errors of homes behind an address: what may happen on the way, beside what the home itself raises."""
+"""Errors of homes behind an address: failures on the way, in addition to errors of the home itself."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class RemoteError(MillstreamError):
-    """A home behind an address can't be asked as it should be; details: url."""
+    """A home behind an address can't be reached properly; details: url."""
 
     code = "remote"
 
 
 class ServerUnreachable(RemoteError):
-    """Nobody answers there, or not in time; nothing was done. Details: url."""
+    """No server answers at the address, or not in time; nothing was done. Details: url."""
 
     code = "server_unreachable"
     retry = Retry.BACKOFF
@@ -20,7 +20,7 @@ class ServerUnreachable(RemoteError):
 
 
 class AnswerCutOff(RemoteError):
-    """An answer ended before its end: what came of it is right, and isn't all. Details: url."""
+    """An answer was cut off: the part received is right but incomplete. Details: url."""
 
     code = "answer_cut_off"
     retry = Retry.BACKOFF
@@ -28,7 +28,7 @@ class AnswerCutOff(RemoteError):
 
 
 class AnswerUnreadable(RemoteError):
-    """What answers isn't Millstream, or one of another version; details: url, status."""
+    """The server isn't Millstream, or is of another version; details: url, status."""
 
     code = "answer_unreadable"
     retry = Retry.OPERATOR

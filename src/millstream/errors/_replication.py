@@ -1,4 +1,4 @@
-"""Errors of a log on several machines: shipping it, following it, and who leads."""
+"""Errors of a log on several machines: shipping it, following it, and which node leads."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class ReplicationError(MillstreamError):
-    """Something between a stream's leader and its followers."""
+    """An error between a stream's leader and its followers."""
 
     code = "replication"
     retry = Retry.BACKOFF
 
 
 class ReplicaGap(ReplicationError):
-    """What came lies beyond what the follower has: it asks for what is between."""
+    """A shipment lies beyond what the follower has; the follower asks for the part between."""
 
     code = "replica_gap"
     default_hint = "Nothing: the leader sends what is missing."
 
 
 class Diverged(ReplicationError):
-    """The follower has other bytes than the leader at the same place. It changes nothing."""
+    """The follower has other bytes than the leader at the same position. It changes nothing."""
 
     code = "diverged"
     retry = Retry.OPERATOR
@@ -28,14 +28,14 @@ class Diverged(ReplicationError):
 
 
 class ShipmentUnreadable(ReplicationError):
-    """What came is damaged, or of another version."""
+    """A shipment is damaged, or of another version."""
 
     code = "shipment_unreadable"
     default_hint = "It is sent again. If this repeats, both sides need the same version of Millstream."
 
 
 class StoreDamaged(ShipmentUnreadable):
-    """An object of the object store is damaged, or isn't there, and what was asked for lies in it or behind it."""
+    """An object of the object store is damaged or missing, and the requested records lie in it or behind it."""
 
     code = "store_damaged"
     default_hint = (
@@ -45,7 +45,7 @@ class StoreDamaged(ShipmentUnreadable):
 
 
 class ReplicaFailed(ReplicationError):
-    """The follower's disk failed: what was on its way may or may not be durable. Only opening its log anew decides."""
+    """The follower's disk failed: the shipment in flight may or may not be durable. Only reopening its log decides."""
 
     code = "replica_failed"
     retry = Retry.REOPEN
@@ -61,7 +61,7 @@ class OtherStream(ReplicationError):
 
 
 class RoleUnreadable(ReplicationError):
-    """What a node has noted of its part in a stream can't be read: whom it has promised what isn't known."""
+    """A node's record of its role in a stream is unreadable, so its promise is unknown."""
 
     code = "role_unreadable"
     retry = Retry.OPERATOR
@@ -69,7 +69,7 @@ class RoleUnreadable(ReplicationError):
 
 
 class Fenced(ReplicationError):
-    """Another node was promoted: this one leads no more."""
+    """Another node was promoted: this node is no longer the leader."""
 
     code = "fenced"
     retry = Retry.OPERATOR
@@ -77,7 +77,7 @@ class Fenced(ReplicationError):
 
 
 class ReadOnly(ReplicationError):
-    """This node follows another one; writes go there."""
+    """This node follows another one; writes go to the leader."""
 
     code = "read_only"
     retry = Retry.OPERATOR
@@ -85,14 +85,14 @@ class ReadOnly(ReplicationError):
 
 
 class ReplicaTooStale(ReplicationError):
-    """What the follower could show is older than the caller, or its configuration, allows."""
+    """The follower's data is older than the caller, or its configuration, allows."""
 
     code = "replica_too_stale"
     default_hint = "Read from the leader, or with a larger bound; `millstream replicas` tells why it lags."
 
 
 class NotEnoughReplicas(ReplicationError):
-    """Too few followers, or no object store, have confirmed a write in time: it is durable here, and may be nowhere else."""
+    """Too few followers, or no object store, confirmed a write in time. It is durable here, and may be nowhere else."""
 
     code = "not_enough_replicas"
     default_hint = (
@@ -101,7 +101,7 @@ class NotEnoughReplicas(ReplicationError):
 
 
 class AckLevelUnavailable(ReplicationError):
-    """Nobody can say whether what is written is held as an acknowledgement level asks, or it never will be: nothing was written."""
+    """The requested acknowledgement level can't be met or checked here; nothing was written."""
 
     code = "ack_level_unavailable"
     retry = Retry.OPERATOR
@@ -109,7 +109,7 @@ class AckLevelUnavailable(ReplicationError):
 
 
 class NotCaughtUp(ReplicationError):
-    """The node that is to be promoted lacks records that were acknowledged elsewhere."""
+    """The node to be promoted lacks records that were acknowledged elsewhere."""
 
     code = "not_caught_up"
     retry = Retry.OPERATOR
@@ -125,7 +125,10 @@ class PromotionLost(ReplicationError):
 
 
 class TwoLeaders(ReplicationError):
-    """Two nodes lead a stream, and neither was promoted: one of them was never told whom to follow, so that each has a log of its own."""
+    """Two nodes lead a stream, and neither was promoted.
+
+    Each has a log of its own, because one was never configured to follow.
+    """
 
     code = "two_leaders"
     retry = Retry.OPERATOR
@@ -136,7 +139,7 @@ class TwoLeaders(ReplicationError):
 
 
 class StoreUnusable(ReplicationError):
-    """The object store can't do what shipping needs of it."""
+    """The object store lacks a capability that shipping needs."""
 
     code = "store_unusable"
     retry = Retry.OPERATOR
@@ -171,7 +174,7 @@ class UnknownNode(ReplicationError):
 
 
 class NodeNameTaken(ReplicationError):
-    """Another home goes by this node's name: it follows already, or it was promised what this one asks for."""
+    """Another home uses this node's name: it already follows, or holds the promise that this one asks for."""
 
     code = "node_name_taken"
     default_hint = (
@@ -181,7 +184,10 @@ class NodeNameTaken(ReplicationError):
 
 
 class ClockSkew(ReplicationError):
-    """Another node's clock runs further ahead of this one's than is allowed: what it says would win over everything that is written here meanwhile."""
+    """Another node's clock is further ahead of this node's than is allowed.
+
+    Its changes would win over everything written here in that span.
+    """
 
     code = "clock_skew"
     retry = Retry.OPERATOR
@@ -206,7 +212,10 @@ class MergeUnsuitable(ReplicationError):
 
 
 class LostTailMerged(ReplicationError):
-    """What was merged holds records that a region has lost since, and retention has dropped what it would be made of without them."""
+    """A merged state holds records that a region has since lost.
+
+    Retention has dropped the records to rebuild the state without them.
+    """
 
     code = "lost_tail_merged"
     retry = Retry.OPERATOR
@@ -214,7 +223,7 @@ class LostTailMerged(ReplicationError):
 
 
 class OtherRegion(ReplicationError):
-    """A log is another region's than its folder, or the configuration, says."""
+    """A log belongs to another region than its folder, or the configuration, names."""
 
     code = "other_region"
     retry = Retry.OPERATOR

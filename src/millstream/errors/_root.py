@@ -1,4 +1,4 @@
-"""The root of the tree of errors: what every one of them carries, and whether to retry."""
+"""The root of the tree of errors: the facts that every error carries, and whether to retry."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 
 class Retry(StrEnum):
-    """What a caller may do about an error."""
+    """A caller's options after an error."""
 
     NEVER = "never"
-    """The same call fails again, always."""
+    """The same call always fails again."""
     BACKOFF = "backoff"
     """The same call may succeed later: wait, then repeat it."""
     REOPEN = "reopen"
-    """The object is done for: open it anew, then repeat the call."""
+    """The object is unusable: open it again, then repeat the call."""
     OPERATOR = "operator"
-    """A person has to change something first; the hint says what."""
+    """A person has to change something first; the hint names it."""
 
 
 class MillstreamError(Exception):
@@ -25,7 +25,7 @@ class MillstreamError(Exception):
 
     Args:
         message: what happened, where, with the values that matter (never a secret).
-        hint: what to do; the class's own `default_hint` where none is given.
+        hint: the remedy; the class's own `default_hint` if not given.
         details: facts for programs, JSON-able.
     """
 
@@ -40,14 +40,14 @@ class MillstreamError(Exception):
         self.hint = self.default_hint if hint is None else hint
         self.details = details
         if self.hint:
-            # Where nobody catches it: a traceback shows notes under the message.
+            # For uncaught errors: a traceback shows notes under the message.
             self.add_note(f"hint: {self.hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.hint, self.details))
 
     def as_dict(self) -> dict[str, Any]:
-        """The error as JSON-able facts: code, message, hint, retry, details."""
+        """Return the error as JSON-able facts: code, message, hint, retry, details."""
         return {
             "code": self.code,
             "message": self.message,
@@ -58,7 +58,10 @@ class MillstreamError(Exception):
 
 
 def error_of(facts: Mapping[str, Any]) -> MillstreamError:
-    """The error that `as_dict` told of, raised anew in another process; one of a newer Millstream's tree is a `MillstreamError`."""
+    """Return an equal of the error that `as_dict` was called on in another process.
+
+    A code from a newer Millstream's tree gives a `MillstreamError`.
+    """
     kinds = [MillstreamError]
     for kind in kinds:
         if kind.code == facts["code"]:

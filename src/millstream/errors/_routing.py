@@ -1,4 +1,4 @@
-"""Errors of routing: rows that no rule takes, rules that can't hold, and sinks of which some failed."""
+"""Errors of routing: rows that no rule takes, invalid rules, and writes of which some sinks failed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class RoutingError(MillstreamError):
-    """Rows have no place to go; nothing of the call was appended."""
+    """Rows have no target; nothing of the call was appended."""
 
     code = "routing"
 
 
 class NoRouteMatches(RoutingError):
-    """No rule takes some rows, and no hash ring does; details: table, row (the first of them, from 0), rows (how many)."""
+    """No rule and no hash ring takes some rows; details: table, row (the first of them, from 0), rows (how many)."""
 
     code = "no_route_matches"
     retry = Retry.OPERATOR
@@ -20,7 +20,10 @@ class NoRouteMatches(RoutingError):
 
 
 class InvalidRoute(RoutingError):
-    """A rule can't be followed for a table: its columns have other types, or one key's rows would go to several shards; details: table."""
+    """A rule doesn't fit a table: its columns have other types, or one key's rows would go to several shards.
+
+    Details: table.
+    """
 
     code = "invalid_route"
     retry = Retry.OPERATOR
@@ -29,7 +32,10 @@ class InvalidRoute(RoutingError):
 
 
 class PartialWrite(RoutingError):
-    """The log or a sink took a write's rows, and another sink didn't; details: succeeded (what each said, by sink), failed (the error of each)."""
+    """The log or a sink took a write's rows, and another sink didn't.
+
+    Details: succeeded (each result, by sink), failed (the error of each).
+    """
 
     code = "partial_write"
     default_hint = (
@@ -39,7 +45,7 @@ class PartialWrite(RoutingError):
 
 
 class ReshardRefused(RoutingError):
-    """The number of a stream's shards can't be changed like this; nothing was changed. Details: stream."""
+    """The requested change of a stream's number of shards isn't possible; nothing was changed. Details: stream."""
 
     code = "reshard_refused"
     retry = Retry.OPERATOR

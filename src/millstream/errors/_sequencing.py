@@ -1,4 +1,4 @@
-"""Errors of numbering a stream: writers, their leases, and the numbers that they ask for."""
+"""Errors of numbering a stream: writers, their leases, and the numbers that they draw."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class SequencingError(MillstreamError):
-    """A stream's numbers can't be given out or settled as asked; whatever was settled stays so."""
+    """A stream's numbers can't be given out or settled; numbers already settled stay settled."""
 
     code = "sequencing"
 
 
 class InvalidCount(SequencingError):
-    """A range of no numbers, of fewer than none, or of more than a stream has was asked for; details: count."""
+    """The count of numbers asked for is zero, negative, or more than a stream has; details: count."""
 
     code = "invalid_count"
 
 
 class NotInFlight(SequencingError):
-    """A range was finished or aborted that isn't in flight here: never given, given to another, or ended before; details: first, count."""
+    """A finished or aborted range isn't in flight here: never given, given to another writer, or already ended.
+
+    Details: first, count.
+    """
 
     code = "not_in_flight"
 
 
 class WriterNameTaken(SequencingError):
-    """Another process writes the stream under this name, from another folder, and its lease runs; details: writer, location."""
+    """Another process writes the stream under this name, from another folder, and its lease is valid.
+
+    Details: writer, location.
+    """
 
     code = "writer_name_taken"
     retry = Retry.OPERATOR
@@ -32,7 +38,7 @@ class WriterNameTaken(SequencingError):
 
 
 class WriterAlive(SequencingError):
-    """A writer can't be taken over or forgotten while its lease runs; details: writer, lease_s (what is left of it)."""
+    """A writer can't be taken over or forgotten while its lease is valid; details: writer, lease_s (time left)."""
 
     code = "writer_alive"
     retry = Retry.BACKOFF
@@ -40,7 +46,10 @@ class WriterAlive(SequencingError):
 
 
 class LeaseTooShort(SequencingError):
-    """The lease is shorter than what renewing it takes: it would run out under a writer that lives; details: lease_s, round_trip_s."""
+    """The lease is shorter than a renewal takes: it would expire under a live writer.
+
+    Details: lease_s, round_trip_s.
+    """
 
     code = "lease_too_short"
     retry = Retry.OPERATOR
@@ -55,9 +64,10 @@ class UnknownWriter(SequencingError):
 
 
 class SequenceUnusable(SequencingError):
-    """The store's numbers can't be right for this stream: it was restored from an older copy, moved back, or set up otherwise.
+    """The store's numbers can't be right for this stream. Details: the value found and the value expected.
 
-    Numbers would be given twice, so none is given; details: what is found and what it should be.
+    The store was restored from an older copy, moved back, or set up otherwise. Numbers would be
+    given twice, so none is given.
     """
 
     code = "sequence_unusable"

@@ -1,4 +1,4 @@
-"""What can be wrong with a source."""
+"""Errors of a PostgreSQL source."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from millstream.errors._root import MillstreamError, Retry
 
 
 class SourceError(MillstreamError):
-    """Something about the PostgreSQL source; the stream's other parts go on."""
+    """An error about the PostgreSQL source; the stream's other parts go on."""
 
     code = "source"
     retry = Retry.OPERATOR
     mends_at_source: ClassVar[bool] = True
-    """Whether a change at the source alone mends it, with nothing lost: a running capture tries it again until then."""
+    """Whether a change at the source alone repairs it, with nothing lost; a running capture retries until then."""
 
 
 class SourceUnreachable(SourceError):
@@ -25,7 +25,7 @@ class SourceUnreachable(SourceError):
 
 
 class SourceDsnInvalid(SourceError):
-    """The DSN can't be parsed, or names a service or file that isn't there."""
+    """The DSN can't be parsed, or names a service or file that doesn't exist."""
 
     code = "source_dsn_invalid"
     mends_at_source = False
@@ -39,7 +39,7 @@ class SourceAuthenticationFailed(SourceError):
 
 
 class SourceTlsFailed(SourceError):
-    """No encrypted connection as the DSN asks for it: a certificate that isn't trusted, isn't the host's, or isn't there."""
+    """No encrypted connection as the DSN asks: a certificate is untrusted, for another host, or missing."""
 
     code = "source_tls_failed"
     default_hint = (
@@ -55,7 +55,7 @@ class SourceDatabaseMissing(SourceError):
 
 
 class SourcePrivilegeMissing(SourceError):
-    """The role may not do what capture needs; the hint holds the GRANT to run."""
+    """The role lacks a privilege that capture needs; the hint holds the GRANT to run."""
 
     code = "source_privilege_missing"
 
@@ -83,14 +83,14 @@ class NoFreeSlot(SourceError):
 
 
 class SnapshotWaits(SourceError):
-    """A snapshot of the source can't be had while older transactions run there."""
+    """A snapshot of the source must wait for older transactions there to end."""
 
     code = "snapshot_waits"
     retry = Retry.BACKOFF
 
 
 class PublicationMissing(SourceError):
-    """The publication isn't there and may not be made."""
+    """The publication doesn't exist and may not be created."""
 
     code = "publication_missing"
 
@@ -103,14 +103,14 @@ class SlotActive(SourceError):
 
 
 class SlotLost(SourceError):
-    """The slot that this stream followed is gone or invalidated: changes since then can't be had."""
+    """The slot that this stream followed is gone or invalidated: changes since then are unavailable."""
 
     code = "slot_lost"
     mends_at_source = False
 
 
 class SlotAhead(SourceError):
-    """The slot was confirmed (or recreated) above what the log holds: the changes between can't be had."""
+    """The slot was confirmed (or recreated) above what the log holds: the changes between are unavailable."""
 
     code = "slot_ahead"
     mends_at_source = False
@@ -131,7 +131,7 @@ class SourceOnStandby(SourceError):
 
 
 class SourceBehind(SourceError):
-    """A standby hasn't replayed yet what the log has from its primary."""
+    """A standby hasn't yet replayed everything that the log has from its primary."""
 
     code = "source_behind"
     retry = Retry.BACKOFF
@@ -139,7 +139,7 @@ class SourceBehind(SourceError):
 
 
 class SourceSwitched(SourceError):
-    """Another server, or another timeline, answers than the one that this session began with."""
+    """Another server or timeline answers than at the start of this session."""
 
     code = "source_switched"
     retry = Retry.BACKOFF
@@ -147,7 +147,7 @@ class SourceSwitched(SourceError):
 
 
 class ReplicaIdentityUnusable(SourceError):
-    """A table's replica identity gives updates and deletes no key; it is captured into history only."""
+    """A table's replica identity gives updates and deletes no key; the table is captured into history only."""
 
     code = "replica_identity_unusable"
 
