@@ -1,11 +1,13 @@
-"""Record batches as Arrow IPC messages without their schema, which stands elsewhere.
+"""Record batches as Arrow IPC messages without their schema, which is stored elsewhere.
 
-What is decoded is validated whole: Arrow follows offsets without a look at where they lead, and a checksum that holds says
-nothing of who wrote them. It takes a quarter of what decoding strings takes, and next to nothing for numbers.
+Decoded messages are validated in full: Arrow follows offsets unchecked, and a valid checksum
+doesn't authenticate the writer. Validation takes a quarter of the time of decoding strings, and
+next to nothing for numbers.
 
-Large batches are LZ4-compressed buffer by buffer, as the IPC format has it; a message says itself whether it is, so
-readers need no flag. Small ones are not: below a few KiB the fixed cost is larger than what it saves. Nor are those that are mostly
-one buffer that a sample shows not to shrink: random bytes, pictures, what is compressed already.
+Large batches are LZ4-compressed buffer by buffer, as the IPC format defines; a message itself marks
+whether it is compressed. Small ones are not compressed: below a few KiB the fixed cost exceeds the
+saving. Nor are batches that are mostly one buffer that a sample shows not to shrink (random bytes,
+images, compressed data).
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from millstream.errors import CorruptFrame
 
 COMPRESS_FROM_BYTES: Final = 8192
 PICK_FROM_BYTES: Final = 32 << 10
-"""From here on decompressing a column that nobody asked for costs more than setting a decoder up to leave it out."""
+"""From this size on, decompressing an unneeded column costs more than setting up a decoder that leaves it out."""
 _THREADS_FROM_BYTES: Final = 256 << 10
-"""Messages below it are decoded before other threads have woken up."""
-# Without Arrow's thread pool: handing a group's few buffers to other threads took 190 µs where compressing them takes 50.
+"""Smaller messages are decoded before other threads have woken up."""
+# Without Arrow's thread pool: handing a group's few buffers to other threads took 190 µs;
+# compressing them takes 50 µs.
 _SAMPLED_FROM_BYTES: Final = 128 << 10
 _SAMPLE_BYTES: Final = 16 << 10
 _MOSTLY: Final = 0.75
@@ -35,7 +38,7 @@ _LZ4: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
 
 def encode_batch(batch: pa.RecordBatch) -> pa.Buffer:
-    """One encapsulated RecordBatch message; its length is a multiple of 8."""
+    """Encode one encapsulated RecordBatch message; its length is a multiple of 8."""
     if batch.get_total_buffer_size() < COMPRESS_FROM_BYTES:  # `nbytes` takes longer than encoding a small batch
         return batch.serialize()
     if not _shrinks(batch):
@@ -44,12 +47,12 @@ def encode_batch(batch: pa.RecordBatch) -> pa.Buffer:
     with ipc.new_stream(sink, batch.schema, options=_LZ4) as stream:
         stream.write_batch(batch)
         end = sink.tell()  # before the stream's end marker
-    start = len(batch.schema.serialize())  # what the stream wrote first
+    start = len(batch.schema.serialize())  # the stream's schema message
     return sink.getvalue().slice(start, end - start)
 
 
 def _shrinks(batch: pa.RecordBatch) -> bool:
-    """Whether compressing may be worth its time, by a sample of the largest column's largest buffer."""
+    """Whether compression is likely to pay, by a sample of the largest column's largest buffer."""
     size, largest = 0, None
     total = 0
     for column in batch.columns:
@@ -65,7 +68,7 @@ def _shrinks(batch: pa.RecordBatch) -> bool:
 
 
 def decode_batch(message: Bytes, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch of a message made under `schema`; `CorruptFrame` where it isn't one."""
+    """Return the batch of a message made under `schema`; raises `CorruptFrame` if it isn't one."""
     try:
         batch = ipc.read_record_batch(pa.py_buffer(message), schema)
         batch.validate(full=True)
@@ -75,12 +78,12 @@ def decode_batch(message: Bytes, schema: pa.Schema) -> pa.RecordBatch:
 
 
 class ColumnPicker:
-    """Decodes some columns of messages made under one schema; the others are neither decompressed nor looked at.
+    """Decodes some columns of messages made under one schema; the others are neither decompressed nor validated.
 
     Args:
-        schema: what the messages were made under.
-        names: the columns to decode; those that `schema` doesn't have are passed over. None: all.
-        threads: decompress side by side, by Arrow's threads: faster, and dearer where every core has company.
+        schema: the schema of the messages.
+        names: the columns to decode; names that `schema` lacks are ignored. None: all.
+        threads: decompress in Arrow's threads: faster, and costlier if other work keeps the cores busy.
     """
 
     def __init__(self, schema: pa.Schema, names: Collection[str] | None, *, threads: bool = True) -> None:
@@ -93,7 +96,7 @@ class ColumnPicker:
         self._of_small = ipc.IpcReadOptions(included_fields=places, use_threads=False)
 
     def decode(self, message: Bytes) -> pa.RecordBatch:
-        """The batch of a message, of those columns; `CorruptFrame` where it isn't one."""
+        """Return a message's batch of those columns; raises `CorruptFrame` if it isn't one."""
         if len(message) < PICK_FROM_BYTES or not self._names:
             return decode_batch(message, self._schema).select(self._names)
         try:
@@ -104,12 +107,12 @@ class ColumnPicker:
             raise _not_a_batch(error) from error
 
     def decode_all(self, messages: Sequence[Bytes]) -> tuple[pa.RecordBatch, list[int]]:
-        """The rows of several messages, of those columns, one behind the other; and how many are each one's.
+        """Return the concatenated rows of several messages, of those columns, and the row count of each message.
 
-        A call costs little more than one of `decode`.
+        A call costs little more than one call of `decode`.
 
         Raises:
-            CorruptFrame: one of them isn't a batch.
+            CorruptFrame: one of the messages isn't a batch.
         """
         try:
             data = b"".join((self._head, *messages))
@@ -132,12 +135,12 @@ def _not_a_batch(error: Exception) -> CorruptFrame:
 
 
 def encode_schema(schema: pa.Schema) -> pa.Buffer:
-    """One encapsulated Schema message, metadata included."""
+    """Encode one encapsulated Schema message, metadata included."""
     return schema.serialize()
 
 
 def decode_schema(message: Bytes) -> pa.Schema:
-    """The schema of a message; `CorruptFrame` where it isn't one."""
+    """Return the schema of a message; raises `CorruptFrame` if it isn't one."""
     try:
         return ipc.read_schema(pa.py_buffer(message))
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:

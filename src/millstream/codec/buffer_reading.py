@@ -1,6 +1,6 @@
-"""What readers of every write buffer do alike: keep their place, make operations of bytes, and say what is gone, once.
+"""Common parts of the readers of all write buffers: the position, decoding operations, and reporting gone offsets once.
 
-`PlacedReader` is a `ports.ShardReader` but for the way to the items.
+`PlacedReader` is a `ports.ShardReader` without the access to the items.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from millstream.model.ids import ShardId
 
 
 class BufferItem(NamedTuple):
-    """What a buffer has stored at an offset."""
+    """An item that a buffer has stored at an offset."""
 
     offset: BufferOffset
     data: bytes
     stored_at_us: int
-    """In microseconds since 1970 (UTC)."""
+    """When it was stored, in microseconds since 1970 (UTC)."""
 
 
 class PlacedReader(ABC):
-    """Reads one shard of a write buffer from a place of its own: see `ports.ShardReader`.
+    """A reader of one shard of a write buffer, with its own position: see `ports.ShardReader`.
 
-    What is left to a buffer: `next_item` and `extent`, and to call `seek_earliest` when it is made.
+    A subclass implements `next_item` and `extent`, and calls `seek_earliest` when it is
+    constructed.
 
     Args:
-        buffer: what the buffer is called, for errors.
-        shard: whose operations.
+        buffer: the buffer's name, for errors.
+        shard: the shard to read.
     """
 
     def __init__(self, buffer: str, shard: ShardId) -> None:
@@ -48,22 +49,25 @@ class PlacedReader(ABC):
         self._shard = shard
         self._place = BUFFER_START
         self._ended = False
-        """Whether it has said that its place is gone."""
+        """Whether it has raised `BufferOffsetGone`."""
 
     @abstractmethod
     def next_item(self, wait_s: float) -> BufferItem | None:
-        """The item at the place, or the first behind it where offsets have gaps; None where none came in time. Raises as `check_place`, or the buffer's own."""
+        """Return the item at the position, or the first behind it if offsets have gaps; None if none came in time.
+
+        Raises as `check_place`, or the buffer's own errors.
+        """
 
     @abstractmethod
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
-        """The smallest offset that is there, and the end: of one moment. Without an item both are the end."""
+        """Return the smallest offset available and the end, of one moment. Without an item both are the end."""
 
     def go_to(self, offset: BufferOffset) -> None:
-        """Read from there on; what was fetched is to be forgotten."""
+        """Read from that offset on, and discard what was fetched."""
         self._place, self._ended = offset, False
 
     def check_place(self, first: BufferOffset, end: BufferOffset) -> None:
-        """Raise where nothing can be read at the place any more: `BufferTruncated`, each time; `BufferOffsetGone`, once."""
+        """Raise if the position is no longer readable: `BufferTruncated`, each time; `BufferOffsetGone`, once."""
         if self._place > end:
             raise went_back(self._buffer, self._shard, self._place, end)
         if self._place < first:
@@ -74,7 +78,7 @@ class PlacedReader(ABC):
 
     @property
     def shard(self) -> ShardId:
-        """Whose operations it reads."""
+        """The shard that it reads."""
         return self._shard
 
     @property
@@ -89,7 +93,7 @@ class PlacedReader(ABC):
         item = self.next_item(wait_s)
         if item is None:
             return ReadPause.PENDING
-        self._place = BufferOffset(item.offset + 1)  # whatever becomes of it: no item is met twice
+        self._place = BufferOffset(item.offset + 1)  # before decoding, so that a faulty item isn't read twice
         meta = BufferMeta(self._shard, item.offset, item.stored_at_us, len(item.data))
         try:
             return BufferedOp(meta, decode_op(item.data, self._shard))
@@ -112,11 +116,11 @@ class PlacedReader(ABC):
         return self.extent()[1]
 
     def close(self) -> None:  # noqa: B027 - not every buffer's reader holds something
-        """Give up what it holds: nothing, where nothing else is said."""
+        """Release the reader's resources. The base class has none."""
 
 
 def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> UnknownBufferShard:
-    """There is no such shard."""
+    """Return the error that the shard doesn't exist."""
     return UnknownBufferShard(
         f"write buffer {buffer} has no shard {shard}; it has {len(shards)}",
         hint="Name one of them; a table's rows lie on the shard that the routing says.",
@@ -127,14 +131,14 @@ def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> U
 
 
 def replaced(buffer: str, known: str, found: str) -> BufferReplaced:
-    """It isn't the one that was read before."""
+    """Return the error that the buffer isn't the one read before."""
     return BufferReplaced(
         f"write buffer {buffer} was made anew while it was read", buffer=buffer, known=known, found=found
     )
 
 
 def gone(buffer: str, shard: ShardId, place: BufferOffset, first: BufferOffset) -> BufferOffsetGone:
-    """Retention was faster than a reader."""
+    """Return the error that retention overtook a reader."""
     return BufferOffsetGone(
         f"write buffer {buffer} has dropped offset {place} of shard {shard}; {first} is the first that it has",
         buffer=buffer,
@@ -145,7 +149,7 @@ def gone(buffer: str, shard: ShardId, place: BufferOffset, first: BufferOffset) 
 
 
 def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferTruncated:
-    """The end lies before what was read already."""
+    """Return the error that the end lies before offsets already read."""
     return BufferTruncated(
         f"shard {shard} of write buffer {buffer} ends at {end}, and was read up to {place} before",
         buffer=buffer,
@@ -156,7 +160,7 @@ def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffse
 
 
 def beyond_end(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferSeekBeyondEnd:
-    """Nothing can be read from there as yet."""
+    """Return the error that an offset lies past the end."""
     return BufferSeekBeyondEnd(
         f"shard {shard} of write buffer {buffer} ends at {end}, and {place} was asked for",
         buffer=buffer,
@@ -167,7 +171,7 @@ def beyond_end(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffs
 
 
 def undecodable(buffer: str, shard: ShardId, offset: BufferOffset, error: MillstreamError) -> BufferedOpUndecodable:
-    """What lies there holds no operation."""
+    """Return the error that the item holds no operation."""
     return BufferedOpUndecodable(
         f"offset {offset} of shard {shard} of write buffer {buffer} holds no operation: {error.message}",
         buffer=buffer,

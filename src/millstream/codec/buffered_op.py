@@ -1,13 +1,14 @@
-"""An operation as bytes, as write buffers keep it: whoever reads them has every value, type and null of it again.
+"""An operation as bytes, as write buffers keep it: decoding gives back every value, type and null.
 
-    start         magic "MSOP", CRC32C of all that follows, version, flags, tables, sources reached, length of the operation's row
+    start         magic "MSOP", CRC32C of the rest, version, flags, tables, sources reached, length of the operation row
     reached       for each source: its number, an LSN
     tables        for each entry: lengths of its schema, its rows and its partition's name
     operation     an Arrow record batch message of one row, under `OPERATION_COLUMNS` of the version
     entries       each: the partition's name (UTF-8), an Arrow schema message, a record batch message
 
-Everything is little-endian, and Arrow's messages lie at multiples of 8. A schema message holds the table's id, name, key and the types of
-its columns (`TableSchema.to_arrow`). The shard isn't in it: it is where the bytes lie.
+Everything is little-endian, and Arrow's messages start at multiples of 8. A schema message holds
+the table's id, name, key and the types of its columns (`TableSchema.to_arrow`). The shard isn't
+encoded: it is the shard that stores the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from millstream.model.schema import TableSchema
 MAGIC: Final = b"MSOP"
 VERSION: Final = 1
 OPERATION_COLUMNS: Final[Mapping[int, pa.Schema]] = MappingProxyType({1: OPERATION_SCHEMA})
-"""What an operation's row is made of, by version: a column more is a version more, and the older ones stay."""
+"""The columns of an operation's row, by version. A new column makes a new version, and older versions stay."""
 
 _START: Final = struct.Struct("<4sIBBHII4x")
 _REACHED: Final = struct.Struct("<IQ")
@@ -47,10 +48,10 @@ _NEVER_NULL: Final = tuple(field.name for field in _ROW_PREFIX if not field.null
 
 
 def encode_op(op: WriteOps) -> bytes:
-    """The bytes of one operation.
+    """Encode one operation.
 
     Args:
-        op: exactly one, with at least one row; what it is to follow (`behind`) is its sender's business, and isn't in it.
+        op: exactly one, with at least one row; `behind` isn't encoded, because it concerns only the sender.
 
     Raises:
         InvalidValue: it is none, or several.
@@ -76,7 +77,7 @@ def encode_op(op: WriteOps) -> bytes:
 
 
 def decode_op(data: Bytes, shard: ShardId) -> WriteOps:
-    """The operation of its bytes, its rows on that shard.
+    """Decode an operation, with its rows on that shard.
 
     Raises:
         TruncatedFrame, CorruptFrame, UnsupportedFormat: never a wrong operation.
@@ -129,7 +130,7 @@ def _decode_table(taken: _Taken, entry: tuple[int, int, int], shard: ShardId) ->
 
 
 def _is_of_log(kind: pa.DataType) -> bool:
-    """Whether a log has columns of that type: what somebody else encoded may be of any."""
+    """Whether a log has columns of that type; bytes from another encoder may have any."""
     if pa.types.is_list(kind):
         return _is_of_log(kind.value_type)
     return kind in _TYPES or pa.types.is_decimal128(kind)
@@ -143,7 +144,7 @@ class _Taken:
         self._position = position
 
     def take(self, length: int, *, pad: bool = True) -> memoryview:
-        """The next bytes; behind them the next piece begins at a multiple of 8."""
+        """Take the next bytes; the piece behind them begins at a multiple of 8."""
         end = self._position + length
         if end > len(self._view):
             raise CorruptFrame("an operation's lengths contradict its size")
@@ -153,7 +154,7 @@ class _Taken:
 
     @property
     def left(self) -> bool:
-        """Whether not exactly everything was taken."""
+        """Whether anything but exactly everything was taken."""
         return self._position != len(self._view)
 
 

@@ -1,4 +1,4 @@
-"""CRC32C (Castagnoli) over buffers that lie apart, as if they were one."""
+"""CRC32C (Castagnoli) over separate buffers as if they were one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Bytes: TypeAlias = bytes | bytearray | memoryview | Any
 
 
 def crc32c(*buffers: Bytes) -> int:
-    """The CRC32C of the buffers' bytes one after the other."""
+    """Return the CRC32C of the buffers' concatenated bytes."""
     crc = 0
     for buffer in buffers:
-        # The C code takes read-only buffers only: `bytes` and Arrow's; anything else is wrapped without a copy.
+        # The C code takes only read-only buffers, `bytes` and Arrow's; anything else is wrapped without a copy.
         crc = google_crc32c.extend(crc, buffer if isinstance(buffer, bytes | pa.Buffer) else _readonly(buffer))
     return int(crc)
 
 
 def crc32c_on(crc: int, buffer: Bytes) -> int:
-    """The CRC32C of what `crc` is that of, with more bytes behind it; of nothing it is 0."""
+    """Extend a CRC32C by more bytes; the CRC32C of no bytes is 0."""
     return int(google_crc32c.extend(crc, buffer if isinstance(buffer, bytes | pa.Buffer) else _readonly(buffer)))
 
 

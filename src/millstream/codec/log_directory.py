@@ -1,14 +1,15 @@
 """The directory of a frame: its operations and their table batches, and the numbers that either carries.
 
-What a file's frames carry (`Numbering`) is said by a flag in each of them, and by the columns that the segment's header names:
+A flag in each frame, and the columns that the segment's header names, give the `Numbering` of a
+file's frames:
 
-- *batch*: every table batch has its first number. What is written.
-- *both*: operations have their number, too, so that a reader that knows no other still reads everything right.
-- *operation*: only operations have one, and each of their batches takes it: a record's number is its operation's, plus
-  its index in the operation.
+- *batch*: every table batch has its first number. This is what is written.
+- *both*: operations have numbers too, so that a reader that knows only those still reads correctly.
+- *operation*: only operations have a number, and their batches use it. A record's number is its
+  operation's plus its index in the operation.
 
-Either way an operation's numbers are the same, `[number, number + records)`: what lies between two operations is what it was. Only
-which of its own numbers a record has depends on who says it: its batch, or its index.
+Either way an operation's numbers are `[number, number + records)`, so tokens between operations
+mean the same. Only the numbers of records within an operation differ: by batch, or by index.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ BATCH_SCHEMA: Final = pa.schema(
         pa.field("count", pa.int64(), nullable=False),
     ]
 )
-"""One row for every (operation, table, partition) of a frame: `operation` is the row in the frame's operations; the numbers of
-its `count` records in this frame are `first_seq …`."""
+"""One row for every (operation, table, partition) of a frame: `operation` is the row in the frame's
+operations; the numbers of its `count` records in this frame are `first_seq …`."""
 
 OPERATION_SEQ: Final = pa.field("seq", pa.int64(), nullable=False)
-"""An operation's number: the first of its records', over all its shards and frames."""
+"""An operation's number: the first number of its records, over all its shards and frames."""
 _FIRST_SEQ: Final = BATCH_SCHEMA.field("first_seq")
 _ORDINAL: Final = BATCH_SCHEMA.field("operation")
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -52,7 +53,7 @@ _NO_BATCH_NUMBERS: Final = 4
 
 
 class Numbering(StrEnum):
-    """Which numbers a file's frames carry."""
+    """The numbers that a file's frames carry."""
 
     BATCH = "batch"
     BOTH = "both"
@@ -60,7 +61,7 @@ class Numbering(StrEnum):
 
     @property
     def flags(self) -> int:
-        """As a frame's header has it."""
+        """The flags in a frame's header."""
         return _FLAGS[self]
 
 
@@ -71,7 +72,7 @@ _FLAGS: Final = {
 }
 NUMBERING_FLAGS: Final = _OPERATION_NUMBERS | _NO_BATCH_NUMBERS
 NUMBERING_OF_FLAGS: Final = {flags: numbering for numbering, flags in _FLAGS.items()}
-"""By the bits `NUMBERING_FLAGS` of a frame's flags; others than these aren't known."""
+"""Numbering by the bits `NUMBERING_FLAGS` of a frame's flags; other bits are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Directory:
         object.__setattr__(self, "numbering", of_batches if own or not numbered else Numbering.OPERATION)
 
     def check(self) -> Directory:
-        """The value itself; `CorruptFrame` where a column that readers take by name is missing or of another type."""
+        """Return the value itself; raises `CorruptFrame` if a column that readers use is missing or of another type."""
         known = DIRECTORIES[self.numbering]
         for found, columns in ((self.operations, known.operations), (self.batches, known.batches)):
             for column in columns:
@@ -105,18 +106,19 @@ DIRECTORIES: Final = {
     Numbering.BOTH: Directory(_NUMBERED, BATCH_SCHEMA),
     Numbering.OPERATION: Directory(_NUMBERED, BATCH_SCHEMA.remove(BATCH_SCHEMA.get_field_index(_FIRST_SEQ.name))),
 }
-"""What this version writes."""
+"""The directory schemas that this version writes."""
 DIRECTORY: Final = DIRECTORIES[Numbering.BATCH]
-"""The default; also what stands for a segment's own where that is lost: then each frame's flag says which one it is."""
+"""The default. It also replaces a segment's own directory if that is lost; then each frame's flag
+gives its numbering."""
 
 
 def with_numbers(operations: pa.RecordBatch, numbers: pa.Array) -> pa.RecordBatch:
-    """Operations with their numbers."""
+    """Return operations with their numbers."""
     return pa.RecordBatch.from_arrays([*operations.columns, numbers], schema=operations.schema.append(OPERATION_SEQ))
 
 
 def without_batch_numbers(batches: pa.RecordBatch) -> pa.RecordBatch:
-    """Batches that take their operations' numbers."""
+    """Return batches without numbers of their own, which use their operations' numbers."""
     kept = DIRECTORIES[Numbering.OPERATION].batches
     return pa.RecordBatch.from_arrays([batches.column(name) for name in kept.names], schema=kept)
 
@@ -124,16 +126,16 @@ def without_batch_numbers(batches: pa.RecordBatch) -> pa.RecordBatch:
 def decode_directory(
     directory: Directory, numbering: Numbering, operations: Bytes, batches: Bytes
 ) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-    """A frame's operations and batches, checked by themselves. Batches without numbers of their own have their operation's.
+    """Decode a frame's operations and batches, and check each. Batches without numbers get their operation's.
 
     Args:
         directory: the segment's.
-        numbering: what the frame's flag says.
+        numbering: the numbering by the frame's flag.
         operations: an Arrow message.
-        batches: another.
+        batches: an Arrow message.
 
     Raises:
-        CorruptFrame: they can't be.
+        CorruptFrame: they are invalid.
     """
     if numbering is not directory.numbering:
         if directory is not DIRECTORY:
@@ -154,7 +156,7 @@ def decode_directory(
 
 
 class DirectoryDecoders:
-    """What decodes many directories of a segment at once."""
+    """Decoders for many directories of a segment at once."""
 
     def __init__(self, directory: Directory) -> None:
         self.numbering: Final = directory.numbering
@@ -165,14 +167,16 @@ class DirectoryDecoders:
 def decode_directories(
     of: DirectoryDecoders, messages: Sequence[tuple[Bytes, Bytes]]
 ) -> tuple[pa.RecordBatch, pa.RecordBatch, Ints]:
-    """The directories of several frames as one: (operations, batches, of which frame each batch is); see `decode_directory`.
+    """Decode the directories of several frames as one: (operations, batches, the frame index of each batch).
+
+    See `decode_directory`.
 
     Args:
-        of: of the segment that all of them lie in; batches have numbers of their own there.
+        of: decoders of the frames' segment, whose batches have numbers of their own.
         messages: each frame's operations and batches.
 
     Raises:
-        CorruptFrame: one of them can't be. `decode_directory` tells which.
+        CorruptFrame: one of them is invalid. `decode_directory` identifies it.
     """
     operations, operation_counts = of.operations.decode_all([message for message, _ in messages])
     batches, batch_counts = of.batches.decode_all([message for _, message in messages])
@@ -201,29 +205,29 @@ def _check_ordinals(ordinals: Ints, operations: int | Ints) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What frames' headers say of their records: parallel arrays."""
+    """The counts and numbers that frames' headers name, as parallel arrays."""
 
     count: Ints
     first: Ints
-    """Number."""
+    """First number."""
     last: Ints
-    """Number, inclusive."""
+    """Last number, inclusive."""
 
 
 def check_directory(
     numbering: Numbering, operations: pa.RecordBatch, batches: pa.RecordBatch, starts: Ints, announced: Announced
 ) -> None:
-    """`CorruptFrame` unless the directory's counts and numbers are those of the frames' headers.
+    """Raise `CorruptFrame` unless the directory's counts and numbers are those of the frames' headers.
 
     Args:
         numbering: of the frames.
-        operations: theirs.
-        batches: theirs, at least one each.
-        starts: for each frame, at which row its batches begin.
-        announced: what they say.
+        operations: the frames' operations.
+        batches: the frames' batches, at least one for each frame.
+        starts: for each frame, the row of its first batch.
+        announced: the headers' counts and numbers.
     """
     counts, firsts = (batches.column(name).to_numpy() for name in ("count", "first_seq"))
-    most = np.maximum.reduceat(counts, starts)  # of sums of small counts none overflows
+    most = np.maximum.reduceat(counts, starts)  # sums of counts this small can't overflow
     if counts.min() < 1 or (most > announced.count).any() or (np.add.reduceat(counts, starts) != announced.count).any():
         raise CorruptFrame("a frame's directory and its record count disagree")
     least, greatest = np.minimum.reduceat(firsts, starts), np.maximum.reduceat(firsts + counts, starts) - 1
@@ -231,7 +235,7 @@ def check_directory(
         agree = (least == announced.first) & (greatest == announced.last)
     elif numbering is Numbering.BOTH:
         agree = (announced.first <= least) & (greatest <= announced.last)
-    else:  # which of an operation's numbers are here is the rows' to say
+    else:  # the rows determine which of an operation's numbers are here
         agree = (least >= 0) & (least <= announced.first) & (np.maximum.reduceat(firsts, starts) <= announced.last)
     if not agree.all():
         raise CorruptFrame("a frame's directory and its numbers disagree")

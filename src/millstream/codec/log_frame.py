@@ -4,12 +4,13 @@
     | fixed header | other shards | reached | parts | operations | batches     | part | part | ...         |
     +--------------------------------------------------------------------------+---------------------------+
 
-The head names each payload part (a table's rows under one schema version) with its length and its own CRC32C. So one
-checksum covers everything, and yet a reader of one table reads and checks the head and that table's bytes only. Shard,
-region, epoch and offset stand in the head: an old frame that a recycled file still holds can't pass for a new one.
+The head names each payload part (a table's rows under one schema version) with its length and its
+own CRC32C. So one checksum covers everything, yet a reader of one table reads and checks only the
+head and that table's bytes. Shard, region, epoch and offset stand in the head: an old frame in a
+recycled file can't pass for a new one.
 
-Rows in a part stand in the directory's order, entry by entry; their `__offset` says where they stand in the shard. The
-layout, byte by byte, is in docs/internals/FORMAT.md.
+Rows in a part are in the directory's order, entry by entry; their `__offset` is their place in the
+shard. The layout, byte by byte, is in docs/internals/FORMAT.md.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from millstream.model.schema import TableSchema
 
 BATCH_HEADER_VERSION: Final = 2
 BATCH_HEADER_VERSIONS: Final = (1, 2)
-"""What is read. Version 1 had neither region nor shard: it reads as 0 and 0."""
+"""Versions that can be read. Version 1 had neither region nor shard: they read as 0."""
 FRAME_HEADER_MIN: Final = 16
-"""Bytes that tell a frame's extent: length, crc, head length, version, kind, flags."""
+"""Bytes that determine a frame's extent: length, crc, head length, version, kind, flags."""
 
 _START: Final = struct.Struct("<IIIBBH")
 """length, crc, head length, version, kind, flags"""
@@ -69,23 +70,28 @@ _FLAG_MORE: Final = 1
 _KNOWN_FLAGS: Final = _FLAG_MORE | NUMBERING_FLAGS
 FRAME_SIZE_MAX: Final = 2**32 - 8
 _COUNT_MAX: Final = 2**40
-"""Records of a frame, a thousand times what its bytes can hold: sums of counts below it don't overflow."""
+"""Maximum number of records in a frame, a thousand times what its bytes can hold. Sums of smaller
+counts don't overflow."""
 
 
 class FrameKind(IntEnum):
-    """What a frame holds."""
+    """The content of a frame."""
 
     SCHEMA = 1
     RECORDS = 2
     LOSS = 3
-    """What stood here can't be read, and a person accepted that (`wal.mending.repair`): offsets go on behind it."""
+    """Lost records: they can't be read, and an operator accepted the loss (`wal.mending.repair`).
+    Offsets continue behind it."""
 
 
 _KINDS: Final = {int(kind): kind for kind in FrameKind}
 
 
 class PayloadPart(NamedTuple):
-    """A table's rows in a frame, under one schema version. A frame may have hundreds, and each reader decodes them all."""
+    """A table's rows in a frame, under one schema version.
+
+    A frame may have hundreds, and each reader decodes them all.
+    """
 
     table_id: TableId
     schema_version: SchemaVersion
@@ -95,7 +101,7 @@ class PayloadPart(NamedTuple):
 
 
 _PART_OF: Final = partial(tuple.__new__, PayloadPart)
-"""As `PayloadPart._make`, without a call of Python for each."""
+"""Construct a `PayloadPart` as `_make` does, without a Python call for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +113,9 @@ class FrameHeader:
     count: int
     first_seq: Seq
     last_seq: Seq
-    """Least and greatest number in this frame, whoever says it; (0, 0) where it has none."""
+    """With `first_seq`, the least and greatest number in this frame, whichever numbering; (0, 0) if it has none."""
     group_last_seq: Seq
-    """What `persisted_upto` becomes once the group is durable on all its shards."""
+    """The value of `persisted_upto` once the group is durable on all its shards."""
     group: GroupNumber
     epoch: Epoch
     region: RegionId
@@ -123,9 +129,9 @@ class FrameHeader:
     reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
     """For each source, the commit end LSN up to which the log has everything once this group is durable."""
     more: bool = False
-    """The group goes on in this shard's next frame."""
+    """Whether the group continues in this shard's next frame."""
     numbering: Numbering = Numbering.BATCH
-    """Which numbers the directory of this frame, and of all others of its segment, has."""
+    """The numbers that the directory of this frame, and of all others of its segment, has."""
     parts: tuple[PayloadPart, ...] = ()
     """Filled in by the encoder."""
 
@@ -134,12 +140,12 @@ class FrameHeader:
 
     @property
     def payload_length(self) -> int:
-        """Bytes behind the head."""
+        """Size in bytes of the payload behind the head."""
         return sum([part.length for part in self.parts])
 
 
 class FrameExtent(NamedTuple):
-    """How many bytes a frame's head and the whole of it take; not verified yet."""
+    """Sizes in bytes of a frame's head and of the whole frame, not yet verified."""
 
     head_length: int
     length: int
@@ -148,7 +154,7 @@ class FrameExtent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchemaFrame:
-    """A frame that brings a table's schema."""
+    """A frame with a table's schema."""
 
     header: FrameHeader
     schema: TableSchema
@@ -156,26 +162,29 @@ class SchemaFrame:
 
 @dataclass(frozen=True, slots=True)
 class RecordsFrame:
-    """A frame with records: its verified head, and its payload, read and verified part by part when asked for."""
+    """A frame with records: its verified head, and its payload, read and verified part by part on demand."""
 
     header: FrameHeader
     operations: pa.RecordBatch
     batches: pa.RecordBatch
-    """`BATCH_SCHEMA` by name; see `decode_directory` for those without numbers of their own."""
+    """`BATCH_SCHEMA` by name; see `decode_directory` for batches without numbers of their own."""
     schemas: SchemaSet
     read_payload: Callable[[int, int], Bytes]
-    """Payload bytes at (position behind the head, length)."""
+    """Returns payload bytes at (position behind the head, length)."""
 
     def table_ids(self) -> list[TableId]:
-        """The tables with rows here, in payload order."""
+        """Return the tables with rows here, in payload order."""
         return list(dict.fromkeys(part.table_id for part in self.header.parts))
 
     def table_bytes(self, table_id: TableId) -> int:
-        """Payload bytes of one table."""
+        """Return the size in bytes of one table's payload."""
         return sum(part.length for part in self.header.parts if part.table_id == table_id)
 
     def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.RecordBatch:
-        """One part's rows as they lie in the log (`log_row_schema`). `KeyError` where the frame has no such part."""
+        """Return one part's rows as they lie in the log (`log_row_schema`).
+
+        Raises `KeyError` if the frame has no such part.
+        """
         position = 0
         for part in self.header.parts:
             if (part.table_id, part.schema_version) == (table_id, version):
@@ -191,10 +200,11 @@ class RecordsFrame:
         offsets: bool = False,
         moments: bool = False,
     ) -> Iterator[tuple[TableSchema, pa.RecordBatch]]:
-        """A table's records in `record_schema`, one batch a schema version, rows in directory order; see `records_of`.
+        """Yield a table's records in `record_schema`, one batch a schema version; see `records_of`.
 
-        Only what `columns` need is decoded, and so verified beyond its checksum. Arrow's threads help where all are asked for;
-        who picks some is one of Spark's workers, with company on every core.
+        Rows are in directory order. Only what `columns` need is decoded, and so verified beyond its
+        checksum. Decoding all columns uses Arrow's threads. Decoding some doesn't: the reader is
+        then a Spark worker, and all cores are busy.
 
         Raises:
             CorruptFrame: a part fails its checksum, or rows and directory disagree.
@@ -218,7 +228,7 @@ class RecordsFrame:
         offsets: bool = False,
         moments: bool = False,
     ) -> pa.RecordBatch:
-        """One part's log rows as records, in their order; see `records_of`."""
+        """Return one part's log rows as records, in their order; see `records_of`."""
         by_index = self.header.numbering is Numbering.OPERATION
         directory = (self.operations, self.batches)
         records = records_of(
@@ -231,7 +241,7 @@ class RecordsFrame:
         return records
 
     def numbers_of(self, table_id: TableId, version: SchemaVersion) -> tuple[Seq, Seq]:
-        """Bounds of a part's numbers, by the directory alone: exact where batches have their own."""
+        """Return bounds of a part's numbers, from the directory alone: exact if batches have their own."""
         tables, versions, firsts, counts = (
             self.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "first_seq", "count")
         )
@@ -246,7 +256,7 @@ class RecordsFrame:
     def _read_part(
         self, part: PayloadPart, position: int, columns: frozenset[str] | None = None, *, threads: bool = True
     ) -> pa.RecordBatch:
-        """Verified rows; of some columns alone where they are named."""
+        """Return verified rows; only the named columns, if any are named."""
         data = self.read_payload(position, part.length)
         verify_part(part, data)
         if columns is None:
@@ -261,18 +271,18 @@ class RecordsFrame:
 
 @dataclass(frozen=True, slots=True)
 class LossFrame:
-    """A frame in the place of records that are lost: `header.count` offsets that nobody will ever read."""
+    """A frame in the place of records that are lost: `header.count` offsets that can never be read."""
 
     header: FrameHeader
     facts: Mapping[str, Any]
-    """What was said of it: JSON-able."""
+    """JSON-able facts recorded about the loss."""
 
 
 # --- encoding ------------------------------------------------------------------------------------------------------
 
 
 def encode_schema_frame(header: FrameHeader, schema: TableSchema) -> list[Bytes]:
-    """The buffers of a schema frame, head first. `header.count` is 0."""
+    """Encode a schema frame as buffers, head first. `header.count` is 0."""
     data = encode_schema(schema.to_arrow(LOG_ROW_PREFIX))
     part = PayloadPart(schema.table_id, schema.version, 0, len(data), crc32c(data))
     return [_encode_head(header, (part,), b"", b""), data]
@@ -284,12 +294,12 @@ def encode_records_frame(
     batches: pa.RecordBatch,
     payload: Sequence[tuple[TableSchema, pa.RecordBatch]],
 ) -> list[Bytes]:
-    """The buffers of a records frame, head first, to be written one after the other.
+    """Encode a records frame as buffers, head first, to be written in sequence.
 
     Args:
         header: its `parts` are filled in here.
-        operations: `OPERATION_SCHEMA`, with what `header.numbering` asks for (`DIRECTORIES`).
-        batches: `BATCH_SCHEMA`, likewise; entries of one (table, version) stand in the order of that part's rows.
+        operations: `OPERATION_SCHEMA`, with the columns that `header.numbering` needs (`DIRECTORIES`).
+        batches: `BATCH_SCHEMA`, likewise; entries of one (table, version) are in the order of that part's rows.
         payload: one (schema, rows in `log_row_schema`) for every table and schema version, each at most once.
     """
     parts = []
@@ -302,7 +312,7 @@ def encode_records_frame(
 
 
 def encode_loss_frame(header: FrameHeader, facts: Mapping[str, Any], *, length: int = 0) -> list[Bytes]:
-    """The buffers of a loss frame, head first: of `length` bytes, where what it says fits into that."""
+    """Encode a loss frame as buffers, head first, `length` bytes long if the facts fit."""
     text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
     bare = len(_encode_head(header, (PayloadPart(_NO_TABLE, _NO_VERSION, 0, 0, 0),), b"", b""))
     text = text.ljust(max(length - bare, len(text) + -len(text) % 8))
@@ -311,7 +321,7 @@ def encode_loss_frame(header: FrameHeader, facts: Mapping[str, Any], *, length: 
 
 
 def without_parts(head: bytes, lost: Collection[tuple[TableId, SchemaVersion]]) -> bytes:
-    """A records frame's head without some of its parts: the directory still names their records, which can't be had."""
+    """Return a records frame's head without some of its parts; the directory still names their lost records."""
     header, _, operations, batches = decode_frame_head(head)
     kept = tuple(part for part in header.parts if (part.table_id, part.schema_version) not in lost)
     return _encode_head(header, kept, operations, batches)
@@ -329,7 +339,7 @@ def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations
     pieces.extend(_REACHED.pack(source, lsn) for source, lsn in header.reached.items())
     pieces.extend(_PART.pack(p.table_id, p.schema_version, p.rows, p.length, p.crc) for p in parts)
     body = b"".join(pieces)
-    padding = bytes(-(_START.size + len(body)) % 8)  # Arrow's messages want to lie at multiples of 8
+    padding = bytes(-(_START.size + len(body)) % 8)  # Arrow's messages need to start at multiples of 8
     body = b"".join((body, padding, bytes(operations), bytes(batches)))
     head_length = _START.size + len(body)
     length = head_length + sum(part.length for part in parts)
@@ -345,11 +355,13 @@ def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations
 
 
 def frame_extent(start: bytes | memoryview) -> FrameExtent:
-    """Where a frame's head and the frame end, from its first `FRAME_HEADER_MIN` bytes. Nothing is verified yet.
+    """Return the ends of a frame's head and of the frame, from its first `FRAME_HEADER_MIN` bytes.
+
+    Nothing is verified yet.
 
     Raises:
         TruncatedFrame: fewer bytes than that.
-        CorruptFrame: these bytes can't begin a frame (zeros among them).
+        CorruptFrame: these bytes can't begin a frame (for example zeros).
         UnsupportedFormat: a header version that this code doesn't know.
     """
     if len(start) < FRAME_HEADER_MIN:
@@ -367,7 +379,7 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
 
 
 def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExtent, memoryview, memoryview]:
-    """A frame's verified header, its extent, and the encoded operations and batches.
+    """Return a frame's verified header, its extent, and the encoded operations and batches.
 
     Args:
         head: at least the frame's whole head.
@@ -379,7 +391,7 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
     try:
         extent = frame_extent(view)
     except UnsupportedFormat:
-        # A damaged version byte is damage, not a newer format: only a head that passes its checksum may say so.
+        # A damaged version byte is damage, not a newer format: only a head with a valid checksum proves a version.
         _verify_head(view, _START.unpack_from(view)[2])
         raise
     _verify_head(view, extent.head_length)
@@ -427,7 +439,7 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
 
 
 def decode_frame_header(head: bytes | memoryview) -> tuple[FrameHeader, int]:
-    """The verified header of a frame and the frame's whole length; `head` holds at least the head."""
+    """Return the verified header of a frame and the frame's whole length; `head` holds at least the head."""
     header, extent, _, _ = decode_frame_head(head)
     return header, extent.length
 
@@ -438,12 +450,12 @@ def decode_frame(
     *,
     read_payload: Callable[[int, int], Bytes] | None = None,
 ) -> SchemaFrame | RecordsFrame | LossFrame:
-    """A frame from its bytes; a schema frame's schema is added to `schemas`.
+    """Decode a frame; a schema frame's schema is added to `schemas`.
 
     Args:
-        data: the whole frame, or only its head where `read_payload` is given.
-        schemas: what the segment has brought so far.
-        read_payload: payload bytes at (position behind the head, length); parts are then read when asked for.
+        data: the whole frame, or only its head if `read_payload` is given.
+        schemas: the segment's schemas so far.
+        read_payload: returns payload bytes at (position behind the head, length); parts are then read on demand.
 
     Raises:
         TruncatedFrame, CorruptFrame, UnsupportedFormat: never wrong data. Payload parts are verified when read.
@@ -473,20 +485,23 @@ def records_frame(
     schemas: SchemaSet,
     read_payload: Callable[[int, int], Bytes],
 ) -> RecordsFrame:
-    """A records frame from what `decode_frame_head` found; `CorruptFrame` as `decode_frame`."""
+    """Return a records frame from the parts that `decode_frame_head` returned.
+
+    Raises `CorruptFrame` as `decode_frame`.
+    """
     found = decode_directory(schemas.directory, header.numbering, operations, batches)
     check_directory(header.numbering, *found, np.zeros(1, np.int64), announced([header]))
     return RecordsFrame(header, *found, schemas, read_payload)
 
 
 def announced(headers: Sequence[FrameHeader]) -> Announced:
-    """What frames' headers say of their records."""
+    """Return the counts and numbers of frames' headers."""
     said = np.array([(header.count, header.first_seq, header.last_seq) for header in headers], np.int64)
     return Announced(*said.T)
 
 
 def verify_part(part: PayloadPart, data: Bytes) -> None:
-    """Check a part's bytes against its length and its CRC32C; `TruncatedFrame` or `CorruptFrame` where they fail."""
+    """Check a part's bytes against its length and its CRC32C; raises `TruncatedFrame` or `CorruptFrame`."""
     if len(data) < part.length:
         raise TruncatedFrame("the file ends inside of a frame's payload")
     if crc32c(data) != part.crc:
@@ -494,14 +509,14 @@ def verify_part(part: PayloadPart, data: Bytes) -> None:
 
 
 def check_rows(table_id: TableId, rows: pa.RecordBatch) -> None:
-    """`CorruptFrame` where rows of a table lack what no row in the log lacks; of columns that weren't read nothing is said."""
+    """Raise `CorruptFrame` if a row lacks an offset, index or op; columns that weren't read aren't checked."""
     names = rows.schema.names
     if any(rows.column(name).null_count for name in _NEVER_NULL if name in names):
         raise CorruptFrame(f"a row of table {table_id} lacks its offset, index or op")
 
 
 def verify_payload(header: FrameHeader, payload: Bytes) -> None:
-    """Check every part of a frame's payload against its CRC32C; `CorruptFrame` or `TruncatedFrame` where it fails."""
+    """Check every part of a frame's payload against its CRC32C; raises `CorruptFrame` or `TruncatedFrame`."""
     view = memoryview(payload)
     if len(view) < header.payload_length:
         raise TruncatedFrame("the file ends inside of a frame's payload")

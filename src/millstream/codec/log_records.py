@@ -1,6 +1,6 @@
-"""From a frame's rows and directory to the records that readers see.
+"""Conversion of a frame's rows and directory to the records that readers see.
 
-Everything here is whole columns: a frame may hold ten thousand one-row transactions.
+Everything here works on whole columns: a frame may hold ten thousand one-row transactions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from millstream.model.operations import OperationKind
 from millstream.model.records import RECORD_OFFSET, Op, log_row_schema, record_schema
 from millstream.model.schema import TableSchema
 
-# Not by `pa.array`: that looks for pandas, whose import takes longer than all else that a process needs to plan a read.
+# Not by `pa.array`, which looks for pandas. Importing pandas takes longer than everything else a
+# process needs to plan a read.
 _LETTERS: Final = pa.StringArray.from_buffers(
     len(Op),
     pa.py_buffer(np.arange(len(Op) + 1, dtype=np.int32)),
@@ -30,13 +31,13 @@ _TRUNCATE: Final = list(Op).index(Op.TRUNCATE)
 _LETTER_OF_CODE[[int(op) for op in Op]] = range(len(Op))
 
 
-@lru_cache(maxsize=4096)  # asked for with every part of a frame
+@lru_cache(maxsize=4096)  # called for every part of a frame
 def log_columns(
     table: TableSchema, columns: frozenset[str] | None, *, offsets: bool, by_index: bool = False
 ) -> frozenset[str]:
-    """The columns of `log_row_schema(table)` that records of these columns are made of; all of them with None.
+    """Return the columns of `log_row_schema(table)` that records of these columns are made of; all of them with None.
 
-    `__op` is always among them: what it says of a record is verified.
+    `__op` is always among them, because its values are verified.
     """
     wanted = set(record_schema(table, offsets=offsets).names)
     if columns is not None:
@@ -57,19 +58,20 @@ def records_of(
     offsets: bool = False,
     moments: bool = False,
 ) -> pa.RecordBatch:
-    """One part's log rows as records.
+    """Return one part's log rows as records.
 
     Args:
-        table: the schema under which the rows lie.
-        rows: `log_row_schema(table)`, or `log_columns` of it, in the order of the directory's entries for this table and version.
+        table: the schema of the rows.
+        rows: `log_row_schema(table)`, or `log_columns` of it, in the order of the directory's entries for this
+            table and version.
         operations: the frame's operations.
         batches: the frame's batch entries, of all tables.
-        columns: only these and `__seq`; names that the table doesn't have are passed over. None: all.
-        by_index: a record's number is its batch's (its operation's, that is) plus its index in the operation, instead of its
-            place in the batch: see `log_directory`.
+        columns: only these and `__seq`; names that the table lacks are ignored. None: all.
+        by_index: a record's number is its operation's plus its index in the operation, instead of its batch's plus
+            its place in the batch: see `log_directory`.
         offsets: put `__offset` first.
-        moments: give what was copied the moment at which it was read as `__commit_ts`, instead of null. A copy's marker (`t`)
-            has none: its time is of another clock than the source's.
+        moments: give copied rows the moment at which they were read as `__commit_ts`, instead of null. A copy's
+            marker (`t`) has none, because its time is of another clock than the source's.
 
     Raises:
         CorruptFrame: directory and rows disagree.
@@ -85,7 +87,7 @@ def records_of(
     of_row = np.repeat(batches.column("operation").to_numpy()[mine].astype(np.int64), counts)
 
     def fact(name: str) -> pa.Array:
-        """What the directory says of each row's operation."""
+        """Return a directory column's value for each row's operation."""
         return pc.take(operations.column(name), pa.array(of_row))
 
     def of_kind(*kinds: OperationKind) -> npt.NDArray[np.bool_]:
@@ -118,7 +120,7 @@ def records_of(
 
 
 def of_part(batches: pa.RecordBatch, table: TableSchema) -> npt.NDArray[np.bool_]:
-    """Which of a directory's batches are of a table under a schema version."""
+    """Return which of a directory's batches are of a table under a schema version."""
     found: npt.NDArray[np.bool_] = (batches.column("table_id").to_numpy() == table.table_id) & (
         batches.column("schema_version").to_numpy() == table.version
     )
@@ -126,15 +128,15 @@ def of_part(batches: pa.RecordBatch, table: TableSchema) -> npt.NDArray[np.bool_
 
 
 def first_seqs(operations: pa.RecordBatch, batches: pa.RecordBatch) -> npt.NDArray[np.int64]:
-    """The first number of each operation of a directory."""
+    """Return the first number of each operation of a directory."""
     first = np.full(operations.num_rows, np.iinfo(np.int64).max, dtype=np.int64)
     np.minimum.at(first, batches.column("operation").to_numpy(), batches.column("first_seq").to_numpy())
     return first
 
 
-@lru_cache(maxsize=4096)  # asked for with every part of a frame; the metadata is JSON
+@lru_cache(maxsize=4096)  # called for every part of a frame; the metadata is JSON
 def _schema_of(table: TableSchema, columns: frozenset[str] | None, *, offsets: bool) -> pa.Schema:
-    """`record_schema`, of some columns."""
+    """Return `record_schema` with some columns."""
     schema = record_schema(table, offsets=offsets)
     if columns is None:
         return schema
@@ -143,7 +145,7 @@ def _schema_of(table: TableSchema, columns: frozenset[str] | None, *, offsets: b
 
 
 def _spread(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`first, first + 1, …` for each entry, one behind the other."""
+    """Return `first, first + 1, …` for each entry, concatenated."""
     total = int(counts.sum())
     starts = np.cumsum(counts) - counts
     return np.repeat(firsts - starts, counts) + np.arange(total, dtype=np.int64)

@@ -1,8 +1,9 @@
-"""Frames of one segment that follow one another, decoded together.
+"""Consecutive frames of one segment, decoded together.
 
-What a small frame costs is calls, not bytes: to decode a frame of one row takes as long as one of a thousand. So readers take frames
-by the run: their directories in one go, and each table's rows in one. Everything is checked that `decode_frame` checks. Where a check
-fails, nothing is told of which frame it was: the caller decodes them one by one.
+A small frame costs calls, not bytes: decoding a frame of one row takes as long as one of a
+thousand. So readers decode runs of frames: all directories at once, and each table's rows at once.
+A run gets every check of `decode_frame`. A failed check doesn't name its frame: the caller then
+decodes the frames one by one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class FrameHead(NamedTuple):
 
 
 class FramePart(NamedTuple):
-    """A payload part, and which frame of the run it is of."""
+    """A payload part, and the index of its frame in the run."""
 
     frame: int
     part: PayloadPart
@@ -41,24 +42,24 @@ class FramePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """A table's records under one schema version, out of a run, frame by frame, as many of each as its part says."""
+    """A run's records of one table and schema version, in frame order, as many of each frame as its part names."""
 
     schema: TableSchema
     batch: pa.RecordBatch
-    """As `records_of`."""
+    """Records, as `records_of` returns them."""
     operation_seq: Ints
-    """For each record the first number that its operation has in its frame."""
+    """For each record, the first number that its operation has in its frame."""
 
 
 class FrameRun:
     """Frames of one segment, whose batches have numbers of their own.
 
     Args:
-        heads: of records frames, in order.
-        schemas: of their segment.
+        heads: heads of records frames, in order.
+        schemas: the segment's schemas.
 
     Raises:
-        CorruptFrame: the directory of one of them can't be.
+        CorruptFrame: the directory of one frame is invalid.
     """
 
     def __init__(self, heads: Sequence[FrameHead], schemas: SchemaSet) -> None:
@@ -80,10 +81,10 @@ class FrameRun:
         offsets: bool = False,
         moments: bool = False,
     ) -> RunRecords:
-        """The records of one table and schema version; see `RecordsFrame.records`.
+        """Return the records of one table and schema version; see `RecordsFrame.records`.
 
         Args:
-            parts: all that the run has of it, in order.
+            parts: all of the run's parts of it, in order.
             columns: as `records_of`.
             offsets: likewise.
             moments: likewise.

@@ -1,4 +1,4 @@
-"""The schemas of one segment, which its frames are decoded by."""
+"""The schemas of one segment, with which its frames are decoded."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SchemaSet:
     _directories: DirectoryDecoders | None = None
 
     def directories(self) -> DirectoryDecoders:
-        """What decodes many directories at once, made once."""
+        """Return the decoders for many directories at once, made once."""
         if self._directories is None:
             self._directories = DirectoryDecoders(self.directory)
         return self._directories
 
     def add(self, schema: TableSchema) -> None:
-        """Remember a schema frame's content."""
+        """Add a schema frame's content."""
         key = (schema.table_id, schema.version)
         self.tables[key] = schema
         self._log_rows.pop(key, None)
@@ -44,7 +44,7 @@ class SchemaSet:
         return key in self.tables
 
     def find(self, table_id: TableId, version: SchemaVersion) -> TableSchema:
-        """The schema; `CorruptFrame` where the segment hasn't brought it before."""
+        """Return the schema; raises `CorruptFrame` if the segment hasn't brought it so far."""
         try:
             return self.tables[table_id, version]
         except KeyError:
@@ -53,7 +53,7 @@ class SchemaSet:
             ) from None
 
     def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.Schema:
-        """`log_row_schema` of one of them, made once."""
+        """Return `log_row_schema` of a table and version, made once."""
         key = (table_id, version)
         if key not in self._log_rows:
             self._log_rows[key] = self.find(table_id, version).to_arrow(LOG_ROW_PREFIX)
@@ -62,7 +62,7 @@ class SchemaSet:
     def picker(
         self, table_id: TableId, version: SchemaVersion, columns: frozenset[str] | None, *, threads: bool
     ) -> ColumnPicker:
-        """What decodes these columns of `log_row_schema` of one of them (None: all), made once."""
+        """Return the decoder of these columns (None: all) of a table and version's `log_row_schema`, made once."""
         key = (table_id, version, columns, threads)
         if key not in self._pickers:
             self._pickers[key] = ColumnPicker(self.log_rows(table_id, version), columns, threads=threads)

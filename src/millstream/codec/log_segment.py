@@ -4,10 +4,11 @@
     | header, 4096 B | frame | frame | ... | footer index | trailer |
     +----------------+-------+-------+- - -+--------------+---------+
 
-The header names the stream, shard and epoch that the file belongs to, and holds the Arrow schemas of the directory that
-every frame carries, so that columns can be added to the directory without a new format. The footer is an index of the
-frames; its trailer has a fixed size and stands at the very end, so that a sealed file is known by its last 64 bytes.
-The layout, byte by byte, is in docs/internals/FORMAT.md.
+The header names the stream, shard and epoch that the file belongs to. It holds the Arrow schemas of
+the directory that every frame carries, so that columns can be added to the directory without a new
+format. The footer is an index of the frames. Its trailer has a fixed size and stands at the very
+end, so that a sealed file is recognised by its last 64 bytes. The layout, byte by byte, is in
+docs/internals/FORMAT.md.
 """
 
 from __future__ import annotations
@@ -70,17 +71,18 @@ _INDEX: Final = pa.schema(
         pa.field("tables", _TABLES, nullable=False),
     ]
 )
-# Without Arrow's thread pool: to wake it takes a small footer's buffers five times as long, and those of ten thousand frames no less.
+# Without Arrow's thread pool: waking it takes five times as long as a small footer's buffers, and
+# is no faster for ten thousand frames.
 _LZ4: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _UNTHREADED: Final = ipc.IpcReadOptions(use_threads=False)
 _KINDS: Final = {int(kind): kind for kind in FrameKind}
 _FRAME_FACTS: Final = attrgetter(*_INDEX.names[:-1])
-"""Of a `FrameEntry`, in the index's order."""
+"""The fields of a `FrameEntry`, in the index's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """Who a segment belongs to and where it begins."""
+    """A segment's owner and its first offset."""
 
     stream: StreamId
     region: RegionId
@@ -88,14 +90,14 @@ class SegmentHeader:
     epoch: Epoch
     base_offset: Offset
     previous_hash: bytes = NO_HASH
-    """Hash of the footer of the segment before; zeros for a shard's first."""
+    """Hash of the previous segment's footer; zeros for a shard's first segment."""
     created_ns: int = 0
-    """Wall clock of the writer, nanoseconds since 1970 UTC."""
+    """Wall clock of the writer, in nanoseconds since 1970 UTC."""
     directory: Directory = field(default=DIRECTORY, compare=False)
     """The schemas under which this segment's frames wrote their directory."""
 
     def encode(self) -> bytes:
-        """`SEGMENT_HEADER_SIZE` bytes."""
+        """Encode the header as `SEGMENT_HEADER_SIZE` bytes."""
         operations = bytes(encode_schema(self.directory.operations))
         batches = bytes(encode_schema(self.directory.batches))
         fixed = _HEADER.pack(
@@ -111,7 +113,7 @@ class SegmentHeader:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Self:
-        """The header of a segment's first bytes.
+        """Decode the header from a segment's first bytes.
 
         Raises:
             TruncatedFrame: fewer than `SEGMENT_HEADER_SIZE` bytes.
@@ -140,13 +142,13 @@ class SegmentHeader:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=16)  # opening a log decodes that of every segment, and they are all alike
+@lru_cache(maxsize=16)  # opening a log decodes every segment's, and they are all alike
 def _directory(operations: bytes, batches: bytes) -> Directory:
     return Directory(decode_schema(operations), decode_schema(batches)).check()
 
 
 class TableEntry(NamedTuple):
-    """What a frame holds of one table and schema version; for a schema frame 0 rows."""
+    """A frame's rows of one table and schema version; for a schema frame 0 rows."""
 
     table_id: TableId
     schema_version: SchemaVersion
@@ -155,12 +157,12 @@ class TableEntry(NamedTuple):
 
 
 class TableEntries(Sequence[TableEntry]):
-    """The entries of one frame, made from a footer's columns when they are looked at: who reads one table of many wants few.
+    """The entries of one frame, made from a footer's columns on demand: a reader of one table among many needs few.
 
     Args:
         columns: of the entries of all frames: table ids, schema versions, rows, sizes.
-        first: this frame's first.
-        end: behind its last.
+        first: index of this frame's first entry.
+        end: exclusive end of this frame's entries.
     """
 
     __slots__ = ("_columns", "_end", "_first")
@@ -171,7 +173,7 @@ class TableEntries(Sequence[TableEntry]):
         self._end = end
 
     def of(self, wanted: Container[TableId]) -> list[TableEntry]:
-        """Those of some tables."""
+        """Return the entries of some tables."""
         ids = self._columns[0]
         return [self._at(place) for place in range(self._first, self._end) if ids[place] in wanted]
 
@@ -202,7 +204,7 @@ class TableEntries(Sequence[TableEntry]):
 
 @dataclass(frozen=True, slots=True)
 class FrameEntry:
-    """One frame in a segment: where it lies and what it holds."""
+    """One frame in a segment: its place and its content."""
 
     kind: FrameKind
     offset: Offset
@@ -210,7 +212,7 @@ class FrameEntry:
     position: int
     """Byte position in the file."""
     length: int
-    """Bytes of the whole frame."""
+    """Size in bytes of the whole frame."""
     more: bool
     first_seq: Seq
     last_seq: Seq
@@ -221,7 +223,7 @@ class FrameEntry:
     tables: tuple[TableEntry, ...] | TableEntries = ()
 
     def tables_of(self, wanted: Container[TableId] | None) -> Sequence[TableEntry]:
-        """The entries of some tables, or of all."""
+        """Return the entries of some tables, or of all."""
         if wanted is None:
             return self.tables
         if isinstance(self.tables, TableEntries):
@@ -243,7 +245,7 @@ class SegmentFooter:
     """Hash of index and trailer, which the next segment's header must name; zeros unless it was decoded."""
 
     def encode(self) -> bytes:
-        """Index and trailer, to stand right behind the last frame."""
+        """Encode index and trailer, to stand right behind the last frame."""
         # By columns: a segment of small groups has ten thousand frames, and its writer waits for this.
         facts = list(zip(*map(_FRAME_FACTS, self.frames), strict=True)) or [()] * (len(_INDEX) - 1)
         columns = [pa.array(values, field.type) for values, field in zip(facts, list(_INDEX)[:-1], strict=True)]
@@ -264,14 +266,14 @@ class SegmentFooter:
 
     @classmethod
     def decode_tail(cls, read: Callable[[int, int], bytes], file_size: int) -> Self | None:
-        """The footer of a file of `file_size` bytes, or None where the file isn't sealed.
+        """Decode the footer of a file of `file_size` bytes; None if the file isn't sealed.
 
         Args:
-            read: bytes at (position, length).
+            read: returns bytes at (position, length).
             file_size: the file's length.
 
         Raises:
-            CorruptFrame: the file ends as a sealed one does, and its footer is damaged.
+            CorruptFrame: the file ends as a sealed file does, and its footer is damaged.
         """
         encoded = _read_footer(read, file_size)
         if encoded is None:
@@ -282,7 +284,7 @@ class SegmentFooter:
 
     @staticmethod
     def encoded_hash(encoded: bytes) -> bytes:
-        """What the next segment's header holds as `previous_hash`: SHA-256 of the encoded footer."""
+        """Return the SHA-256 of the encoded footer, which the next segment's header holds as `previous_hash`."""
         return hashlib.sha256(encoded).digest()
 
     @staticmethod
@@ -292,23 +294,23 @@ class SegmentFooter:
 
     @staticmethod
     def size_in(trailer: bytes) -> int:
-        """Bytes of index and trailer together, from a sealed file's last `SEGMENT_TRAILER_SIZE` bytes."""
+        """Return the size of index and trailer together, from a sealed file's last `SEGMENT_TRAILER_SIZE` bytes."""
         return int(_TRAILER.unpack(trailer)[1]) + SEGMENT_TRAILER_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentTotals:
-    """What a sealed segment's frames with records hold together, by its footer: far cheaper than the frames one by one."""
+    """Totals of a sealed segment's frames with records, from its footer: far cheaper than the frames one by one."""
 
     records: int
     size_bytes: int
-    """Of whole frames, those with records."""
+    """Total size in bytes of the whole frames that have records."""
     first_seqs: tuple[Seq, Seq]
-    """The least and the greatest of the frames' first numbers; zeros where no frame has a record."""
+    """The least and the greatest of the frames' first numbers; zeros if no frame has a record."""
     last_seqs: tuple[Seq, Seq]
-    """The same of their last numbers."""
+    """The least and the greatest of the frames' last numbers."""
     commit_ts_min_us: int | None
-    """None where no frame tells one."""
+    """The least commit time; None if no frame has one."""
     end_offset: Offset
     """Exclusive end of the offsets in the segment."""
     footer_hash: bytes = field(default=NO_HASH, compare=False)
@@ -316,7 +318,7 @@ class SegmentTotals:
 
     @classmethod
     def decode_tail(cls, read: Callable[[int, int], bytes], file_size: int) -> Self | None:
-        """As `SegmentFooter.decode_tail`."""
+        """Decode the totals as `SegmentFooter.decode_tail` decodes a footer."""
         encoded = _read_footer(read, file_size)
         if encoded is None:
             return None
@@ -342,11 +344,11 @@ def _sum(table: pa.Table, column: str) -> int:
 
 
 class _EncodedFooter(NamedTuple):
-    """A footer whose checksum holds."""
+    """A footer with a valid checksum."""
 
     index_bytes: bytes
     start: int
-    """Where they begin in the file."""
+    """Position in the file where index and trailer begin."""
     end_offset: Offset
     record_count: int
     frames_hash: bytes
@@ -354,7 +356,7 @@ class _EncodedFooter(NamedTuple):
 
 
 def _read_footer(read: Callable[[int, int], bytes], file_size: int) -> _EncodedFooter | None:
-    """None where the file isn't sealed; `CorruptFrame` where its footer is damaged."""
+    """Return the footer; None if the file isn't sealed. Raises `CorruptFrame` if its footer is damaged."""
     if file_size < SEGMENT_HEADER_SIZE + SEGMENT_TRAILER_SIZE:
         return None
     trailer = read(file_size - SEGMENT_TRAILER_SIZE, SEGMENT_TRAILER_SIZE)
@@ -373,7 +375,7 @@ def _read_footer(read: Callable[[int, int], bytes], file_size: int) -> _EncodedF
 
 
 def _check_chain(frames: tuple[FrameEntry, ...], byte_end: int, end_offset: int, record_count: int) -> None:
-    """`CorruptFrame` unless frames stand one behind the other, from the header to the index, and hold what the trailer says."""
+    """Raise `CorruptFrame` unless the frames are contiguous from header to index, and match the trailer's totals."""
     position, offset = SEGMENT_HEADER_SIZE, frames[0].offset if frames else Offset(end_offset)
     for frame in frames:
         if (frame.position, frame.offset) != (position, offset) or frame.length <= 0 or frame.count < 0:

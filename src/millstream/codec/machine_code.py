@@ -1,7 +1,8 @@
-"""How functions become machine code: numba, kept on disk where that can be done.
+"""Compilation of functions to machine code by numba, cached on disk if possible.
 
-numba looks for a place to keep machine code when a function is *decorated*, and fails there where package and HOME are
-both read-only; then it is compiled anew in each process. Only modules that are imported lazily may use this.
+numba looks for a cache directory when a function is *decorated*, and fails if package and HOME are
+both read-only. Then each process compiles the function again. Only modules that are imported lazily
+may use this.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """The function in machine code, run without the GIL; compiled at its first call."""
+    """Return the function in machine code, run without the GIL; compiled at its first call."""
     try:
         made = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no locator available: nowhere to keep it
+    except RuntimeError:  # no locator available: no place to cache it
         made = numba.njit(cache=False, nogil=True)(function)
     return cast("Function", made)
 
 
 def inlined(function: Function) -> Function:
-    """A small function for use in compiled ones; it has no entry of its own on disk."""
+    """Return a small function for use in compiled ones; it has no cache file of its own."""
     return cast("Function", numba.njit(cache=False, nogil=True, inline="never")(function))

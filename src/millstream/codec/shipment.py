@@ -1,11 +1,12 @@
-"""What goes between a leader and its followers, in bytes: shipments, hellos, acknowledgements, errors.
+"""Messages between a leader and its followers, in bytes: shipments, hellos, acknowledgements, errors.
 
-    start     magic "MSHP", CRC32C of all that follows, version, kind, length of the head, length of what lies behind it
+    start     magic "MSHP", CRC32C of the rest, version, kind, length of the head, length of the bodies
     head      the message's own fields, fixed and counted ones
-    bodies    of a shipment: the bytes of its parts, then of its documents, one behind the other
+    bodies    of a shipment: the bytes of its parts, then of its documents, in sequence
 
-Everything is little-endian. A message is encoded as a list of buffers, so that a part's bytes are copied by whoever sends them, once; a
-decoded part is a view into what came. The layout is in docs/internals/FORMAT.md.
+Everything is little-endian. A message is encoded as a list of buffers, so that only the sender
+copies a part's bytes, once. A decoded part is a view into the received bytes. The layout is in
+docs/internals/FORMAT.md.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _TELLS_SHOWN, _BY_ONE = 1, 2
 _PART: Final = struct.Struct("<IqqQ?")
 """shard, base offset, position, length, is end"""
 _MARK: Final = struct.Struct("<I16siqqqqqqqI?q?")
-"""shard, stream, writer, epoch, base offset, byte end, durable offset, group, persisted upto, reserved to, shards, has elsewhere,
-elsewhere, is settled"""
+"""shard, stream, writer, epoch, base offset, byte end, durable offset, group, persisted upto, reserved to, shards,
+has elsewhere, elsewhere, is settled"""
 _DROPPED: Final = struct.Struct("<Iqq")
 """shard, seq, offset"""
 _DOCUMENT: Final = struct.Struct("<HqQ")
@@ -74,7 +75,7 @@ class _Kind(IntEnum):
 
 
 def encode_message(message: Message) -> list[Bytes]:
-    """The buffers of a message, to be sent one behind the other."""
+    """Encode a message as buffers, to be sent in sequence."""
     bodies: list[Bytes] = []
     if isinstance(message, Shipment):
         kind, head = _Kind.SHIPMENT, _shipment(message)
@@ -91,7 +92,9 @@ def encode_message(message: Message) -> list[Bytes]:
 
 
 def message_size(start: Bytes) -> int:
-    """Bytes of the whole message that begins with these `START_SIZE`. Nothing is verified but magic and version.
+    """Return the size of the whole message that begins with these `START_SIZE` bytes.
+
+    Only magic and version are verified.
 
     Raises:
         ShipmentUnreadable: no message begins here, or one of another version.
@@ -107,14 +110,14 @@ def message_size(start: Bytes) -> int:
 
 
 def decode_message(data: Bytes, *more: Bytes) -> Message:
-    """A message of its bytes; parts of a shipment are views into them, so they mustn't change.
+    """Decode a message; parts of a shipment are views into its bytes, so these mustn't change.
 
     Args:
-        data: the message, or its begin.
-        more: what lies behind: it may be cut anywhere. Only what was cut in two is copied.
+        data: the message, or its beginning.
+        more: the rest, which may be split anywhere. Only pieces split in two are copied.
 
     Raises:
-        ShipmentUnreadable: it is damaged, cut, or of another version.
+        ShipmentUnreadable: it is damaged, truncated, or of another version.
     """
     view, *behind = (memoryview(buffer).cast("B").toreadonly() for buffer in (data, *more))
     if behind and (len(view) < START_SIZE or len(view) < START_SIZE + _START.unpack_from(view)[4]):
@@ -136,7 +139,7 @@ def decode_message(data: Bytes, *more: Bytes) -> Message:
 
 
 class _Taken:
-    """A message's head and what lies behind it, taken off the front piece by piece."""
+    """A message's head and bodies, taken off the front piece by piece."""
 
     def __init__(self, head: memoryview, bodies: Sequence[memoryview]) -> None:
         self._head = head
@@ -144,7 +147,7 @@ class _Taken:
         self._bodies = deque(view for view in bodies if view)
 
     def fields(self, of: struct.Struct) -> tuple[Any, ...]:
-        """The next of the head."""
+        """Take the next fields of the head."""
         end = self._position + of.size
         if end > len(self._head):
             raise ValueError("its head is too short")
@@ -153,11 +156,11 @@ class _Taken:
         return found
 
     def text(self, length: int) -> str:
-        """The next of the head."""
+        """Take the next text of the head."""
         return str(self.bytes_of_head(length), "utf-8")
 
     def bytes_of_head(self, length: int) -> memoryview:
-        """The next of the head."""
+        """Take the next bytes of the head."""
         end = self._position + length
         if end > len(self._head):
             raise ValueError("its head is too short")
@@ -166,11 +169,11 @@ class _Taken:
         return piece
 
     def rest_of_head(self) -> memoryview:
-        """All that is left of it."""
+        """Take the rest of the head."""
         return self.bytes_of_head(len(self._head) - self._position)
 
     def body(self, length: int) -> memoryview:
-        """The next of what lies behind the head."""
+        """Take the next bytes of the bodies."""
         pieces: list[memoryview] = []
         while length:
             if not self._bodies:
@@ -184,7 +187,7 @@ class _Taken:
 
     @property
     def left(self) -> bool:
-        """Whether not exactly everything was taken."""
+        """Whether anything but exactly everything was taken."""
         return self._position != len(self._head) or bool(self._bodies)
 
 
@@ -256,7 +259,8 @@ def _decode_mark(taken: _Taken) -> tuple[ShardId, DurableMark]:
     )  # fmt: skip
 
 
-# --- what followers say ---------------------------------------------------------------------------------------------
+# --- what followers send
+# -------------------------------------------------------------------------------------------
 
 
 def _hello(hello: Hello) -> bytes:
@@ -272,7 +276,7 @@ def _hello(hello: Hello) -> bytes:
     for name, version in hello.documents.items():
         encoded = name.encode()
         pieces += [_HELD.pack(len(encoded), version), encoded]
-    if hello.home:  # behind everything: where it isn't said the bytes are those of before there was one
+    if hello.home:  # at the very end: without a home the bytes are those of versions before it existed
         pieces.append(_text(hello.home))
     return b"".join(pieces)
 
@@ -324,7 +328,7 @@ def _decode_node(taken: _Taken) -> NodeName:
 
 
 def _decode_promised_to(taken: _Taken) -> NodeName:
-    """Empty where nobody was ever promoted."""
+    """Return the node; empty if no node was ever promoted."""
     name = taken.text(taken.fields(_TEXT)[0])
     return check_node_name(name) if name else NodeName("")
 

@@ -1,8 +1,7 @@
-"""Eight bytes at once in machine code: little-endian words from anywhere in a buffer, and what can be asked of them.
+"""Eight bytes at once in machine code: little-endian words from anywhere in a buffer, and tests on them.
 
-Whoever changes this touches the files of the functions that are called, too: numba keeps machine code by those.
-
-Nothing here checks where it reads or writes: callers see to it that eight bytes are there.
+After a change here, also change the files of the calling functions: numba caches machine code by
+those files. Nothing here checks bounds: callers ensure that eight bytes are there.
 """
 
 # ruff: noqa: ARG001 — what an intrinsic is given has its types said in its signature
@@ -29,13 +28,13 @@ _HIGHS: Final = np.uint64(0x8080808080808080)
 
 
 def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any) -> Any:
-    """A pointer to the word that begins at a place of an array of bytes."""
+    """Return a pointer to the word that begins at an index of an array of bytes."""
     data = cgutils.create_struct_proxy(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [place]), _WORD.as_pointer())
 
 
 def _load_word(_typing: Any, array: Any, place: Any) -> Any:
-    """The eight bytes from `place` on."""
+    """Load the eight bytes from `place` on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _at(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -46,7 +45,7 @@ def _load_word(_typing: Any, array: Any, place: Any) -> Any:
 
 
 def _store_word(_typing: Any, array: Any, place: Any, word: Any) -> Any:
-    """Put eight bytes to `place` on."""
+    """Store eight bytes from `place` on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _at(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -58,7 +57,7 @@ def _store_word(_typing: Any, array: Any, place: Any, word: Any) -> Any:
 
 
 def _trailing_zeros(_typing: Any, word: Any) -> Any:
-    """Bits below the lowest that is set; 64 where none is."""
+    """Count the zero bits below the lowest set bit; 64 if none is set."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.IntType(1)(0))
@@ -66,7 +65,7 @@ def _trailing_zeros(_typing: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-# For numba they take what comes behind the first argument.
+# For numba they take the parameters behind the first.
 load_word: Any = intrinsic(_load_word)
 store_word: Any = intrinsic(_store_word)
 trailing_zeros: Any = intrinsic(_trailing_zeros)
@@ -74,7 +73,7 @@ trailing_zeros: Any = intrinsic(_trailing_zeros)
 
 @inlined
 def zero_bytes(word: Any) -> Any:
-    """A word whose lowest set bit is in the first byte that is 0; no bit where none is."""
+    """Return a word whose lowest set bit is in the first byte that is 0; no bit is set if no byte is 0."""
     return (word - _ONES) & ~word & _HIGHS
 
 
@@ -102,7 +101,7 @@ _THIRTY_TWO: Final = np.uint64(32)
 
 @inlined
 def eight_digits(word: Any) -> Any:
-    """The number that eight digits make, the first byte's the highest."""
+    """Return the number that eight digits make; the first byte is the most significant digit."""
     digits = word - _ZEROS
     digits = digits * _TEN + (digits >> _EIGHT)
     upper = (digits & _PAIRS) * _HUNDREDS

@@ -1,5 +1,6 @@
-"""InfluxDB's line protocol: lines of measurements, tags, fields and times. `grammar` has the rules, `vectorised` makes columns of lines.
+"""InfluxDB's line protocol: lines of measurements, tags, fields and times.
 
-Whoever changes `_values`, `_names`, `_floats` or `codec.words` touches `_scan` and `_arrange` too: numba keeps machine code by the file of the function that was called,
-with all that it calls in it.
+`grammar` has the rules, `vectorised` makes columns of lines. After a change in `_values`, `_names`,
+`_floats` or `codec.words`, also change `_scan` and `_arrange`: numba caches machine code by the
+file of the called function, and the cached code includes the functions that it calls.
 """

@@ -1,4 +1,7 @@
-"""Machine code that puts what `_scan` found into columns: which lines agree with those before them, and each value into its column's row."""
+"""Machine code that puts the results of `_scan` into columns.
+
+It determines which lines agree with those before them, and puts each value into its column's row.
+"""
 
 # ruff: noqa: C901, D417, PLR0912, PLR0915, PLR0917, PLR1714, SIM108 — loops over bytes, as machine code wants them
 
@@ -21,7 +24,8 @@ _MEASUREMENT, _COLUMN = int(Refusal.MEASUREMENT), int(Refusal.COLUMN)
 _OTHER_CASE, _OTHER_KIND = int(Refusal.OTHER_CASE), int(Refusal.OTHER_KIND)
 _TOO_MANY_COLUMNS, _INFINITE = int(Refusal.TOO_MANY_COLUMNS), int(Refusal.INFINITE)
 
-# The facts of a line that is refused: its number, where it begins, why, its measurement, its column, the column or the kind that it differs from, its kind.
+# The facts of a rejected line: its number, its start, the reason, its measurement, its column, the
+# column or kind that it differs from, its kind.
 REFUSED_NUMBER, REFUSED_AT, REFUSED_WHY, REFUSED_MEASUREMENT, REFUSED_COLUMN, REFUSED_OTHER, REFUSED_KIND = range(7)
 REFUSED_FACTS: Final = 7
 
@@ -52,22 +56,24 @@ def settle(
     columns_max: int,
     refused: Array,
 ) -> tuple[int, int, int]:
-    """Go through the lines in their order and take out those that disagree with ones before; how many lines and values stay, and how many go.
+    """Remove the lines that disagree with lines before them.
+
+    Returns how many lines and values stay, and how many lines go.
 
     Args:
-        line_count: lines, of which `lines`, `times` and `timed` tell; changed.
-        token_count: values, of which `columns_of`, `kinds` and `payload` tell; changed.
-        measurements: facts of names; counted anew.
+        line_count: number of lines in `lines`, `times` and `timed`; changed.
+        token_count: number of values in `columns_of`, `kinds` and `payload`; changed.
+        measurements: facts of names; counted again.
         columns: the same.
-        refused_lines: which lines have a float beyond a double's.
-        refused_measurements: by which measurements lines are.
-        refused_columns: by which columns lines are.
-        case_of: a number for each column, the same for names of one measurement that differ by their case alone.
-        owner: of each of those numbers, the column that came first: -1 so far.
-        kind_of: each column's kind: -1 so far.
-        width: each measurement's columns: 0 so far.
-        columns_max: how many they may be.
-        refused: facts of the first lines that are taken out.
+        refused_lines: which lines have a float beyond a double's range.
+        refused_measurements: which measurements reject their lines.
+        refused_columns: which columns reject their lines.
+        case_of: a number for each column, the same for names of one measurement that differ only in case.
+        owner: for each of those numbers, the first column that had it; initially -1.
+        kind_of: each column's kind; initially -1.
+        width: each measurement's number of columns; initially 0.
+        columns_max: maximum number of columns.
+        refused: facts of the first lines that are removed.
     """
     for place in range(len(measurements)):
         measurements[place, KEPT] = 0
@@ -97,7 +103,7 @@ def settle(
                 why, other = _OTHER_KIND, np.int64(kind_of[column])
             else:
                 if kind_of[column] < 0:
-                    # Marked so that it can be taken back: what a line brings that is refused counts for nothing.
+                    # Marked so that it can be reverted: a rejected line leaves no columns or kinds behind.
                     kind_of[column] = kinds[seen]
                     owner[case] = column
                     last_of[column] = ~line
@@ -165,17 +171,17 @@ def spread(
     values: Array,
     there: Array,
 ) -> None:
-    """Put values, times and numbers of lines into columns, one measurement's behind the other's.
+    """Put values, times and numbers of lines into columns, measurement by measurement.
 
     Args:
-        line_count: lines, of which `lines`, `times` and `timed` tell.
-        token_count: values, of which `columns_of` and `payload` tell.
-        row_at: where each measurement's rows begin in `numbers`, `times_us` and `times_ns`; counted on.
-        value_at: where each column begins in `values`, less its measurement's first row.
-        there_at: the same in `there`; `EVERYWHERE` where each row has a value.
-        unit_ns: of the timestamps.
+        line_count: number of lines in `lines`, `times` and `timed`.
+        token_count: number of values in `columns_of` and `payload`.
+        row_at: index of each measurement's next row in `numbers`, `times_us` and `times_ns`; advanced.
+        value_at: index of each column's start in `values`, less its measurement's first row.
+        there_at: the same in `there`; `EVERYWHERE` if each row has a value.
+        unit_ns: unit of the timestamps.
         now_us: the time of lines that have none.
-        is_odd: of each measurement, whether some time isn't whole microseconds.
+        is_odd: for each measurement, whether some time isn't whole microseconds.
     """
     unit_us = unit_ns // 1000
     for line in range(line_count):
@@ -205,13 +211,13 @@ def spread(
 
 @compiled
 def measure_texts(values: Array, begins: Array, counts: Array, offsets: Array, starts: Array) -> Any:
-    """Fill string arrays' offsets, one column's behind the other's; the bytes in all.
+    """Fill string arrays' offsets, column by column; return the total size in bytes.
 
     Args:
-        begins: where each column begins in `values`.
-        counts: its rows.
-        offsets: one more than the rows for each column.
-        starts: where each column's bytes begin, and last where they end.
+        begins: start of each column in `values`.
+        counts: number of rows of each column.
+        offsets: for each column, one more than its rows.
+        starts: start of each column's bytes, and finally their end.
     """
     place = np.int64(0)
     begun = np.int64(0)
@@ -240,7 +246,10 @@ def gather_texts(
     starts: Array,
     data: Array,
 ) -> None:
-    """Put all texts one behind the other, without their escapes: those of strings, or of keys and tags. `data` has room for eight bytes more."""
+    """Concatenate all texts without their escapes, those of strings or of keys and tags.
+
+    `data` has room for eight bytes more.
+    """
     place = np.int64(0)
     for column in range(len(begins)):
         start = starts[column]
@@ -254,7 +263,7 @@ def gather_texts(
             if text & TEXT_ESCAPED != 0:
                 _unescape(buffer, at, is_string, data, to, end)
             elif at + (end - to) + 8 <= len(buffer):
-                # Eight bytes at once, some of them too many: the next text's are put over those.
+                # Eight bytes at once, some of them too many: the next text overwrites those.
                 while to < end:
                     store_word(data, to, load_word(buffer, at))
                     to += 8

@@ -1,7 +1,9 @@
-"""Decimal digits to the nearest double, in machine code: Lemire's way ("Number Parsing at a Gigabyte per Second", 2021), exact or not at all.
+"""Decimal digits to the nearest double, in machine code, exact or not at all.
 
-A number is `digits * 10 ** power` with up to 19 digits. Where both are small, one multiplication or division of doubles rounds once, and so rightly.
-Else the digits are multiplied with the 128 highest bits of the power of five; where those can't tell between two doubles, `UNSURE` says so.
+The algorithm is Lemire's ("Number Parsing at a Gigabyte per Second", 2021). A number is `digits *
+10 ** power` with up to 19 digits. If both are small, one multiplication or division of doubles
+rounds once, and so correctly. Otherwise the digits are multiplied with the 128 highest bits of the
+power of five. If these bits can't decide between two doubles, the result is `UNSURE`.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from millstream.codec.machine_code import inlined
 Array = Any  # numba knows the element types better than a type checker could
 
 POWER_MIN: Final = -342
-"""Below it even 19 digits make 0."""
+"""Below this power even 19 digits make 0."""
 POWER_MAX: Final = 308
 UNSURE: Final = -1
-"""No double's bits, without the sign."""
+"""No double has these bits, without the sign."""
 INFINITE: Final = 0x7FF << 52
 _SMALL_POWER: Final = 22
 _SMALL_DIGITS: Final = np.uint64(1 << 53)
@@ -31,11 +33,15 @@ _HALF: Final = np.uint64(32)
 _LOW_HALF: Final = np.uint64(0xFFFFFFFF)
 _ALL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 _UNTOLD: Final = np.uint64(0x1FF)
-"""The bits of a product's high word below those that a double keeps, two to round by and one that may be shifted out."""
+"""The bits of a product's high word below those that a double keeps, two to round by and one that may
+be shifted out."""
 
 
 def _powers_of_five() -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """The highest 128 bits of each power, in two words: cut off where it is whole, and rounded up where it is a fraction."""
+    """Return the highest 128 bits of each power, in two words.
+
+    They are truncated if the power is whole, and rounded up if it is a fraction.
+    """
     words = []
     for power in range(POWER_MIN, POWER_MAX + 1):
         five = 5 ** abs(power)
@@ -54,7 +60,7 @@ _POWERS: Final = _powers_of_five()
 
 @inlined
 def _high(a: Any, b: Any) -> Any:
-    """The high word of a product of two words."""
+    """Return the high word of a product of two words."""
     a1, a0 = a >> _HALF, a & _LOW_HALF
     b1, b0 = b >> _HALF, b & _LOW_HALF
     middle = ((a0 * b0) >> _HALF) + ((a1 * b0) & _LOW_HALF) + ((a0 * b1) & _LOW_HALF)
@@ -63,7 +69,7 @@ def _high(a: Any, b: Any) -> Any:
 
 @inlined
 def _leading_zeros(word: Any) -> Any:
-    """Of a word that isn't 0."""
+    """Return the number of leading zeros of a word that isn't 0."""
     count = np.int64(0)
     for step in (32, 16, 8, 4, 2, 1):
         if word >> np.uint64(64 - step) == _ZERO:
@@ -74,7 +80,7 @@ def _leading_zeros(word: Any) -> Any:
 
 @inlined
 def double_bits(digits: Any, power: Any) -> Any:
-    """The bits of the double nearest to `digits * 10 ** power`, `INFINITE` where it is beyond the largest, or `UNSURE`."""
+    """Return the bits of the double nearest to `digits * 10 ** power`, `INFINITE` beyond the largest, or `UNSURE`."""
     if digits == _ZERO or power < POWER_MIN:
         return np.int64(0)
     if power > POWER_MAX:
@@ -99,9 +105,9 @@ def double_bits(digits: Any, power: Any) -> Any:
             return np.int64(0)
         mantissa = mantissa >> np.uint64(1 - exponent)
         mantissa += mantissa & _ONE
-        # One that rounds up to the smallest normal number has its bits.
+        # A number that rounds up to the smallest normal number has its bits.
         return np.int64(mantissa >> _ONE)
-    # Half way between two doubles: to the even one.
+    # Half-way between two doubles: to the even one.
     if low <= _ONE and -4 <= power <= 23 and mantissa & _THREE == _ONE and mantissa << shift == high:
         mantissa = mantissa & ~_ONE
     mantissa += mantissa & _ONE
@@ -116,7 +122,7 @@ def double_bits(digits: Any, power: Any) -> Any:
 
 @inlined
 def small_double(digits: Any, power: Any) -> Any:
-    """The double where one operation gives it rightly; below 0 where it doesn't."""
+    """Return the double if one operation computes it correctly; else a number below 0."""
     if digits > _SMALL_DIGITS or not -_SMALL_POWER <= power <= _SMALL_POWER:
         return -1.0
     if power < 0:

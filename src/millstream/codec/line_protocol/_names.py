@@ -1,6 +1,7 @@
-"""Names in machine code: where each lies in the buffer, and a hash table by which it is found again.
+"""Names in machine code: the place of each in the buffer, and a hash table to look it up.
 
-Names are compared as they are written: there is one way to write each, since what may be escaped must be.
+Names are compared as they are written. Each has one spelling, because everything that may be
+escaped must be.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from millstream.codec.words import load_word
 
 Array = Any  # numba knows the element types better than a type checker could
 
-# A name's facts, of measurements and of columns; KEPT counts its lines that are right, LAST is the newest of them. Columns' are counted by `count`.
+# Facts of the names of measurements and columns. KEPT counts a name's valid lines; LAST is the
+# newest of them. `count` counts a column's.
 NAME_AT, NAME_SIZE, NAME_HASH, KEPT, LAST, OF_MEASUREMENT, KINDS, FIRST = range(8)
 NAME_FACTS: Final = 8
 NOWHERE: Final = -1
-"""What a measurement is of."""
+"""The owner of a measurement's name."""
 
 
 _ZERO: Final = np.uint64(0)
@@ -28,8 +30,8 @@ _HASH_PRIME: Final = np.uint64(0x100000001B3)
 
 @inlined
 def is_same(buffer: Array, one: int, other: int, size: int) -> Any:
-    """Whether so many bytes are the same in two places."""
-    # Of short names all at once, where there are eight bytes.
+    """Whether `size` bytes are equal at two places."""
+    # Short names are compared in one step, if eight bytes are there.
     if size <= 8 and max(one, other) + 8 <= len(buffer):
         differs = load_word(buffer, one) ^ load_word(buffer, other)
         return size == 0 or differs << np.uint64(64 - 8 * size) == _ZERO
@@ -49,7 +51,7 @@ def _name_hash(buffer: Array, at: int, size: int, seed: Any) -> Any:
 
 @inlined
 def named(buffer: Array, of: Any, at: Any, size: Any, seed: Any, names: Array, slots: Array, count: int) -> Any:
-    """The place of a name among `names`, which it enters where it is new; -1 where there is no room for it."""
+    """Return the index of a name in `names`, to which it is added if it is new; -1 if there is no room for it."""
     found = _name_hash(buffer, at, size, seed + np.uint64(of))
     mask = len(slots) - 1
     slot = found & mask
@@ -79,7 +81,7 @@ def named(buffer: Array, of: Any, at: Any, size: Any, seed: Any, names: Array, s
 
 @compiled
 def enter_again(names: Array, count: int, slots: Array) -> None:
-    """Fill a larger table, of -1 so far, with the names that there are."""
+    """Fill a larger table, of -1 so far, with the existing names."""
     mask = len(slots) - 1
     for place in range(count):
         slot = names[place, NAME_HASH] & mask

@@ -1,7 +1,8 @@
-"""Machine code that walks over lines once: where measurements, keys and texts lie, and numbers read.
+"""Machine code that scans lines once: it finds measurements, keys and texts, and reads numbers.
 
-Lines of one measurement look alike. So a key is compared first with the one that stood at its place in the measurement's line before, and
-looked up in a table only where it is another. A line that turns out wrong leaves nothing behind but names.
+Lines of one measurement look alike. So a key is first compared with the key at its place in the
+measurement's previous line, and looked up in a table only if it differs. A line that turns out
+invalid leaves nothing behind except names.
 
 The buffer ends with a newline, which ends all loops outside of strings.
 """
@@ -42,21 +43,22 @@ from millstream.codec.machine_code import compiled
 
 Array = Any  # numba knows the element types better than a type checker could
 
-# How a walk ended.
+# Results of a scan.
 DONE: Final = 0
 MORE_MEASUREMENTS: Final = 1
-"""There is no room for another one: the walk goes on at the line that has it once there is."""
+"""There is no room for another one. Once there is room, the scan continues at the line that has it."""
 MORE_COLUMNS: Final = 2
 
-# The walk's state.
+# The scan's state.
 AT, NUMBER, LINES, TOKENS, MEASUREMENTS, COLUMNS, WRONG, SLOW = range(8)
 STATE_SIZE: Final = 8
 
-# A line's facts. LIKE is the line that this one is like, in its columns and their kinds (itself, where it is the first), and ALIKE how many are like it.
+# A line's facts. LIKE is the first line with the same columns and kinds (itself, if it is the
+# first), and ALIKE the number of such lines.
 LINE_NUMBER, LINE_MEASUREMENT, LINE_TOKEN, LINE_AT, LIKE, ALIKE = range(6)
 LINE_FACTS: Final = 6
 
-# A wrong line's facts.
+# An invalid line's facts.
 WRONG_NUMBER, WRONG_START, WRONG_END, WRONG_FAULT = range(4)
 
 _STRING, _FLOAT, _TAG = int(Kind.STRING), int(Kind.FLOAT), int(Kind.TAG)
@@ -70,7 +72,10 @@ _BEHIND_THE_TIME, _NOT_UTF8 = int(Fault.BEHIND_THE_TIME), int(Fault.NOT_UTF8)
 
 @compiled
 def count(line_count: int, token_count: int, lines: Array, columns_of: Array, kinds: Array, columns: Array) -> None:
-    """Count each column's lines, and note its first value and what kinds its values are of: by the first of lines that are alike."""
+    """Count each column's lines, and record its first value and the kinds of its values.
+
+    Alike lines are counted by the first of them.
+    """
     for place in range(len(columns)):
         columns[place, LAST] = -1
     for line in range(line_count):
@@ -110,29 +115,29 @@ def scan(
     column_slots: Array,
     wrong: Array,
 ) -> int:
-    """Walk on from where `state` says, to the body's end or until there is no room for a name.
+    """Continue at the position in `state`, to the body's end or until there is no room for a name.
 
     Args:
-        buffer: the body; its last byte is a newline, added where it had none.
+        buffer: the body; its last byte is a newline, added if it had none.
         end: the body's own size.
-        seed: of the names' hashes.
+        seed: seed of the names' hashes.
         check_utf8: whether lines may be other than UTF-8.
-        time_min: the earliest timestamp that is taken.
+        time_min: the earliest valid timestamp.
         time_max: the latest.
-        state: as the constants above tell; changed.
-        lines: a row of facts for each line that is right.
-        times: their timestamps.
-        timed: whether they have one.
-        columns_of: of each value (token), in the order of the lines, its column.
-        kinds: of each value.
-        payload: of each value: an integer, a double's bits, 0 or 1, or where a text lies.
+        state: see the constants above; changed.
+        lines: a row of facts for each valid line.
+        times: the lines' timestamps.
+        timed: whether the lines have one.
+        columns_of: for each value (token), in the order of the lines, its column.
+        kinds: each value's kind.
+        payload: for each value, an integer, a double's bits, 0 or 1, or a text's place.
         doubles: the same memory.
         slow: tokens that Python has to read.
         measurements: facts of names.
         measurement_slots: a hash table of them.
         columns: facts of names.
         column_slots: a hash table of them.
-        wrong: facts of the first lines that are wrong; the others are counted.
+        wrong: facts of the first invalid lines; the others are counted.
     """
     at, number = state[AT], state[NUMBER]
     line, token = state[LINES], state[TOKENS]
@@ -193,7 +198,7 @@ def scan(
                     break
                 measurement = found
                 measurement_count = max(measurement_count, found + 1)
-            # Where the measurement's line before has its columns: the next one is expected at `guess`.
+            # The columns of the measurement's previous line: the next one is expected at `guess`.
             before = measurements[measurement, LAST]
             guess, guess_end = first_token, first_token
             if before >= 0:
@@ -211,7 +216,7 @@ def scan(
                     break
             else:
                 i += 1
-            while True:  # a tag or a field each time, from its key on
+            while True:  # a tag or a field each time, starting with its key
                 column = np.int64(-1)
                 if guess < guess_end:
                     expected = np.int64(columns_of[guess])
@@ -226,7 +231,7 @@ def scan(
                         guess += 1
                 if column < 0:
                     if is_like:
-                        # From here on it must be looked whether a tag comes twice.
+                        # From here on, check whether a tag occurs twice.
                         is_like = False
                         for back in range(first_token, token):
                             columns[columns_of[back], LAST] = line
@@ -243,7 +248,7 @@ def scan(
                         outcome = MORE_COLUMNS
                         break
                     column_count = max(column_count, column + 1)
-                    # A key that isn't there this time: go on behind it.
+                    # A key that is missing this time: go on behind it.
                     if guess + 1 < guess_end and columns_of[guess + 1] == column:
                         guess += 2
                 i += 1
@@ -253,7 +258,7 @@ def scan(
                         break
                     columns[column, LAST] = line
                 columns_of[token] = column
-                token += 1  # a fault takes it back
+                token += 1  # a fault reverts this
                 if not in_fields:
                     value_at = i
                     i, escapes = key_end(buffer, i)

@@ -1,4 +1,4 @@
-"""Values in machine code: where keys, texts and lines end, and numbers, booleans and timestamps read."""
+"""Values in machine code: the ends of keys, texts and lines, and the reading of numbers, booleans and timestamps."""
 
 # ruff: noqa: C901, PLR0911, PLR0912, PLR0915, PLR1714 — loops over bytes, as machine code wants them
 
@@ -18,7 +18,7 @@ Array = Any  # numba knows the element types better than a type checker could
 TEXT_ESCAPED: Final = 1 << 31
 """In the facts of a text, `where << 32 | size`: it has escapes, which aren't counted in its size."""
 UNSURE_FLOAT: Final = 64
-"""Instead of a kind: the number's text has to be read by Python."""
+"""Instead of a kind: Python has to read the number's text."""
 
 
 _FLOAT, _INTEGER, _UNSIGNED, _BOOLEAN = int(Kind.FLOAT), int(Kind.INTEGER), int(Kind.UNSIGNED), int(Kind.BOOLEAN)
@@ -28,7 +28,7 @@ _INTEGER_TOO_LARGE, _UNSIGNED_TOO_LARGE = int(Fault.INTEGER_TOO_LARGE), int(Faul
 _NO_TIME, _TIME_TOO_FAR = int(Fault.NO_TIME), int(Fault.TIME_TOO_FAR)
 
 STOPS: Final = np.zeros(256, np.uint8)
-"""Bytes that end a run of plain ones, by where: 1 in a measurement, 2 in keys and tags, 4 in strings."""
+"""Bytes that end a run of plain bytes, by context: 1 in a measurement, 2 in keys and tags, 4 in strings."""
 for _stops, _where in ((b", \\\n", 1), (b",= \\\n", 2), (b'"\\\n', 4)):
     for _byte in _stops:
         STOPS[_byte] |= _where
@@ -53,7 +53,7 @@ def is_line_end(buffer: Array, at: int) -> Any:
 
 @inlined
 def key_end(buffer: Array, at: int) -> Any:
-    """Where a key or a tag's value ends, and how many escapes it has."""
+    """Return the end of a key or a tag's value, and the number of its escapes."""
     escapes = np.int64(0)
     while True:
         while at + 8 <= len(buffer):
@@ -81,7 +81,7 @@ def key_end(buffer: Array, at: int) -> Any:
 
 @inlined
 def end_of_line(buffer: Array, start: int, end: int) -> Any:
-    """Where the line ends that begins at `start`, right or wrong; `end` is the body's."""
+    """Return the end of the line that begins at `start`, valid or not; `end` is the body's end."""
     at, in_fields = start, False
     while at < end and buffer[at] != 10:
         if buffer[at] == 32 and (at == start or buffer[at - 1] != 92):
@@ -98,13 +98,13 @@ def end_of_line(buffer: Array, start: int, end: int) -> Any:
 
 @compiled
 def line_end(buffer: Array, start: int, end: int) -> int:
-    """Where the line ends that begins at `start`, right or wrong; `end` is the body's."""
+    """Return the end of the line that begins at `start`, valid or not; `end` is the body's end."""
     return int(end_of_line(buffer, start, end))
 
 
 @inlined
 def is_utf8(buffer: Array, at: int, end: int) -> Any:
-    """Whether these bytes are UTF-8, as Unicode has it: nothing longer than needed, no surrogates."""
+    """Whether these bytes are UTF-8 as Unicode defines it: no overlong forms, no surrogates."""
     while at < end:
         while at + 8 <= end and load_word(buffer, at) & _HIGH_BITS == _ZERO:
             at += 8
@@ -142,7 +142,7 @@ def is_utf8(buffer: Array, at: int, end: int) -> Any:
 
 @inlined
 def _boolean(buffer: Array, at: int, end: int) -> Any:
-    """1 or 0; -1 for what isn't one."""
+    """Return 1 or 0; -1 if it is no boolean."""
     size = end - at
     first = buffer[at]
     true = first == 116 or first == 84
@@ -153,7 +153,7 @@ def _boolean(buffer: Array, at: int, end: int) -> Any:
     if size != (4 if true else 5):
         return np.int64(-1)
     word = (114, 117, 101, 0) if true else (97, 108, 115, 101)
-    # All small, or all capitals; behind a capital, either.
+    # All lower case, or all upper case; behind an initial capital, either.
     is_small = buffer[at + 1] >= 97
     if first >= 97 and not is_small:
         return np.int64(-1)
@@ -170,7 +170,7 @@ def _is_letter(byte: int, small: int) -> Any:
 
 @inlined
 def _other_fault(buffer: Array, at: int, end: int) -> Any:
-    """What is wrong with a word that is no number: it may be NaN or an infinity."""
+    """Return the fault of a word that is no number: it may be NaN or an infinity."""
     if buffer[at] == 45 or buffer[at] == 43:
         at += 1
     size = end - at
@@ -187,7 +187,7 @@ def _other_fault(buffer: Array, at: int, end: int) -> Any:
 
 @inlined
 def _long_whole(buffer: Array, at: int, end: int) -> Any:
-    """Any number of digits: the word that they make, and whether it holds them."""
+    """Read any number of digits; return their number as a word, and whether it fits."""
     value = _ZERO
     for i in range(at, end):
         digit = np.uint64(buffer[i] - 48)
@@ -199,7 +199,10 @@ def _long_whole(buffer: Array, at: int, end: int) -> Any:
 
 @inlined
 def _long_float(buffer: Array, at: int, end: int, exponent: Any) -> Any:
-    """The bits of a double from its digits (with a point among them, up to the exponent), or what `double_bits` says besides."""
+    """Return the bits of a double from its digits, or another result of `double_bits`.
+
+    The digits may have a point, and end at the exponent.
+    """
     digits = _ZERO
     count = 0
     point = False
@@ -228,7 +231,7 @@ def _long_float(buffer: Array, at: int, end: int, exponent: Any) -> Any:
 
 @inlined
 def read_number(buffer: Array, at: int, token: int, payload: Array, doubles: Array) -> Any:
-    """Read a number: where it ends, its kind, or below 0 what is wrong with it (`UNSURE_FLOAT` where it must be read otherwise)."""
+    """Read a number: return its end, and its kind or a fault below 0 (`UNSURE_FLOAT` if Python has to read it)."""
     begin = at
     negative = buffer[at] == 45
     if negative:
@@ -331,7 +334,10 @@ def read_number(buffer: Array, at: int, token: int, payload: Array, doubles: Arr
 
 @inlined
 def read_string(buffer: Array, at: int, end: int, token: int, payload: Array) -> Any:
-    """Read a string whose quote stands before `at`: where it ends, behind its quote, and how many newlines it has; -1 where it has no end."""
+    """Read a string whose opening quote stands before `at`; return its end and number of newlines.
+
+    The end is behind the closing quote; -1 if there is none.
+    """
     start = at
     escapes = np.int64(0)
     newlines = np.int64(0)
@@ -364,7 +370,7 @@ def read_string(buffer: Array, at: int, end: int, token: int, payload: Array) ->
 
 @inlined
 def read_timestamp(buffer: Array, at: int, low: int, high: int) -> Any:
-    """Read a timestamp: where it ends, its value, and what is wrong with it."""
+    """Read a timestamp; return its end, its value, and its fault."""
     negative = buffer[at] == 45
     if negative:
         at += 1

@@ -1,17 +1,18 @@
-r"""InfluxDB's line protocol: what a line may hold, and what may be wrong with it.
+r"""InfluxDB's line protocol: the valid forms of a line, and its faults.
 
     measurement[,tag=value]* field=value[,field=value]* [timestamp]
 
-- A line ends with a newline outside of a string; a carriage return before it belongs to the end. Lines of nothing but blanks, and those
-  whose first character that is no blank is `#`, say nothing. Blanks (spaces and tabs) may stand before a line, behind it, and more than
-  one between its parts.
-- A backslash escapes a comma or a space in a measurement, and those or an equals sign in tags and in fields' keys; in a string it
-  escapes a double quote or a backslash. Before anything else it is itself, and what follows it begins anew: `\\,` in a tag is a backslash and an
-  escaped comma, as InfluxDB has it. A newline can't be escaped.
-- A field is a float (`1`, `-.5`, `2.5e-3`), a whole number (`1i`), one without sign (`1u`), a string in double quotes, or a boolean. A float
-  has no `+` in front, and is neither NaN nor infinite.
-- A line that is wrong ends where it would if it were right: at a newline outside of its strings. So what lies in a string is never
-  taken for a line, whatever else is wrong.
+- A line ends with a newline outside of a string; a carriage return before it belongs to the end.
+  Blank lines, and lines whose first character other than a blank is `#`, are ignored. Blanks
+  (spaces and tabs) may stand before a line and behind it, and several between its parts.
+- A backslash escapes a comma or a space in a measurement, and those or an equals sign in tags and
+  in fields' keys; in a string it escapes a double quote or a backslash. Before any other character
+  it is literal, and the next character is read afresh: `\\,` in a tag is a backslash and an escaped
+  comma, as InfluxDB reads it. A newline can't be escaped.
+- A field is a float (`1`, `-.5`, `2.5e-3`), a whole number (`1i`), an unsigned one (`1u`), a string
+  in double quotes, or a boolean. A float has no `+` in front, and is neither NaN nor infinite.
+- An invalid line ends where it would if it were valid: at a newline outside of its strings. So the
+  content of a string is never taken for a line, whatever else is invalid.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final
 
 
 class Kind(IntEnum):
-    """What a value is."""
+    """The kind of a value."""
 
     FLOAT = 0
     INTEGER = 1
@@ -33,7 +34,7 @@ class Kind(IntEnum):
 
 
 class Fault(IntEnum):
-    """What is wrong with a line: the first thing that is, from its left."""
+    """The fault of a line: the leftmost one."""
 
     NO_MEASUREMENT = 1
     NO_FIELDS = 2
@@ -57,7 +58,7 @@ class Fault(IntEnum):
 
 
 class Refusal(IntEnum):
-    """Why a line that is right by itself has no place: by a name in it, or beside lines before it."""
+    """The reason to reject a valid line: a name in it, or a conflict with lines before it."""
 
     MEASUREMENT = 1
     COLUMN = 2

@@ -1,7 +1,8 @@
-"""Lines to columns in machine code: no Python for a line or a value, but for numbers that Python has to read.
+"""Lines to columns in machine code: no Python for a line or a value, except numbers that Python has to read.
 
-`_scan.scan` walks over the bytes once and notes where values lie; `_arrange.settle` takes out lines that disagree with lines before them, where
-there are any; `_arrange.spread` puts what is left into columns.
+`_scan.scan` scans the bytes once and records the places of values. `_arrange.settle` removes lines
+that disagree with lines before them, if there are any. `_arrange.spread` puts the rest into
+columns.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 BODY_BYTES_MAX: Final = (1 << 31) - 2
-"""Where a text lies is told by 31 bits."""
+"""The place of a text has 31 bits."""
 _LEAST_VALUE_BYTES: Final = 4
-"""What a value takes of the text with what is before it: `,a=1`."""
+"""Bytes that a value takes with its separator and key, at least: `,a=1`."""
 _LEAST_LINE_BYTES: Final = 6
-"""And a line: `m a=1` with its end."""
+"""Bytes that a line takes, at least: `m a=1` with its end."""
 _NAMES_AT_FIRST: Final = 64
 _COMMA_OR_SPACE: Final = re.compile(r"\\([, ])")
 _COMMA_EQUALS_OR_SPACE: Final = re.compile(r"\\([,= ])")
 _TEXTS: Final = frozenset({Kind.STRING, Kind.TAG})
 _PLAIN: Final = {Kind.FLOAT: pa.float64(), Kind.INTEGER: pa.int64()}
 UNSIGNED: Final = pa.decimal128(20, 0)
-"""Arrow's `uint64` as the log has it."""
+"""Arrow's `uint64` as the log stores it."""
 
 
 class TooManyNamesError(Exception):
@@ -54,7 +55,7 @@ class TooManyValuesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WrongLine:
-    """A line that is wrong by itself."""
+    """An invalid line."""
 
     number: int
     fault: Fault
@@ -63,18 +64,18 @@ class WrongLine:
 
 @dataclass(frozen=True, slots=True)
 class RefusedLine:
-    """A line that is right by itself and has no place beside those before it, or by a name that it has."""
+    """A valid line that is rejected: it conflicts with lines before it, or one of its names is rejected."""
 
     number: int
     why: Refusal
     measurement: int
-    """Its measurement's place."""
+    """Index of its measurement."""
     column: int
-    """The place of the column at fault."""
+    """Index of the column at fault."""
     other: int
-    """Of the column that this one differs from by its case alone, or the kind that the column has."""
+    """Index of the column that differs from this one only in case, or the kind that the column has."""
     kind: Kind
-    """Of the value at fault."""
+    """Kind of the value at fault."""
     span: tuple[int, int]
 
 
@@ -93,18 +94,20 @@ class FoundTable:
 
     measurement: str
     numbers: Ints
-    """Of their lines."""
+    """Numbers of the rows' lines."""
     times_us: Ints
     times_ns: Ints | None
-    """Where some time isn't whole microseconds."""
+    """Times in nanoseconds, if some time isn't whole microseconds."""
     columns: list[FoundColumn]
 
 
 class Room:
-    """Memory for what is found in bodies of up to a size, one after the other: nine bytes for each of theirs, of which little is touched.
+    """Memory for the results from bodies of up to a size, one at a time.
+
+    It has nine bytes for each body byte, little of which is touched.
 
     Args:
-        body_bytes_max: of one body.
+        body_bytes_max: maximum size of one body.
     """
 
     __slots__ = ("body_bytes_max", "columns_of", "doubles", "kinds", "lines", "payload", "slow", "timed", "times")
@@ -123,16 +126,16 @@ class Room:
 
 
 class Walk:
-    """What a body of lines holds, until it is made columns of.
+    """The contents of a body of lines, until they are made into columns.
 
     Args:
         body: at most `BODY_BYTES_MAX`.
-        room: for what is found; of nobody else's until the tables are made.
-        seed: 64 bits that nobody outside knows: of the names' hashes.
-        time_min: the earliest timestamp that is taken, in the precision that they come in.
+        room: memory for the results; used by this walk only, until the tables are made.
+        seed: 64 secret bits, to seed the names' hashes.
+        time_min: the earliest valid timestamp, in the body's precision.
         time_max: the latest.
-        wrong_max: how many lines are told of.
-        names_max: how many measurements there may be, and how many columns of all of them.
+        wrong_max: how many invalid lines are reported.
+        names_max: maximum number of measurements, and of columns of all of them.
 
     Raises:
         TooManyNamesError: there are more.
@@ -190,7 +193,7 @@ class Walk:
         self._infinite = self._read_slowly(room.slow[: state[machine.SLOW]])
 
     def _read_slowly(self, tokens: npt.NDArray[np.int32]) -> list[int]:
-        """Read the numbers that machine code wasn't sure about; the lines that have one beyond a double's."""
+        """Read the numbers that machine code wasn't sure about; return the lines with one beyond a double's range."""
         infinite = []
         for token in tokens.tolist():
             text = int(self._room.payload[token])
@@ -204,28 +207,28 @@ class Walk:
 
     @property
     def measurement_count(self) -> int:
-        """Measurements with lines."""
+        """Number of measurements with lines."""
         return sum(kept > 0 for kept in self._measurements[:, known.KEPT].tolist())
 
     @property
     def column_count(self) -> int:
-        """Columns, those without values included: their places are below it."""
+        """Number of columns, including those without values; their indexes are below it."""
         return len(self._columns)
 
     def measurement_names(self) -> dict[int, str]:
-        """The names of measurements with lines that are right, by their places."""
+        """Return the names of measurements with valid lines, by index."""
         if self._measurement_names is None:
             self._measurement_names = self._names(self._measurements, _COMMA_OR_SPACE)
         return self._measurement_names
 
     def column_names(self) -> dict[int, str]:
-        """The names of columns with values, by their places."""
+        """Return the names of columns with values, by index."""
         if self._column_names is None:
             self._column_names = self._names(self._columns, _COMMA_EQUALS_OR_SPACE)
         return self._column_names
 
     def measurements_of_columns(self) -> list[int]:
-        """The place of each column's measurement."""
+        """Return the index of each column's measurement."""
         found: list[int] = self._columns[:, known.OF_MEASUREMENT].tolist()
         return found
 
@@ -239,7 +242,7 @@ class Walk:
         return names
 
     def agrees(self, columns_max: int) -> bool:
-        """Whether all lines go together: each column's values are of one kind, and no measurement has too many columns."""
+        """Whether all lines agree: each column's values are of one kind, and no measurement has too many columns."""
         if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, known.KINDS].tolist()):
             return False
         if len(self._columns) <= columns_max:
@@ -255,14 +258,17 @@ class Walk:
         columns_max: int,
         refused_max: int,
     ) -> tuple[list[RefusedLine], int]:
-        """Take out lines with names that are refused, and those that disagree with lines before them; the first of them, and how many they are.
+        """Remove lines with rejected names, and lines that disagree with earlier lines.
+
+        Returns the first removed lines, and their total number.
 
         Args:
-            refused_measurements: by their places.
-            refused_columns: by theirs.
-            case_of: a number below their count for each column, the same for names of one measurement that differ by case alone.
-            columns_max: of one measurement.
-            refused_max: how many lines are told of.
+            refused_measurements: by index.
+            refused_columns: by index.
+            case_of: a number below their count for each column, the same for names of one measurement that
+                differ only in case.
+            columns_max: maximum number of one measurement's columns.
+            refused_max: how many removed lines are reported.
         """
         count, room = self._line_count, self._room
         refused = np.empty((refused_max, arrange.REFUSED_FACTS), np.int64)
@@ -302,12 +308,13 @@ class Walk:
         )
 
     def tables(self, *, unit_ns: int, now_us: int, bytes_max: int) -> list[FoundTable]:
-        """The columns of each measurement, by their first lines.
+        """Return the columns of each measurement, by their first lines.
 
         Args:
-            unit_ns: of the timestamps, in nanoseconds.
+            unit_ns: unit of the timestamps, in nanoseconds.
             now_us: the time of lines that have none, in microseconds since 1970.
-            bytes_max: of all columns together: eight for each row's time and each value, null or not, and those of texts.
+            bytes_max: maximum size of all columns together: eight bytes for each row's time and each value, null or
+                not, and the texts' bytes.
 
         Raises:
             TooManyValuesError: they would have more.
@@ -387,7 +394,7 @@ class Walk:
     def _texts(
         self, values: Ints, columns: list[tuple[Kind, int, int]], bytes_max: int
     ) -> Iterator[tuple[pa.Buffer, pa.Buffer]]:
-        """The offsets and the bytes of each column of texts, among columns of which the kind is given, where they begin and their rows."""
+        """Return the offsets and the bytes of each text column among columns given by kind, start and row count."""
         texts = [facts for facts in columns if facts[0] in _TEXTS]
         if not texts:
             return iter(())
@@ -410,7 +417,7 @@ class Walk:
 
 
 def _array(kind: Kind, values: Ints, valid: pa.Buffer | None, texts: Iterator[tuple[pa.Buffer, pa.Buffer]]) -> pa.Array:
-    """A column of its kind's type; the next of the texts where it is of those."""
+    """Return a column of its kind's type; a text column takes the next of the texts."""
     count = len(values)
     if kind in _TEXTS:
         return pa.Array.from_buffers(pa.string(), count, [valid, *next(texts)])
@@ -451,7 +458,7 @@ def _marked(places: list[int], count: int) -> Bytes:
 
 
 def warm() -> None:
-    """Compile or load the machine code; else the first body does, which takes seconds."""
+    """Compile or load the machine code; otherwise the first body does, which takes seconds."""
     body = b'm,a=1 b="x",c=1.5\nm,a=2 b="y",c=2i 1\nm b="z" 2\n'
     walk = Walk(body, Room(len(body)), seed=0, time_min=0, time_max=10, wrong_max=1, names_max=100)
     case_of = np.arange(3, dtype=np.int64)

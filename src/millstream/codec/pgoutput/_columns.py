@@ -1,4 +1,4 @@
-"""Columns of texts that lie in a buffer, to Arrow arrays of the log's types: in machine code, the odd value in Python."""
+"""Columns of texts in a buffer, to Arrow arrays of the log's types: in machine code, with single values in Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLOATS = {
 
 
 class Texts:
-    """One column's texts: where each lies in the buffer, and of which table it is."""
+    """One column's texts: the place of each in the buffer, and the table that it belongs to."""
 
     __slots__ = ("buffer", "relation", "size", "value_at")
 
@@ -42,14 +42,14 @@ class Texts:
         return len(self.size)
 
     def text(self, row: int) -> str | None:
-        """One text; None for NULL and what wasn't sent."""
+        """Return one text; None for NULL and for a value that wasn't sent."""
         if self.size[row] < 0:
             return None
         at = int(self.value_at[row])
         return decode_text(self.relation, self.buffer[at : at + int(self.size[row])].tobytes())
 
     def strings(self) -> pa.Array:
-        """All texts as a string array. `TableUndecodable` where one isn't UTF-8."""
+        """Return all texts as a string array; raises `TableUndecodable` if one isn't UTF-8."""
         offsets = np.empty(len(self) + 1, np.int32)
         data = np.empty(machine.measure(self.size, offsets), np.uint8)
         machine.gather(self.buffer, self.value_at, self.size, offsets, data)
@@ -63,12 +63,12 @@ class Texts:
 
 
 def validity(valid: npt.NDArray[np.bool_]) -> pa.Buffer | None:
-    """A validity bitmap; None where all is valid."""
+    """Return a validity bitmap; None if everything is valid."""
     return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
 def read_column(texts: Texts, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """A column as an array of its type in the log, and the texts that it can't hold exactly, by row.
+    """Return a column as an array of its type in the log, and the texts that it can't hold exactly, by row.
 
     Raises:
         TableUndecodable: a value isn't UTF-8.
@@ -107,7 +107,7 @@ def _decide(texts: Texts, kind: pa.DataType, array: pa.Array, bad: list[int]) ->
 
 
 Read = tuple[int, tuple[npt.NDArray[Any], ...]]
-"""How many values are BAD, and the array's buffers but for the validity."""
+"""The number of BAD values, and the array's buffers except the validity."""
 
 
 def _read_integers(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
@@ -148,7 +148,7 @@ def _read_bytea(texts: Texts, _kind: pa.DataType, state: Bytes) -> Read:
 
 
 def _read_floats(texts: Texts, kind: pa.DataType, state: Bytes) -> Read | None:
-    """None where some text is no number at all: the plain parser takes the whole column then."""
+    """Return None if some text is no number: then the plain parser takes the whole column."""
     try:
         array = texts.strings().cast(kind)
     except pa.ArrowInvalid:
@@ -192,13 +192,16 @@ _READERS: dict[pa.DataType, Callable[[Texts, pa.DataType, Bytes], Read | None]] 
 
 
 def text_map(rows: int, offsets: Positions, there: npt.NDArray[np.bool_], keys: pa.Array, items: pa.Array) -> pa.Array:
-    """An array of `TEXT_BY_COLUMN`: row i's entries are `offsets[i]` to `offsets[i + 1]`, null where `there` is false."""
+    """Return an array of `TEXT_BY_COLUMN`.
+
+    Row i's entries are `offsets[i]` to `offsets[i + 1]`; the row is null if `there` is false.
+    """
     entries = pa.StructArray.from_arrays([keys, items], fields=[TEXT_BY_COLUMN.key_field, TEXT_BY_COLUMN.item_field])
     return pa.Array.from_buffers(TEXT_BY_COLUMN, rows, [validity(there), pa.py_buffer(offsets)], children=[entries])
 
 
 def exact_map(rows: int, exact: list[tuple[int, int, str]], names: list[str]) -> pa.Array:
-    """The `__exact` column of texts by (row, column number)."""
+    """Return the `__exact` column of texts by (row, column number)."""
     exact.sort()
     counts = np.bincount(np.fromiter((row for row, _, _ in exact), np.int64, len(exact)), minlength=rows)
     offsets = np.zeros(rows + 1, np.int32)

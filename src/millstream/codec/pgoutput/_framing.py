@@ -1,4 +1,4 @@
-"""Machine code that finds messages in what a connection sent, CopyData frames one after the other: replication's, or a binary COPY's."""
+"""Machine code that finds messages in a connection's consecutive CopyData frames, of replication or a binary COPY."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _KEEPALIVE: Final = ord("k")
 _HEADER: Final = 25  # of XLogData: 'w', its LSN, the server's end of WAL, the server's clock
 _KEEPALIVE_BYTES: Final = 18
 _COPY_HEADER: Final = 19  # of a binary COPY, in front of its first row: signature, flags, length of an extension
-_COPY_SIGNATURE: Final = ord("P")  # which no row begins with: its number of columns does, as two bytes
-_LENGTH_MAX: Final = 1 << 30  # what PostgreSQL sends was put together in memory, of which it takes less (MaxAllocSize)
+_COPY_SIGNATURE: Final = ord("P")  # no row begins with it: a row begins with its number of columns, as two bytes
+_LENGTH_MAX: Final = 1 << 30  # PostgreSQL assembles what it sends in memory, in less than this (MaxAllocSize)
 
 
 @compiled
 def split_copy_data(buffer: Array, begin: Any, end: int, starts: Array, ends: Array, kinds: Array) -> Any:
     """Find the whole messages in `buffer[begin:end]`.
 
-    A message of XLogData begins behind its header, its kind is its first byte; a keepalive's begins with its `k`.
+    A message of XLogData begins behind its header, and its kind is its first byte; a keepalive's
+    begins with its `k`.
 
     Returns:
-        Messages found; where the first byte stands that isn't in one; and why it ended: all that is there is whole or
-        incomplete (WHOLE), a frame of another kind begins (OTHER), or bytes that can't be (MALFORMED).
+        Number of messages found; the place of the first byte outside of them; and why the search ended: the rest is
+        incomplete or nothing (WHOLE), a frame of another kind begins (OTHER), or the bytes are invalid (MALFORMED).
     """
     at = begin
     count = 0
@@ -64,9 +65,10 @@ def split_copy_data(buffer: Array, begin: Any, end: int, starts: Array, ends: Ar
 
 @compiled
 def split_copy_rows(buffer: Array, begin: Any, end: int, starts: Array, ends: Array, kinds: Array) -> Any:
-    """Find the whole messages in `buffer[begin:end]`, each the one column of a row of a binary COPY.
+    """Find the whole messages in `buffer[begin:end]`, each the only column of a row of a binary COPY.
 
-    Its header and its trailer are passed over. A message's kind is its first byte; one of kind `k` is as long as a keepalive.
+    The COPY's header and trailer are skipped. A message's kind is its first byte; a message of kind
+    `k` is as long as a keepalive.
 
     Returns:
         As `split_copy_data`.

@@ -1,7 +1,7 @@
-"""Machine code that walks messages: which records there are, which operation each belongs to, where its values lie.
+"""Machine code that scans messages: it finds the records, each one's operation, and the places of its values.
 
-Everything is a plain loop over bytes; a position is checked before it is read. Nothing here raises: functions return a
-fault (a number) and where it happened.
+Everything is a plain loop over bytes; a position is checked before it is read. Nothing here raises:
+functions return a fault (a number) and the place where it happened.
 """
 
 # ruff: noqa: PLR1714 — numba compiles comparisons better than sets
@@ -18,7 +18,7 @@ from millstream.model.records import TIME_MAX_US, TIME_MIN_US
 
 Array = Any  # numba knows the element types better than a type checker could
 
-# What `scan` walks: a run of whole transactions, a block inside of one, or one whose messages carry xids.
+# Input of `scan`: a run of whole transactions, a block inside of one, or one whose messages carry xids.
 RUN: Final = 0
 BLOCK: Final = 1
 STREAMED_BLOCK: Final = 2
@@ -73,7 +73,7 @@ def _is_position(lsn: Any) -> Any:
 
 @inlined
 def _find(keys: Array, oid: int) -> Any:
-    """The place of an oid in an open hash table, or the free place where it belongs (keys of free places are -1)."""
+    """Return the index of an oid in an open hash table, or the free slot for it (keys of free slots are -1)."""
     mask = len(keys) - 1
     place = (oid * 2654435761) & mask
     while keys[place] != -1 and keys[place] != oid:
@@ -109,14 +109,15 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
 ) -> Any:
     """Find the records and transactions of a run.
 
-    A *slot* is one Relation message: the known ones first (`known_oids`), then those of the run in order; behind them
-    `messages_slot` for logical messages. Records of transactions that end at or below `after` are left out.
+    A *slot* is one Relation message: the known ones first (`known_oids`), then those of the run in
+    order; behind them `messages_slot` for logical messages. Records of transactions that end at or
+    below `after` are left out.
 
-    Fills `record_*` (op, slot, where its tuples begin, number of its message, number of its transaction) and
-    `transactions` (rows: kind, commit LSN, end LSN, xid, time since 1970 in µs).
+    Fills `record_*` (op, slot, start of its tuples, number of its message, number of its
+    transaction) and `transactions` (rows: kind, commit LSN, end LSN, xid, time since 1970 in µs).
 
     Returns:
-        Records, transactions, last end LSN (-1: none), fault, and the number of the message that it is about.
+        Number of records, number of transactions, last end LSN (-1: none), fault, number of the message at fault.
     """
     for number in range(len(known_oids)):
         place = _find(keys, known_oids[number])
@@ -215,7 +216,7 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
                         break
             if alone:
                 lsn = _i64(buffer, at + 1)
-                reached = lsn  # where its record ends
+                reached = lsn  # the end of its record
                 if is_heartbeat or reached <= after:
                     continue
                 transactions[0, count] = _MESSAGE
@@ -275,7 +276,7 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
 
 @compiled
 def first_uses(record_slot: Array, records: int, first: Array) -> None:
-    """For each slot the number of its first record; what isn't used stays as it was."""
+    """Set for each slot the number of its first record; unused slots are unchanged."""
     for record in range(records - 1, -1, -1):
         first[record_slot[record]] = record
 
@@ -293,12 +294,13 @@ def arrange(
     row_index: Array,
     operation_transaction: Array,
 ) -> int:
-    """Number the captured records by operation and index, and put each entry's rows together, in their order.
+    """Number the captured records by operation and index, and group each entry's rows, in their order.
 
-    `entry_of_slot` is -1 where a slot isn't captured. Entry e's rows are `entry_start[e]` to `entry_start[e + 1]`.
+    `entry_of_slot` is -1 if a slot isn't captured. Entry e's rows are `entry_start[e]` to
+    `entry_start[e + 1]`.
 
     Returns:
-        How many operations there are.
+        Number of operations.
     """
     for record in range(records):
         entry = entry_of_slot[record_slot[record]]
@@ -342,9 +344,10 @@ def _walk_tuple(
     row: int,
     unchanged: Array,
 ) -> Any:
-    """Note where a tuple's values lie; the position behind it, or minus a fault.
+    """Record the places of a tuple's values; return the position behind it, or minus a fault.
 
-    With `masked`, columns outside of the identity are noted as NOT_SENT. `unchanged[0]` counts values that are UNCHANGED.
+    With `masked`, columns outside of the identity are recorded as NOT_SENT. `unchanged[0]` counts
+    values that are UNCHANGED.
     """
     if at + 2 > end:
         return -TOO_SHORT
@@ -392,13 +395,13 @@ def walk_rows(
     old_size: Array,
     old_row: Array,
 ) -> Any:
-    """Note where the values of a table's rows lie: `value_at` and `size` are [columns, rows].
+    """Record the places of the values of a table's rows: `value_at` and `size` are [columns, rows].
 
-    A size below 0 is NULL, UNCHANGED or NOT_SENT. Old keys and rows of updates go to `old_at` and `old_size`
-    ([columns, old rows]), with the row that each belongs to in `old_row`.
+    A size below 0 is NULL, UNCHANGED or NOT_SENT. Old keys and rows of updates go to `old_at` and
+    `old_size` ([columns, old rows]), with the row that each belongs to in `old_row`.
 
     Returns:
-        How many old rows and unchanged values there are, a fault, and the row that it is about.
+        Number of old rows, number of unchanged values, a fault, and the row at fault.
     """
     columns = len(identity)
     olds = 0
@@ -445,7 +448,7 @@ def walk_rows(
 
 @compiled
 def list_unchanged(size: Array, offsets: Array, names: Array) -> int:
-    """For each row the columns that it left unchanged, as a list's offsets and column numbers; how many there are."""
+    """List each row's unchanged columns, as a list's offsets and column numbers; return their number."""
     columns, rows = size.shape
     found = 0
     offsets[0] = 0
@@ -470,7 +473,7 @@ def list_old(
     value_at: Array,
     size: Array,
 ) -> int:
-    """For each row the old values that were sent, as a map's offsets, column numbers and places; how many there are."""
+    """List each row's old values that were sent, as a map's offsets, column numbers and places; return their number."""
     columns = old_size.shape[0]
     found = 0
     old = 0

@@ -1,8 +1,8 @@
 """Machine code that reads columns of texts: each value OK, NULL, or BAD.
 
-A value is OK only where its text is exactly what PostgreSQL prints for the number read: whatever is in doubt is BAD and
-goes through `millstream.model.pgtext`, which decides. `value_at` and `size` say where the texts lie in the buffer
-(a size below 0: no text).
+A value is OK only if its text is exactly what PostgreSQL prints for the number read. Every doubtful
+value is BAD and goes through `millstream.model.pgtext`, which decides. `value_at` and `size` are
+the texts' places in the buffer (a size below 0: no text).
 """
 
 # ruff: noqa: C901, PLR0912, PLR0915, PLR1714 — loops over bytes, as machine code wants them
@@ -30,7 +30,7 @@ _ZERO: Final = np.uint64(0)
 
 @compiled
 def measure(size: Array, offsets: Array) -> int:
-    """Fill a string array's offsets; the bytes in all."""
+    """Fill a string array's offsets; return the total size in bytes."""
     total = 0
     offsets[0] = 0
     for row in range(len(size)):
@@ -42,7 +42,7 @@ def measure(size: Array, offsets: Array) -> int:
 
 @compiled
 def gather(buffer: Array, value_at: Array, size: Array, offsets: Array, data: Array) -> None:
-    """Put all texts one behind the other."""
+    """Concatenate all texts."""
     for row in range(len(size)):
         at = value_at[row]
         to = offsets[row]
@@ -52,7 +52,7 @@ def gather(buffer: Array, value_at: Array, size: Array, offsets: Array, data: Ar
 
 @compiled
 def read_integers(buffer: Array, value_at: Array, size: Array, low: int, high: int, out: Array, state: Array) -> int:
-    """Read whole numbers between two bounds; how many are BAD."""
+    """Read whole numbers between two bounds; return the number of BAD values."""
     bad = 0
     for row in range(len(size)):
         length = size[row]
@@ -67,7 +67,7 @@ def read_integers(buffer: Array, value_at: Array, size: Array, low: int, high: i
             at += 1
         digits = end - at
         fine = 1 <= digits <= 19 and (buffer[at] != 48 or (digits == 1 and not negative))
-        # The negative numbers reach one further than the positive ones.
+        # The negative range reaches one further than the positive range.
         value = np.int64(0)
         if fine:
             for i in range(at, end):
@@ -97,7 +97,7 @@ def read_integers(buffer: Array, value_at: Array, size: Array, low: int, high: i
 
 @compiled
 def read_booleans(buffer: Array, value_at: Array, size: Array, out: Array, state: Array) -> int:
-    """Read `t` and `f`; how many are BAD."""
+    """Read `t` and `f`; return the number of BAD values."""
     bad = 0
     for row in range(len(size)):
         out[row] = 0
@@ -116,7 +116,7 @@ def read_booleans(buffer: Array, value_at: Array, size: Array, out: Array, state
 def read_decimals(
     buffer: Array, value_at: Array, size: Array, precision: int, scale: int, out: Array, state: Array
 ) -> int:
-    """Read decimals of exactly `scale` digits behind the point into pairs of 64-bit words; how many are BAD."""
+    """Read decimals of exactly `scale` fractional digits into pairs of 64-bit words; return the count of BAD values."""
     bad = 0
     for row in range(len(size)):
         out[2 * row] = 0
@@ -181,7 +181,7 @@ def read_decimals(
 
 @inlined
 def _two(buffer: Array, at: int) -> Any:
-    """A number of two digits, or one above 99."""
+    """Return a number of two digits, or one above 99."""
     high = np.int64(buffer[at]) - 48
     low = np.int64(buffer[at + 1]) - 48
     if high < 0 or high > 9 or low < 0 or low > 9:
@@ -191,7 +191,7 @@ def _two(buffer: Array, at: int) -> Any:
 
 @inlined
 def _day(buffer: Array, at: int) -> Any:
-    """Days since 1970 of `YYYY-MM-DD` (ten bytes); below -1,000,000 for what isn't a day of the years 1 to 9999."""
+    """Return the days since 1970 of `YYYY-MM-DD` (ten bytes); below -1,000,000 outside of the years 1 to 9999."""
     none = np.int64(-2_000_000)
     century = _two(buffer, at)
     rest = _two(buffer, at + 2)
@@ -221,7 +221,7 @@ def _day(buffer: Array, at: int) -> Any:
 
 @compiled
 def read_dates(buffer: Array, value_at: Array, size: Array, out: Array, state: Array) -> int:
-    """Read dates as days since 1970; how many are BAD."""
+    """Read dates as days since 1970; return the number of BAD values."""
     bad = 0
     for row in range(len(size)):
         out[row] = 0
@@ -240,7 +240,7 @@ def read_dates(buffer: Array, value_at: Array, size: Array, out: Array, state: A
 
 @compiled
 def read_timestamps(buffer: Array, value_at: Array, size: Array, zoned: Any, out: Array, state: Array) -> int:
-    """Read timestamps as microseconds since 1970, those with a zone in UTC (`+00`); how many are BAD."""
+    """Read timestamps as microseconds since 1970, those with a zone in UTC (`+00`); return the number of BAD values."""
     bad = 0
     for row in range(len(size)):
         out[row] = 0
@@ -302,7 +302,10 @@ def _nibble(byte: int) -> Any:
 
 @compiled
 def measure_bytea(buffer: Array, value_at: Array, size: Array, offsets: Array, state: Array) -> int:
-    r"""Fill a binary array's offsets for values like `\x00ff`; the bytes in all. What isn't of that form is BAD."""
+    r"""Fill a binary array's offsets for values like `\x00ff`; return the total size in bytes.
+
+    Values of another form are BAD.
+    """
     total = 0
     offsets[0] = 0
     for row in range(len(size)):
@@ -321,7 +324,7 @@ def measure_bytea(buffer: Array, value_at: Array, size: Array, offsets: Array, s
 
 @compiled
 def read_bytea(buffer: Array, value_at: Array, offsets: Array, data: Array, state: Array) -> int:
-    """Read the hex digits of values that `measure_bytea` found; how many are BAD in all."""
+    """Read the hex digits of values that `measure_bytea` accepted; return the total number of BAD values."""
     bad = 0
     for row in range(len(state)):
         if state[row] == OK:
@@ -341,7 +344,7 @@ def read_bytea(buffer: Array, value_at: Array, offsets: Array, data: Array, stat
 
 @inlined
 def _shortest_text(text: Array, start: int, end: int, fixed_below: int, out: Array) -> Any:
-    """PostgreSQL's text of a number that another shortest notation gives; its length, 0 where that isn't finite.
+    """Write PostgreSQL's text of a number given in another shortest notation; return its length, 0 if it isn't finite.
 
     See `millstream.model.floats`: the digits are the same, the notation isn't.
     """
@@ -438,10 +441,10 @@ def check_floats(
     half_way_to: float,
     state: Array,
 ) -> int:
-    """Compare texts of floats with the shortest texts of what they were read as; how many are BAD.
+    """Compare texts of floats with the shortest texts of the numbers read from them; return the number of BAD values.
 
-    `shortest_at` and `shortest` are a string array's offsets and bytes. Numbers of the range in which PostgreSQL's digits
-    may differ from the shortest (see `millstream.model.floats`) are BAD.
+    `shortest_at` and `shortest` are a string array's offsets and bytes. Numbers of the range in
+    which PostgreSQL's digits may differ from the shortest (see `millstream.model.floats`) are BAD.
     """
     bad = 0
     out = np.empty(64, np.uint8)

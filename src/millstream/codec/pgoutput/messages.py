@@ -1,8 +1,9 @@
-"""One message of pgoutput (protocol version 2, text values) to one value, and nothing else.
+"""A parser of one pgoutput message (protocol version 2, text values) to one value.
 
-Layouts: PostgreSQL's manual, "Logical Replication Message Formats". The parser trusts nothing: whatever the bytes, it
-returns a message or raises `ProtocolViolation`. Inside a streamed block (between StreamStart and StreamStop) every
-message but Origin carries the id of its (sub)transaction right after its type byte: say `streamed=True` there.
+Layouts: PostgreSQL's manual, "Logical Replication Message Formats". The parser trusts nothing: for
+any bytes, it returns a message or raises `ProtocolViolation`. Inside a streamed block (between
+StreamStart and StreamStop) every message except Origin carries the id of its (sub)transaction right
+after its type byte: pass `streamed=True` there.
 
 Times are microseconds since 1970-01-01 UTC (the protocol counts from 2000).
 """
@@ -24,11 +25,11 @@ from millstream.model.schema import ReplicaIdentity
 POSTGRES_EPOCH_US: Final = 946_684_800_000_000
 """2000-01-01 UTC in microseconds since 1970."""
 LSN_MAX: Final = 2**63 - 2
-"""Positions are int64 in the log, and the one behind a position is one too."""
+"""Maximum LSN: positions, and the position behind each, are int64 in the log."""
 
 
 class Unchanged:
-    """The type of `UNCHANGED`: what stands for a TOAST value that the source didn't send, as it didn't change."""
+    """The type of `UNCHANGED`, which stands for a TOAST value that the source didn't send because it didn't change."""
 
     __slots__ = ()
 
@@ -54,7 +55,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The end of a transaction. `end_lsn` is where its commit record ends: what a slot is confirmed with."""
+    """The end of a transaction. `end_lsn` is where its commit record ends, to which a slot is confirmed."""
 
     flags: int
     commit_lsn: Lsn
@@ -64,7 +65,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The transaction came to the source from elsewhere."""
+    """The transaction came to the source from another server."""
 
     commit_lsn: Lsn
     name: str
@@ -72,7 +73,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class RelationColumn:
-    """A column as a Relation message tells it. `type_name` is filled in from Type messages and the built-in list."""
+    """A column of a Relation message. `type_name` is filled in from Type messages and the built-in list."""
 
     name: str
     type_oid: int
@@ -83,7 +84,7 @@ class RelationColumn:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """What the rows that follow look like. `encoded` is the message itself, without a streamed one's xid."""
+    """The form of the rows that follow. `encoded` is the message itself, without a streamed one's xid."""
 
     oid: int
     namespace: str
@@ -95,13 +96,13 @@ class Relation:
 
     @property
     def qualified_name(self) -> str:
-        """`schema.name`, quoted where PostgreSQL would."""
+        """`schema.name`, quoted as PostgreSQL quotes it."""
         return qualified_name(self.namespace, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """The name of a type that isn't built in; for a domain the name of what it's over (its modifier isn't told)."""
+    """The name of a type that isn't built in; for a domain the name of its base type (without its modifier)."""
 
     oid: int
     namespace: str
@@ -111,7 +112,7 @@ class Type:
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """A row came."""
+    """An inserted row."""
 
     relation_oid: int
     row: Row
@@ -120,7 +121,7 @@ class Insert:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A row changed. At most one of `old_key` and `old_row` is there; `old_key` has nulls outside of the key."""
+    """An updated row. At most one of `old_key` and `old_row` is set; `old_key` has nulls outside of the key."""
 
     relation_oid: int
     row: Row
@@ -131,7 +132,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A row went. Exactly one of `old_key` and `old_row` is there."""
+    """A deleted row. Exactly one of `old_key` and `old_row` is set."""
 
     relation_oid: int
     old_key: Row | None = None
@@ -141,7 +142,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Tables were emptied together."""
+    """Tables truncated together."""
 
     relation_oids: tuple[int, ...]
     cascade: bool
@@ -151,7 +152,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class LogicalMessage:
-    """What `pg_logical_emit_message` sent."""
+    """A message that `pg_logical_emit_message` sent."""
 
     transactional: bool
     lsn: Lsn
@@ -162,7 +163,7 @@ class LogicalMessage:
 
 @dataclass(frozen=True, slots=True)
 class StreamStart:
-    """A block of a transaction that is still open begins; `first` marks the transaction's first block."""
+    """The start of a block of a transaction that is still open; `first` marks the transaction's first block."""
 
     xid: int
     first: bool
@@ -170,12 +171,12 @@ class StreamStart:
 
 @dataclass(frozen=True, slots=True)
 class StreamStop:
-    """The block ends."""
+    """The end of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCommit:
-    """The streamed transaction committed."""
+    """The commit of a streamed transaction."""
 
     xid: int
     flags: int
@@ -186,7 +187,7 @@ class StreamCommit:
 
 @dataclass(frozen=True, slots=True)
 class StreamAbort:
-    """The streamed transaction (`subxid == xid`), or one subtransaction of it, rolled back."""
+    """The rollback of a streamed transaction (`subxid == xid`), or of one subtransaction of it."""
 
     xid: int
     subxid: int
@@ -264,10 +265,10 @@ _STREAM_COMMIT: Final = struct.Struct(">IBQQq")
 
 
 def parse_message(data: bytes, *, streamed: bool = False) -> Message:
-    """The message that `data` holds, from its first byte to its last.
+    """Parse the message that `data` holds, from its first byte to its last.
 
     Raises:
-        ProtocolViolation: the bytes are no message that this protocol version knows.
+        ProtocolViolation: the bytes are no message of this protocol version.
     """
     reader = _Reader(data)
     kind = reader.u8()
@@ -285,14 +286,14 @@ def parse_message(data: bytes, *, streamed: bool = False) -> Message:
 
 
 def _position(lsn: int) -> Lsn:
-    """An LSN that the log's 63 bits hold, with room for the byte behind it."""
+    """Check that an LSN fits into the log's 63 bits, with room for the byte behind it."""
     if lsn > LSN_MAX:
         raise ProtocolViolation(f"no source gets as far as {format_lsn(Lsn(lsn))}")
     return Lsn(lsn)
 
 
 def _moment(time: int) -> int:
-    """A time of the protocol since 1970, where it is of the years 1 to 9999."""
+    """Return a time of the protocol as time since 1970, checked to lie in the years 1 to 9999."""
     if not TIME_MIN_US <= time + POSTGRES_EPOCH_US <= TIME_MAX_US:
         raise ProtocolViolation(f"no source's clock shows {time} µs since 2000")
     return time + POSTGRES_EPOCH_US
@@ -310,7 +311,7 @@ def _commit(reader: _Reader) -> Commit:
 
 def _origin(reader: _Reader) -> Origin:
     lsn = Lsn(int.from_bytes(reader.take(8), "big"))
-    return Origin(lsn, reader.text("replace"))  # a name for people, in whatever encoding its own server had
+    return Origin(lsn, reader.text("replace"))  # a name for people, in its own server's encoding
 
 
 def _relation(reader: _Reader, xid: int | None) -> Relation:
@@ -431,7 +432,7 @@ _PARSERS: Final[dict[int, Callable[[_Reader], Message]]] = {
     ord("c"): _stream_commit,
     ord("A"): _stream_abort,
 }
-# Those that carry the id of their (sub)transaction inside a streamed block.
+# The messages that carry the id of their (sub)transaction inside a streamed block.
 _CHANGE_PARSERS: Final[dict[int, Callable[[_Reader, int | None], Message]]] = {
     ord("R"): _relation,
     ord("Y"): _type,

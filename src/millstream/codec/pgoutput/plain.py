@@ -1,6 +1,7 @@
-"""Runs of messages to operations, one message after the other: the oracle of the vectorised decoder, and its fallback.
+"""Runs of messages to operations, message by message: the oracle of the vectorised decoder, and its fallback.
 
-Kept as plain as it can be. It and `vectorised` give equal results for every run, down to the order of tables.
+Kept as plain as possible. It and `vectorised` give equal results for every run, down to the order
+of tables.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def decode_plain(
             case LogicalMessage(transactional=False):
                 if begin is not None:
                     raise ProtocolViolation("a message outside of transactions inside one", lsn=message.lsn)
-                reached = message.lsn  # where its record ends
+                reached = message.lsn  # the end of its record
                 found = list(records_of(message, data, draft))
                 if reached > after and rows.append_all(found, operation=len(operations)):
                     kind = OperationKind.MESSAGE
@@ -102,12 +103,12 @@ def decode_block_plain(
 ) -> tuple[tuple[TableRows, ...], int]:
     """Decode a part of one transaction: changes, Relation, Type and Origin messages, no Begin and no Commit.
 
-    `relations` is changed as the messages say.
+    The messages change `relations`.
 
     Args:
         messages: the part.
         directory: the catalog's answers.
-        relations: what is in force inside this transaction.
+        relations: the relations in force inside this transaction.
         streamed: whether messages carry the id of their subtransaction.
         aborted: the subtransactions whose messages are dropped.
         first_index: the `__index` of the first record.
@@ -133,7 +134,7 @@ def decode_block_plain(
 
 
 def records_of(message: Message, data: bytes, relations: RelationCache) -> Iterator[Record]:
-    """The records that a change makes, of tables captured or not."""
+    """Yield the records that a change makes, of tables captured or not."""
     match message:
         case Insert():
             relation = relations.get(message.relation_oid)
@@ -165,7 +166,7 @@ def _transaction(source: SourceId, facts: TransactionFacts) -> OperationFacts:
 
 @dataclass(slots=True)
 class TableBuilders:
-    """The builders of a run, in the order in which tables and their versions first came."""
+    """The builders of a run, in the order in which tables and their versions first appeared."""
 
     directory: TableDirectory
     builders: list[RowsBuilder] = field(default_factory=list)
@@ -173,7 +174,7 @@ class TableBuilders:
     answers: dict[int, tuple[Relation, TableSchema | None]] = field(default_factory=dict)
 
     def append_all(self, records: Sequence[Record], *, operation: int, first_index: int = 0) -> int:
-        """Add the captured ones of an operation's records; how many these were."""
+        """Add the captured records of an operation; return their number."""
         index = first_index
         for record in records:
             schema = self._schema(record.relation)
@@ -201,5 +202,5 @@ class TableBuilders:
         return schema
 
     def finish(self) -> tuple[TableRows, ...]:
-        """All rows."""
+        """Return all rows."""
         return tuple(builder.finish() for builder in self.builders)

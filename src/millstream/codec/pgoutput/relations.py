@@ -1,9 +1,10 @@
-"""What a decoder knows of tables: the Relation messages in force, and the catalog's answer to each.
+"""A decoder's state of tables: the Relation messages in force, and the catalog's answer to each.
 
-A Relation message holds for the changes that follow it *in the stream*, until the next one of the same table. Blocks of
-streamed transactions lie in the stream long before their commit, so their Relation messages get into force only then,
-and only where no newer one of the same table has come in the meantime (as pgoutput itself counts: `schema_sent` and
-`streamed_txns` in its RelationSyncEntry).
+A Relation message holds for the changes that follow it *in the stream*, until the next one of the
+same table. Blocks of streamed transactions lie in the stream long before their commit. So their
+Relation messages come into force only at the commit, and only if no newer one of the same table has
+come since. pgoutput itself counts the same way: `schema_sent` and `streamed_txns` in its
+RelationSyncEntry.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ _UNKNOWN_VERSION: Final = SchemaVersion(0)
 
 
 class TableDirectory(Protocol):
-    """The catalog's side of decoding: table ids, schema versions, and which tables are captured at all.
+    """The catalog's side of decoding: table ids, schema versions, and which tables are captured.
 
-    Asked once a run for each relation that the run uses: answer from memory. Equal relations get equal answers within a
-    run.
+    Called once a run for each relation that the run uses: answer from memory. Equal relations get
+    equal answers within a run.
     """
 
     @property
@@ -67,18 +68,18 @@ class TableDirectory(Protocol):
         """The source whose stream is decoded."""
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
-        """The table's schema under this relation, of the kind TABLE or RAW (set aside); None where it isn't captured.
+        """Return the table's schema under this relation, of kind TABLE or RAW (set aside); None if not captured.
 
         A TABLE schema has the relation's columns, in its order: `table_schema` makes one.
         """
 
     def messages_schema(self) -> TableSchema | None:
-        """The schema of the source's logical messages (kind MESSAGES); None where they aren't captured."""
+        """Return the schema of the source's logical messages (kind MESSAGES); None if they aren't captured."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransactionFacts:
-    """What is known of a transaction as a whole."""
+    """The facts of a transaction as a whole."""
 
     xid: int
     commit_lsn: Lsn
@@ -87,20 +88,20 @@ class TransactionFacts:
 
     @classmethod
     def of(cls, begin: Begin, commit: Commit) -> TransactionFacts:
-        """The facts of an ordinary transaction."""
+        """Return the facts of an ordinary transaction."""
         return cls(begin.xid, commit.commit_lsn, commit.end_lsn, commit.commit_ts_us)
 
     @classmethod
     def of_streamed(cls, commit: StreamCommit) -> TransactionFacts:
-        """The facts of a streamed transaction."""
+        """Return the facts of a streamed transaction."""
         return cls(commit.xid, commit.commit_lsn, commit.end_lsn, commit.commit_ts_us)
 
 
 class RelationCache:
     """The relations in force on one replication connection. A new connection starts with a new cache.
 
-    Decoders work on a `draft` and `adopt` it once a run is decoded, so that a run which failed can be decoded again.
-    One thread.
+    Decoders work on a `draft` and `adopt` it once a run is decoded, so that a failed run can be
+    decoded again. One thread.
     """
 
     def __init__(self) -> None:
@@ -110,11 +111,11 @@ class RelationCache:
         self._type_names: dict[int, str] = {}
         self._arrival = 0
         self._shared = False
-        """Whether a draft (or what it was drafted from) looks at the same dicts: copy before writing."""
+        """Whether a draft (or its original) shares the dicts, so that they must be copied before writing."""
         self._oids: npt.NDArray[np.int64] | None = None
 
     def get(self, oid: int) -> Relation:
-        """The relation in force; `ProtocolViolation` where the source never sent one."""
+        """Return the relation in force; raises `ProtocolViolation` if the source never sent one."""
         found = self._relations.get(oid)
         if found is None:
             raise ProtocolViolation(
@@ -123,11 +124,11 @@ class RelationCache:
         return found
 
     def all(self) -> list[Relation]:
-        """All relations in force."""
+        """Return all relations in force."""
         return list(self._relations.values())
 
     def oids(self) -> npt.NDArray[np.int64]:
-        """The oids of `all()`, in its order."""
+        """Return the oids of `all()`, in its order."""
         if self._oids is None:
             self._oids = np.fromiter(self._relations, np.int64, len(self._relations))
         return self._oids
@@ -152,7 +153,7 @@ class RelationCache:
             self._streamed.setdefault(xid, {})[message.oid] = (self._arrival, self.named(message))
 
     def commit_streamed(self, xid: int) -> None:
-        """Put a streamed transaction's relations into force, but those that a newer one has replaced meanwhile."""
+        """Put a streamed transaction's relations into force, except those that a newer one has replaced since."""
         self._own()
         for oid, (arrival, relation) in self._streamed.pop(xid, {}).items():
             if arrival > self._arrivals.get(oid, 0):
@@ -162,16 +163,17 @@ class RelationCache:
     def abort_streamed(self, xid: int) -> None:
         """Forget a streamed transaction's relations.
 
-        Also right when only a subtransaction of it aborted: pgoutput then sends again what is still needed.
+        This is also right if only a subtransaction of it aborted: pgoutput then sends again what is
+        still needed.
         """
         self._streamed.pop(xid, None)
 
     def named(self, relation: Relation) -> Relation:
-        """The relation with its columns' type names as far as Type messages have told them."""
+        """Return the relation with its columns' type names as far as Type messages have brought them."""
         return with_type_names(relation, self._type_names)
 
     def draft(self) -> RelationCache:
-        """A copy to work on; it costs nothing until it is changed (a run seldom brings a relation)."""
+        """Return a copy to work on; it costs nothing until it is changed (a run seldom brings a relation)."""
         copy = RelationCache()
         copy._streamed = self._streamed  # decoders of runs never touch it
         copy.adopt(self)
@@ -179,7 +181,7 @@ class RelationCache:
         return copy
 
     def _own(self) -> None:
-        """Before a change: let go of what is shared."""
+        """Copy the shared dicts before a change."""
         self._oids = None
         if self._shared:
             self._relations = dict(self._relations)
@@ -192,7 +194,7 @@ class RelationCache:
         self._type_names = dict(other._type_names)
 
     def adopt(self, draft: RelationCache) -> None:
-        """Take over what was learnt in a draft."""
+        """Take over the changes of a draft."""
         self._relations = draft._relations
         self._arrivals = draft._arrivals
         self._type_names = draft._type_names
@@ -202,7 +204,7 @@ class RelationCache:
 
 
 def with_type_names(relation: Relation, names: Mapping[int, str]) -> Relation:
-    """The relation with the names of types that weren't known yet, by oid."""
+    """Return the relation with the names of types that weren't known so far, by oid."""
     if all(column.type_name != "?" for column in relation.columns):
         return relation
     columns = tuple(
@@ -212,7 +214,10 @@ def with_type_names(relation: Relation, names: Mapping[int, str]) -> Relation:
 
 
 def relation_columns(relation: Relation) -> tuple[Column, ...]:
-    """The log's columns for a relation, in its order, by docs/reference/types.md; `log_names` says where a name differs."""
+    """Return the log's columns for a relation, in its order, by docs/reference/types.md.
+
+    Names may differ as in `log_names`.
+    """
     names = log_names([c.name for c in relation.columns])
     return tuple(
         Column(name, log_type(c.type_oid, c.type_modifier), PgType(c.type_oid, c.type_modifier, c.type_name))
@@ -228,14 +233,14 @@ def table_schema(
     table_id: TableId = _UNKNOWN_TABLE,
     version: SchemaVersion = _UNKNOWN_VERSION,
 ) -> TableSchema:
-    """The schema of a captured table under this relation.
+    """Return the schema of a captured table under this relation.
 
     Args:
         relation: as the stream gave it.
         source: the source.
-        key: what tells rows apart, by the source's names; None: the identity's columns (under FULL none: say the primary key if
-            there is one).
-        table_id: the catalog's number; 0 where it isn't known yet.
+        key: the columns that identify a row, by the source's names; None: the identity's columns (none under FULL:
+            pass the primary key if there is one).
+        table_id: the catalog's number; 0 if it isn't known yet.
         version: the same.
     """
     columns = relation_columns(relation)
@@ -260,7 +265,7 @@ def table_schema(
 
 
 def raw_schema(relation: Relation, *, source: SourceId, table_id: TableId, version: SchemaVersion) -> TableSchema:
-    """The schema under which a table that is set aside enters the log."""
+    """Return the schema under which a table that is set aside enters the log."""
     return TableSchema(
         table_id=table_id,
         version=version,
@@ -278,11 +283,11 @@ _LENGTH: Final = struct.Struct(">I")
 
 
 def encode_raw(relation: Relation, change: bytes) -> bytes:
-    """A change as it came, with the relation that it was made under: what a RAW row's `message` holds.
+    """Encode a change as it came, with its relation: the content of a RAW row's `message`.
 
-    Layout: length of the Relation message (4 bytes, big endian), the Relation message, the change (without a streamed
-    one's xid). It repeats the relation in every row, so that a row can be decoded years later from the log alone;
-    LZ4 takes the repetition away again.
+    Layout: length of the Relation message (4 bytes, big endian), the Relation message, the change
+    (without a streamed one's xid). Every row repeats the relation, so that a row can be decoded
+    years later from the log alone; LZ4 removes the repetition.
     """
     return _LENGTH.pack(len(relation.encoded)) + relation.encoded + change
 
@@ -290,7 +295,7 @@ def encode_raw(relation: Relation, change: bytes) -> bytes:
 def decode_raw(
     message: bytes, type_names: Mapping[int, str] | None = None
 ) -> tuple[Relation, Insert | Update | Delete | Truncate]:
-    """What `encode_raw` put together. `ProtocolViolation` where it's something else."""
+    """Return the parts that `encode_raw` joined; raises `ProtocolViolation` for anything else."""
     if len(message) < _LENGTH.size:
         raise ProtocolViolation("a raw row is too short")
     (length,) = _LENGTH.unpack_from(message)

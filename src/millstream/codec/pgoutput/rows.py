@@ -1,4 +1,4 @@
-"""What both decoders share: records on their way into rows, operations into columns, and errors that name their table."""
+"""Common parts of both decoders: records to rows, operations to columns, and errors that name their table."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from millstream.model.schema import TableKind, TableSchema
 class Record:
     """One record, decoded as far as messages go.
 
-    `values` are the row's (None for a truncate), `old` the old key's or row's of an update. With `key_only`, the values
-    are a deleted row's old key: what was sent for other columns means nothing.
-    `message` is the change as it came (a raw row's); `content` the three columns of a logical message.
+    `values` are the row's (None for a truncate), `old` the old key's or row's of an update. With
+    `key_only`, the values are a deleted row's old key; values sent for other columns are
+    meaningless. `message` is the change as it came (a raw row's); `content` the three columns of a
+    logical message.
     """
 
     op: Op
@@ -49,7 +50,7 @@ class OperationFacts:
 
 
 def operations_batch(facts: Sequence[OperationFacts]) -> pa.RecordBatch:
-    """Operations in columns; what only applications say is null."""
+    """Return operations in columns; columns that only applications set are null."""
     columns: dict[str, list[Any]] = {
         "kind": [int(f.kind) for f in facts],
         "source": [f.source for f in facts],
@@ -64,7 +65,7 @@ def operations_batch(facts: Sequence[OperationFacts]) -> pa.RecordBatch:
 
 
 def undecodable(relation: Relation, reason: str) -> TableUndecodable:
-    """The error that sets a relation's table aside."""
+    """Return the error that sets a relation's table aside."""
     return TableUndecodable(
         f"a change of {relation.qualified_name} can't be decoded: {reason}",
         table=relation.qualified_name,
@@ -74,7 +75,7 @@ def undecodable(relation: Relation, reason: str) -> TableUndecodable:
 
 
 def check_schema(relation: Relation, schema: TableSchema) -> TableSchema:
-    """The schema itself; a directory that gives a table other columns than its relation has broken its promise."""
+    """Return the schema itself, and assert the directory's promise that its columns are the relation's."""
     if schema.kind is TableKind.TABLE:
         names = log_names([c.name for c in relation.columns])
         assert tuple(c.name for c in schema.columns) == names, relation.qualified_name
@@ -82,7 +83,10 @@ def check_schema(relation: Relation, schema: TableSchema) -> TableSchema:
 
 
 def parse_column(texts: Sequence[str | None], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """A column of PostgreSQL's texts as an array of its type in the log, and the texts that it can't hold, by row."""
+    """Return a column of PostgreSQL's texts as an array of its type in the log.
+
+    Also returns the texts that the type can't hold, by row.
+    """
     parse = text_parser(kind)
     exact: dict[int, str] = {}
     values: list[Any] = []
@@ -98,7 +102,7 @@ def parse_column(texts: Sequence[str | None], kind: pa.DataType) -> tuple[pa.Arr
 
 @dataclass(slots=True)
 class RowsBuilder:
-    """Rows of one table and schema version, gathered one by one."""
+    """A builder of rows of one table and schema version, added one by one."""
 
     schema: TableSchema
     operation: list[int] = field(default_factory=list)
@@ -109,7 +113,7 @@ class RowsBuilder:
     texts: list[list[Any]] = field(default_factory=list)
 
     def append(self, record: Record, *, operation: int, index: int) -> None:
-        """Add a record. `TableUndecodable` where it can't be a row of this table."""
+        """Add a record; raises `TableUndecodable` if it can't be a row of this table."""
         if not self.texts:
             self.texts = [[] for _ in self.schema.columns]
         self.operation.append(operation)
@@ -158,7 +162,7 @@ class RowsBuilder:
         return found
 
     def finish(self) -> TableRows:
-        """The rows in `append_row_schema`."""
+        """Return the rows in `append_row_schema`."""
         from millstream.codec.pgoutput.relations import encode_raw
 
         arrow_schema = append_row_schema(self.schema)
@@ -180,7 +184,10 @@ class RowsBuilder:
 
 
 def decode_text(relation: Relation, value: bytes | None) -> str | None:
-    """A value's text. `TableUndecodable` where it isn't UTF-8 (a database of the encoding SQL_ASCII may hold any bytes)."""
+    """Return a value's text; raises `TableUndecodable` if it isn't UTF-8.
+
+    A database of the encoding SQL_ASCII may hold any bytes.
+    """
     if value is None:
         return None
     try:
@@ -190,13 +197,16 @@ def decode_text(relation: Relation, value: bytes | None) -> str | None:
 
 
 def check_width(relation: Relation, row: Row) -> Row:
-    """The row itself. `TableUndecodable` where it has more or fewer values than its relation has columns."""
+    """Return the row itself.
+
+    Raises `TableUndecodable` if its number of values isn't its relation's number of columns.
+    """
     if len(row) != len(relation.columns):
         raise undecodable(relation, f"a row has {len(row)} values for {len(relation.columns)} columns")
     return row
 
 
 def key_only(relation: Relation, row: Row) -> Row:
-    """An old key with nulls outside of the identity, whatever was sent there."""
+    """Return an old key with nulls outside of the identity, whatever was sent there."""
     pairs = zip(relation.columns, row, strict=True)
     return tuple(value if column.in_identity else None for column, value in pairs)

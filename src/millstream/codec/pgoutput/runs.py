@@ -1,4 +1,4 @@
-"""A run of messages in one piece of memory: what the vectorised decoder reads."""
+"""A run of messages in one piece of memory: the input of the vectorised decoder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MessageRun:
 
     @classmethod
     def of(cls, messages: Sequence[bytes], *, header_bytes: int = 0) -> Self:
-        """A run of messages as they came, each with `header_bytes` before it that aren't its own (25 of XLogData)."""
+        """Make a run of messages as they came, each behind a header of `header_bytes` (25 for XLogData)."""
         buffer = np.frombuffer(b"".join(messages), dtype=np.uint8)
         ends = np.cumsum(np.fromiter(map(len, messages), dtype=np.int64, count=len(messages)), dtype=np.int64)
         starts = np.empty_like(ends)
@@ -37,7 +37,7 @@ class MessageRun:
 
     @classmethod
     def joined(cls, runs: Sequence[MessageRun]) -> MessageRun:
-        """One run of all messages of several, in order; the bytes are copied only where they lie in several buffers."""
+        """Concatenate several runs; the bytes are copied only if they lie in several buffers."""
         if len(runs) == 1:
             return runs[0]
         if all(run.buffer is runs[0].buffer for run in runs):
@@ -57,14 +57,14 @@ class MessageRun:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first message's begin to the last one's end, with what lies between them."""
+        """Bytes from the first message's start to the last one's end, including any gaps."""
         return int(self.ends[-1] - self.starts[0]) if len(self.ends) else 0
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, number: int) -> bytes:
-        """One message."""
+        """Return one message."""
         return self.buffer[self.starts[number] : self.ends[number]].tobytes()
 
     def __iter__(self) -> Iterator[bytes]:

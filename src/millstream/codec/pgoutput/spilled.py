@@ -1,4 +1,4 @@
-"""One huge transaction whose messages lie elsewhere: decoded piece by piece, as often as asked, in bounded memory."""
+"""One huge transaction whose messages are stored elsewhere: decoded piece by piece, repeatably, in bounded memory."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ def decode_spilled(
     aborted: Collection[int] = frozenset(),
     streamed: bool = True,
 ) -> SpilledOp | None:
-    """The operation of a spilled transaction; None where nothing captured is in it.
+    """Return the operation of a spilled transaction; None if it has no captured records.
 
-    Everything is decoded once here, to count and to check, so the operation's `chunks()` (one for each run that `read`
-    yields and that holds records) don't fail later. What the directory said is kept: later answers of it change nothing.
+    Everything is decoded once here, to count and to check. So the operation's `chunks()` (one for
+    each run of `read` that holds records) don't fail later. The directory's answers are kept: later
+    answers change nothing.
 
     Args:
         read: the transaction's messages from the start, at every call the same: changes, Relation, Type, Origin; no
             Begin, Commit or StreamStart.
         directory: the catalog's answers.
-        relations: what is in force on the connection. A streamed transaction brings all its relations itself and
-            changes nothing here; an ordinary one (`streamed=False`) leaves behind what it brought.
+        relations: the relations in force on the connection. A streamed transaction brings all its relations itself and
+            changes nothing here; an ordinary one (`streamed=False`) leaves its relations in force.
         facts: from its commit.
         aborted: xids of rolled back subtransactions.
         streamed: whether messages carry xids.
 
     Raises:
-        TableUndecodable: one table has to be set aside; call again then. `relations` is as it was.
+        TableUndecodable: one table has to be set aside; call again after that. `relations` is unchanged.
         ProtocolViolation: the messages are no transaction's.
     """
     answers = _KeptAnswers(directory)
@@ -89,7 +90,7 @@ def decode_spilled(
 
 
 class _KeptAnswers:
-    """A directory that answers the same for ever, whatever happens to tables meanwhile."""
+    """A directory with permanent answers, even if tables change later."""
 
     def __init__(self, directory: TableDirectory) -> None:
         self._directory = directory

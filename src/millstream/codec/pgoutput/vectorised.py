@@ -1,8 +1,9 @@
-"""Runs of messages to operations in machine code: no Python for a transaction, a record or a value, but for odd ones.
+"""Runs of messages to operations in machine code: almost no Python for a transaction, a record or a value.
 
-Three walks over the bytes: `_scan.scan` finds transactions and records, `_scan.arrange` numbers them and puts each
-table's together, `_scan.walk_rows` notes where values lie; then `_columns` reads column by column. What machine code
-isn't sure about goes through the parser that `plain` uses, so that both decoders give equal results by construction.
+Three passes over the bytes: `_scan.scan` finds transactions and records, `_scan.arrange` numbers
+them and groups them by table, `_scan.walk_rows` records the places of values. Then `_columns` reads
+column by column. Values that machine code isn't sure about go through the parser that `plain` uses,
+so that both decoders give equal results by construction.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _RELATION, _TYPE, _TRUNCATE = ord("R"), ord("Y"), ord("T")
 def decode_transactions(
     run: MessageRun, directory: TableDirectory, relations: RelationCache, *, after: Lsn = Lsn(0)
 ) -> WriteOps:
-    """Decode a run; see the package's docstring for what a run is.
+    """Decode a run; see the package's docstring for the definition of a run.
 
     Raises:
-        TableUndecodable: one table has to be set aside; `relations` is as it was.
+        TableUndecodable: one table has to be set aside; `relations` is unchanged.
         ProtocolViolation: the messages are no run.
     """
     if not _has_machine_code():
@@ -86,7 +87,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class _Walk:
-    """What `scan` found in a run, and where."""
+    """The results of `scan` for a run."""
 
     run: MessageRun
     buffer: npt.NDArray[np.uint8]
@@ -113,11 +114,11 @@ class _Walk:
         aborted: Collection[int],
         after: Lsn,
     ) -> _Walk:
-        """Walk a run. Its Relation and Type messages are put into force."""
+        """Scan a run, and put its Relation and Type messages into force."""
         from millstream.codec.pgoutput import _scan as machine
 
         buffer = run.buffer.view()
-        buffer.flags.writeable = False  # one machine code for all buffers
+        buffer.flags.writeable = False  # one version of machine code for all buffers
         if len(run) and (run.starts >= run.ends).any():
             raise ProtocolViolation("an empty message")
         slots = relations.all()
@@ -171,7 +172,7 @@ class _Walk:
         return walk
 
     def tables(self, directory: TableDirectory, *, first_index: int) -> tuple[tuple[TableRows, ...], Ints]:
-        """The rows of all captured tables, and the transaction of each operation."""
+        """Return the rows of all captured tables, and the transaction of each operation."""
         from millstream.codec.pgoutput import _scan as machine
 
         entry_of_slot, entries = self._entries(directory)
@@ -200,7 +201,7 @@ class _Walk:
         return tuple(tables), operation_transaction[:operations]
 
     def _entries(self, directory: TableDirectory) -> tuple[Ints, list[tuple[Relation | None, TableSchema]]]:
-        """Which entry of the result each slot's records go to (-1: not captured), by the order of first records."""
+        """Return the result entry of each slot's records (-1: not captured), in order of first records."""
         from millstream.codec.pgoutput import _scan as machine
 
         first = np.full(len(self.slots) + 1, self.records, np.int64)
@@ -226,7 +227,7 @@ class _Walk:
 
 
 def _more_records(run: MessageRun, kinds: npt.NDArray[np.uint8], *, streamed: bool) -> int:
-    """How many more records than messages there may be: a truncate makes one for each of its tables."""
+    """Return the maximum excess of records over messages: a truncate makes one record for each of its tables."""
     more = 0
     for number in np.flatnonzero(kinds == _TRUNCATE).tolist():
         at = int(run.starts[number]) + (5 if streamed else 1)
@@ -287,7 +288,10 @@ class _Rows:
         return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=arrow_schema))
 
     def _walk(self, ops: npt.NDArray[np.uint8], value_at: Ints, size: Ints) -> tuple[pa.Array | None, int]:
-        """Find where values lie; the `__before` column where there are old values, and how many are unchanged."""
+        """Find the places of values.
+
+        Returns the `__before` column if there are old values, and the number of unchanged values.
+        """
         from millstream.codec.pgoutput import _scan as machine
         from millstream.codec.pgoutput._columns import Texts, text_map
 
@@ -327,7 +331,7 @@ class _Rows:
         return text_map(rows, offsets, there, names.take(pa.array(name[:found])), items), unchanged
 
     def _columns(self, value_at: Ints, size: Ints) -> tuple[list[pa.Array], pa.Array]:
-        """The table's own columns, and `__exact`."""
+        """Return the table's own columns, and `__exact`."""
         from millstream.codec.pgoutput._columns import Texts, exact_map, read_column
 
         assert self.relation is not None
@@ -343,7 +347,7 @@ class _Rows:
         return columns, exact_map(rows, exact, names) if exact else pa.nulls(rows, TEXT_BY_COLUMN)
 
     def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array:
-        """The `__unchanged` column."""
+        """Return the `__unchanged` column."""
         from millstream.codec.pgoutput import _scan as machine
         from millstream.codec.pgoutput._columns import validity
 
@@ -358,7 +362,7 @@ class _Rows:
         )
 
     def _one_by_one(self) -> TableRows:
-        """Raw rows and logical messages: few, and no columns to speak of."""
+        """Return raw rows and logical messages, which are few and have few columns."""
         walk = self.walk
         builder = RowsBuilder(self.schema)
         triples = zip(self.records.tolist(), self.operation.tolist(), self.index.tolist(), strict=True)
@@ -429,7 +433,7 @@ def warm() -> None:
 
 
 class _WarmDirectory:
-    """Captures whatever comes."""
+    """A directory that captures every table."""
 
     source = SourceId(0)
 
