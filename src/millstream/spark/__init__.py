@@ -1,1 +1,1 @@
-"""Spark: the only room that imports pyspark. The data source, the pipelines, the lake sinks, and the Java they run on."""
+"""Spark: the only room that imports pyspark. The data source, the pipelines, the lake sinks, and Spark's Java."""

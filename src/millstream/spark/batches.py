@@ -1,15 +1,16 @@
-"""Landing a micro-batch: one Spark job appends every table's records, then one commit cut says that all have them.
+"""Landing of micro-batches: one Spark job appends every table's records, then one cut covers them all.
 
-The order, and why a crash after any step repeats nothing and loses nothing:
+The order, and why a crash after any step neither repeats nor loses anything:
 
-1. Executors append each table's records to its history, in a transaction that says "this table has everything up to n". Done
-   again, each appends what it lacks.
-2. The cut (n, versions) is committed. Done again, it is there already.
-3. The catalog learns that the log is needed from the batch's start on: Spark may still ask for this batch again.
+1. Executors append each table's records to its history, in a transaction that records "this table
+   has everything up to n". If repeated, each appends what it lacks.
+2. The cut (n, versions) is committed. If repeated, it is there already.
+3. The catalog records that the log is needed from the batch's start on: Spark may still ask for
+   this batch again.
 4. Spark notes the batch as done.
 
-A table that fails is set aside, durably, before the cut that leaves it out: no later batch is appended to it, so it can never get
-a gap, and the log keeps what it lacks.
+A table that fails is set aside, durably, before the cut that leaves it out. No later batch is
+appended to it, so it can never get a gap, and the log keeps what it lacks.
 """
 
 from __future__ import annotations
@@ -38,55 +39,56 @@ from millstream.spark.replaying import ReplayWatch
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
-"""Of a table's write in one batch, where its error may pass."""
+"""Number of attempts to write a table in one batch, if its error may be temporary."""
 _LOOK_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """What one job did."""
+    """The result of one job."""
 
     after: Seq
     upto: Seq
     commits: Mapping[TableId, TableCommit]
     errors: Mapping[TableId, TableError]
     versions: Mapping[TableId, SchemaVersion]
-    """The schema of the last of each table's records."""
+    """The schema version of each table's last record."""
     newest_us: int | None
     """The newest commit time among the records."""
 
 
 @dataclass(slots=True)
 class BatchLander:
-    """What the streaming query calls for each micro-batch. One thread at a time: Spark's own."""
+    """The function that the streaming query calls for each micro-batch, in one thread at a time (Spark's own)."""
 
     config: PipelineConfig
     catalog: Catalog
     log: StreamReader
-    """Of its own: used under `lock` alone."""
+    """A reader of its own, used only under `lock`."""
     ledger: Ledger
     copies: Copies
     replay: ReplayWatch
-    """Looked at while reporting alone."""
+    """Used only while reporting."""
     on_progress: OnProgress
     landed: Callable[[], None]
-    """Told after each cut."""
+    """Called after each cut."""
     wait: Callable[[float], None] = time.sleep
     failure: BaseException | None = field(default=None)
-    """What ended the query, as it was before Spark made text of it."""
+    """The error that ended the query, before Spark turned it into text."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a batch lands or a table catches up."""
     closed: bool = False
     _last: tuple[Landed, float, float | None] | None = None
     """The last batch, how long it took, and the age of its newest record when it had landed."""
     _trying: Mapping[str, str] = field(default_factory=dict)
-    """Tables whose write failed and is tried again, by name, with the reason."""
+    """Tables whose write failed and is retried, by name, with the reason."""
     _reporting: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a report is made and told: none overtakes another."""
+    """Held while a report is made and delivered, so that none overtakes another."""
 
     def __call__(self, batch: DataFrame, _batch_id: int) -> None:
         """Land one micro-batch; `foreachBatch` of the query."""
-        # Spark's thread waits for this call, and stopping the query waits for Spark's thread: never wait blindly.
+        # Spark's thread waits for this call, and stopping the query waits for Spark's thread: never
+        # wait unboundedly.
         while not self.lock.acquire(timeout=_LOOK_S):
             if self.closed:
                 break
@@ -103,19 +105,22 @@ class BatchLander:
         raise EngineError("the pipeline is stopping")
 
     def close(self) -> None:
-        """Take no more batches; returns when none is landing. The batch that comes next is refused and stays undone."""
+        """Take no more batches; return when none is landing. The next batch is rejected and stays undone."""
         with self.lock:
             self.closed = True
 
     def retry_held(self, spark: SparkSession) -> None:
-        """Try tables again that were set aside, where it is time for it or somebody asked. Any thread."""
+        """Retry tables that were set aside, if a retry is due or requested. Any thread."""
         for held in self.ledger.retries_due():
             with self.lock:
                 self._catch_up(spark, held)
             self.landed()
 
     def _catch_up(self, spark: SparkSession, held: HeldTable) -> None:
-        """Append to a table what it lacks up to the last cut, then let it land with the others; or set it aside again."""
+        """Append to a table what it lacks up to the last cut, then let it land with the others.
+
+        If that fails, the table is set aside again.
+        """
         upto = self.ledger.cut.n if self.ledger.cut is not None else held.after
         after = held.after
         while after < upto:
@@ -144,7 +149,7 @@ class BatchLander:
         failpoints.hit("pipeline.before_batch")
         landed = self._write(batch, frozenset(self.ledger.held))
         if landed is None:
-            return  # a replay of a batch that the lake has, on other notes than those that planned it
+            return  # a replay of a batch that the lake has, from other notes than those that planned it
         for table_id, error in landed.errors.items():
             self._hold(table_id, landed.after, error)
         self.ledger.appended(landed.commits.values(), landed.versions)
@@ -161,14 +166,17 @@ class BatchLander:
         self.report(self.log.persisted_upto())
 
     def _write(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
-        """Run the job; repeat it for tables whose error may pass. None where the batch has no row, not even a marker."""
+        """Run the job; repeat it for tables whose error may be temporary.
+
+        None if the batch has no row, not even a marker.
+        """
         start = Seq(0) if self.ledger.cut is None else self.ledger.cut.n
         landed = self._run(batch, held, start)
         for attempt in range(1, ATTEMPTS_MAX):
             failing = [table_id for table_id, error in (landed.errors if landed else {}).items() if _may_pass(error)]
             if landed is None or not failing:
                 break
-            # Said at once: what may pass, as a full disk, may also last.
+            # Reported at once: a temporary fault, such as a full disk, may also last.
             self._try_again({self._name(table_id): landed.errors[table_id].message for table_id in failing})
             self.wait(0.2 * 4**attempt)
             again = self._run(batch.where(batch["table_id"].isin([int(table_id) for table_id in failing])), held, start)
@@ -177,13 +185,13 @@ class BatchLander:
         if self._trying:
             self._try_again({})
         if landed is not None and landed.errors and not landed.commits and all(map(_may_pass, landed.errors.values())):
-            # Not one table's trouble: the disk, the mount, the network. Setting all of them aside would help nobody.
+            # Not one table's fault: the disk, the mount, the network. Setting all tables aside wouldn't help.
             error = next(iter(landed.errors.values()))
             raise EngineError(f"no table of the lake can be written: {error.message}", hint=error.hint, code=error.code)
         return landed
 
     def _run(self, batch: DataFrame, held: frozenset[TableId], start: Seq) -> Landed | None:
-        """Run the job; `start` is where its records begin, or before."""
+        """Run the job; `start` is where its records begin, or earlier."""
         self.copies.observe(self.log.persisted_upto)
         copies = self.copies
         around = Around(self.ledger.cut, held, copies.unfinished(start), copies.live, copies.history_only)
@@ -219,10 +227,10 @@ class BatchLander:
         return name or (f"table {table_id}" if schema is None else schema.full_name)
 
     def report(self, durable: Seq) -> None:
-        """Tell how things stand, once a batch has landed or is tried again, or a replay has begun. Any thread.
+        """Report the state, once a batch has landed or is retried, or a replay has begun. Any thread.
 
         Args:
-            durable: what the log has now.
+            durable: the log's durable position now.
         """
         with self._reporting:
             self._report(durable)
@@ -258,7 +266,7 @@ def _may_pass(error: TableError) -> bool:
 
 
 def _joined(first: Landed, again: Landed) -> Landed:
-    """A job's answers with those of its repetition for some tables."""
+    """Return a job's answers, updated by those of its repetition for some tables."""
     repeated = set(again.commits) | set(again.errors)
     errors = {table_id: error for table_id, error in first.errors.items() if table_id not in repeated}
     times = [time for time in (first.newest_us, again.newest_us) if time is not None]

@@ -1,8 +1,9 @@
-"""Arrow columns as Spark takes them: to the letter.
+"""Arrow columns in exactly the form that Spark takes.
 
-Spark compares what a Python source yields with the schema that it declared, field by field, types and nullability;
-anything else is an error. So the declared schema decides: `spark_schema` makes it from a record's schema, and
-`millstream.model.conforming` brings rows of any version of the table into it.
+Spark compares the batches of a Python source with the schema that it declared, field by field,
+types and nullability; any difference is an error. So the declared schema decides. `spark_schema`
+makes it from a record's schema, and `millstream.model.conforming` converts rows of any version of
+the table to it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WIDENED = {
 
 
 def spark_type(arrow: pa.DataType) -> pa.DataType:
-    """The Arrow type in which Spark takes values of `arrow`; text where it has no type for them."""
+    """Return the Arrow type in which Spark takes values of `arrow`; text if it has no type for them."""
     if arrow in _SAME:
         return arrow
     if arrow in _WIDENED:
@@ -52,11 +53,11 @@ def spark_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def spark_schema(arrow: pa.Schema) -> StructType:
-    """The schema to declare to Spark for rows of `arrow`; times without a zone stay without one."""
+    """Return the schema to declare to Spark for rows of `arrow`; times without a zone stay without one."""
     fields = [pa.field(field.name, spark_type(field.type), field.nullable) for field in arrow]
     return from_arrow_schema(pa.schema(fields), prefer_timestamp_ntz=True)
 
 
 def arrow_schema(declared: StructType) -> pa.Schema:
-    """The Arrow schema that Spark will compare batches with."""
+    """Return the Arrow schema that Spark will compare batches with."""
     return to_arrow_schema(declared, timezone="UTC")

@@ -1,4 +1,7 @@
-"""Which tables' copies are whole in the log, and by which position: until then a table's rows aren't all there to be shown."""
+"""The tables whose copies are complete in the log, and from which position on.
+
+Before it a table's rows are incomplete.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,23 @@ COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 
 
 class Copies:
-    """See the module. Any thread."""
+    """State of the tables' copies. Any thread."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:
         self._catalog = catalog
         self._stream = stream
         self._whole_at: dict[TableId, Seq] = {}
         self.live: frozenset[TableId] = frozenset()
-        """Tables that the source still has, at the last look."""
+        """Tables that the source still has, as last observed."""
         self.history_only: frozenset[TableId] = frozenset()
         """… and those of them whose rows weren't copied."""
 
     def observe(self, position: Callable[[], Seq]) -> Seq:
-        """Note which copies are whole in the log by now.
+        """Record which copies are complete in the log by now.
 
         Args:
-            position: how far the log is; asked *after* the tables' states are read, with a reader of the calling thread's own.
+            position: returns the log's position; called *after* the tables' states are read, with the calling
+                thread's own reader.
 
         Returns:
             The position.
@@ -45,5 +49,5 @@ class Copies:
         return upto
 
     def unfinished(self, at: Seq) -> frozenset[TableId]:
-        """Tables whose copy isn't known to be whole in what the log has up to `at`."""
+        """Return the tables whose copy isn't known to be complete in the log up to `at`."""
         return frozenset(t for t in self.live if t not in self._whole_at or self._whole_at[t] > at)

@@ -1,10 +1,13 @@
-"""The Spark that is started on this machine: pyspark's own, without the copy of its Python modules that its workers would read.
+"""The Spark started on this machine: pyspark's own, without the zipped Python modules that its workers would read.
 
-Spark puts `python/lib/pyspark.zip` in front of the path of every Python process that it starts. Of a zip Python keeps no byte code, so that
-each of them compiled pyspark anew: two thirds of a second of a core, five times between a start and the first batch, of the ten seconds that Spark
-gives a Python to answer. Where there is no such file, workers import the package that this process has imported too.
+Spark puts `python/lib/pyspark.zip` at the front of the path of every Python process that it starts.
+Python keeps no byte code for a zip, so each process compiled pyspark again. That took two thirds of
+a second of a core, five times between a start and the first batch, out of the ten seconds that
+Spark gives a Python process to answer. Without that file, workers import the package that this
+process imported.
 
-Spark goes by the variable SPARK_HOME. So it gets a folder that looks like its home but has no `python`.
+Spark uses the variable SPARK_HOME. So it gets a folder that looks like its home but has no
+`python`.
 """
 
 from __future__ import annotations
@@ -20,18 +23,21 @@ import pyspark
 
 _VARIABLE: Final = "SPARK_HOME"
 _FETCHED: Final = "spark-distribution"
-"""Where pyspark, asked for another Hadoop when it was installed, has another Spark, which it starts then."""
+"""The folder of the other Spark that pyspark starts if it was installed for another Hadoop."""
 _NEEDED: Final = "bin", "conf", "jars"
 
 
 @contextlib.contextmanager
 def without_zipped_modules(cache: Path) -> Iterator[None]:
-    """Have a Spark that is started inside of the block let its workers import what is installed. A Spark that SPARK_HOME names stays as it is.
+    """Make a Spark started inside of the block import the installed modules in its workers.
+
+    A Spark that SPARK_HOME names stays as it is.
 
     Args:
-        cache: a folder that may be written; it has to stay as long as Spark runs.
+        cache: a writable folder; it has to stay as long as Spark runs.
 
-    Concurrency: as of the environment: one caller at a time. Any number of processes may share `cache`.
+    Concurrency: as of the environment: one caller at a time. Any number of processes may share
+    `cache`.
     """
     own = Path(pyspark.__file__).absolute().parent
     if os.environ.get(_VARIABLE) or (own / _FETCHED).exists() or not (own / "jars").is_dir():
@@ -45,7 +51,7 @@ def without_zipped_modules(cache: Path) -> Iterator[None]:
 
 
 def _mirrored(own: Path, cache: Path) -> Path:
-    """Make (or find again) a folder in `cache` that has of Spark's home what is not Python."""
+    """Make (or find again) a folder in `cache` that has everything of Spark's home except Python."""
     mirror = cache / f"spark-{hashlib.sha256(os.fsencode(own)).hexdigest()[:12]}"
     mirror.mkdir(parents=True, exist_ok=True)
     for name in _NEEDED:

@@ -1,8 +1,9 @@
-"""A pipeline's driver: one streaming query for all tables of a stream, folds beside it, until told to stop or caught up.
+"""A pipeline's driver: one streaming query for all tables of a stream, and folds, until it is stopped or caught up.
 
-The driver coordinates; executors read, append and fold. Where it starts: the lake's last cut, or Spark's own notes where they
-agree with it. It ends in order when `stop` or `drain` is set, and with an error when the engine fails: whoever supervises starts
-another process then, for a JVM that died can't be had again in this one.
+The driver coordinates; executors read, append and fold. It starts at the lake's last cut, or at
+Spark's own notes if they agree with it. It ends in order when `stop` or `drain` is set, and with an
+error when the engine fails. Then its supervisor starts another process, because a dead JVM can't be
+restarted in this one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from millstream.spark.sinks import LakeOfFiles
 from millstream.wal.reader import StreamReader
 
 _POLL_S: Final = 0.1
-"""How often the driver looks whether it should stop; a wait inside Python, which costs next to nothing."""
+"""How often the driver checks whether it should stop; a wait inside Python, which costs next to nothing."""
 _NOTE_S: Final = 2.0
 _REPORT_S: Final = 1.0
-"""Lags grow while nothing lands."""
+"""Interval of reports while nothing lands, since lags grow."""
 _RETRY_ROUND_S: Final = 5.0
 
 
@@ -53,20 +54,20 @@ def run_pipeline(
     """Run a pipeline until `stop` or `drain`.
 
     Args:
-        config: what to run.
+        config: the pipeline.
         catalog: open; used from several threads.
-        stop: set from anywhere: end after the batch that is in flight. What has landed stays.
-        drain: set from anywhere, or before the call: take what is durable in the log at that moment, land all of it, fold
-            every table, then end. The log needn't be idle for it.
+        stop: set from anywhere: end after the batch that is in flight. Data that has landed stays.
+        drain: set from anywhere, or before the call: land everything that is durable in the log at that moment, fold
+            every table, then end. The log needn't be idle.
         on_progress: called after each cut and each fold, from other threads.
 
     Returns:
-        Where the lake stands, and which tables were set aside.
+        The lake's position, and which tables were set aside.
 
     Raises:
         CheckpointForeign: `checkpoint_dir` holds another stream's notes.
         OffsetExpired: the log no longer has what the lake lacks.
-        LakeTableForeign: somebody else wrote into `_commits`.
+        LakeTableForeign: another program wrote into `_commits`.
         JavaMissing, EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
     """
     log = StreamReader(str(config.wal_folder))
@@ -80,7 +81,7 @@ def run_pipeline(
 
 
 def take_up(config: PipelineConfig, log: StreamReader, ledger: Ledger) -> None:
-    """Make sure that a query may start where the lake's last cut stands, and that the log keeps what it will ask for.
+    """Ensure that a query may start at the lake's last cut, and that the log keeps what it will read.
 
     Raises:
         CheckpointForeign, OffsetExpired: as `run_pipeline`.
@@ -88,14 +89,14 @@ def take_up(config: PipelineConfig, log: StreamReader, ledger: Ledger) -> None:
     start = Seq(0) if ledger.cut is None else ledger.cut.n
     prepare_checkpoint(config.checkpoint_dir, config.stream_id, None if ledger.cut is None else start, log.first_seq())
     _check_log_reaches(log, start, config)
-    # Before the first batch is planned: nothing above the lake's own cut may go, nor the batch that Spark does again though the
-    # lake has it.
+    # Before the first batch is planned: retention may drop nothing above the lake's own cut, nor
+    # the batch that Spark repeats although the lake has it.
     noted = goes_on_from(config.checkpoint_dir, config.stream_id)
     ledger.claim(Seq((start if noted is None else min(start, noted)) + 1))
 
 
 class _Run:
-    """One query and what goes beside it."""
+    """One query, and what runs next to it."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class _Run:
             if isinstance(config.sink, LakeOfFiles)
             else None
         )
-        # A reader of the log is one thread's: each part has its own.
+        # A reader of the log belongs to one thread, so each part has its own.
         lander_log = StreamReader(str(config.wal_folder))
         start = Seq(0) if ledger.cut is None else ledger.cut.n
         replay = ReplayWatch(str(config.wal_folder), start, log.persisted_upto(), bytes_max=config.batch_bytes_max)
@@ -135,7 +136,7 @@ class _Run:
             query = self._start()
             if self.folder is not None:
                 self.folder.start()
-            # The query begins meanwhile: what there is to replay takes a moment to count.
+            # The query is starting already: counting what there is to replay takes a moment.
             self.lander.report(self.log.persisted_upto())
             rounds = 0
             while not stop.is_set():
@@ -176,7 +177,7 @@ class _Run:
         frames = self.spark.readStream.format("millstream").options(
             wal=str(self.config.wal_folder),
             layout="frames",
-            # Looked at only where there are no notes of Spark's.
+            # Used only if there are no notes of Spark's.
             starting="earliest" if cut is None else self.config.token(cut.n),
             max_bytes_per_trigger=str(self.config.batch_bytes_max),
         )
@@ -196,7 +197,7 @@ class _Run:
         return n >= target or self.log.cut(n, rows_max=1) == n
 
     def _let_note(self, query: StreamingQuery) -> None:
-        """Give Spark a moment to note the batch that has just landed; broken off there, the next run does it again."""
+        """Give Spark a moment to note the batch that has just landed; if interrupted, the next run repeats it."""
         deadline = time.monotonic() + _NOTE_S
         while query.isActive and query.status["isTriggerActive"] and time.monotonic() < deadline:
             self.news.wait(_POLL_S / 4)
@@ -207,7 +208,7 @@ class _Run:
         self.news.set()
 
     def _check(self, query: StreamingQuery) -> None:
-        """Raise where the query, the folds or the JVM have ended."""
+        """Raise if the query, the folds or the JVM have ended."""
         gateway = self.spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to its process
         process = getattr(gateway, "proc", None)
         if process is not None and process.poll() is not None:
@@ -222,7 +223,7 @@ class _Run:
             raise self._translated(failure) from failure
 
     def _translated(self, error: BaseException | None) -> MillstreamError:
-        """An error of our tree for what Spark, py4j or our own code in Spark's threads raised."""
+        """Return an error of our tree for an error from Spark, py4j or our own code in Spark's threads."""
         known = self.lander.failure or error
         if isinstance(known, MillstreamError):
             return known
@@ -240,7 +241,7 @@ _DUMP: Final = re.compile(r"\n*(=== Streaming Query ===|JVM stacktrace:)")
 
 
 def _said(error: BaseException | None) -> str:
-    """What an error says, without the query's plan and Java's stack behind it: Spark's own log has those."""
+    """Return an error's message without the query's plan and Java's stack, which are in Spark's own log."""
     said = "" if error is None else _DUMP.split(str(error), maxsplit=1)[0].strip()
     return said or type(error).__name__
 
@@ -249,7 +250,7 @@ _RAISED: Final = re.compile(r"millstream\.errors\.(?:_\w+\.)?([A-Za-z]+): (.*)")
 
 
 def _typed(text: str) -> MillstreamError | None:
-    """The error that a Python process of Spark's raised: Spark hands its traceback on as text."""
+    """Return the error that one of Spark's Python processes raised; Spark passes its traceback on as text."""
     for name, message in _RAISED.findall(text):
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, MillstreamError):
@@ -258,7 +259,7 @@ def _typed(text: str) -> MillstreamError | None:
 
 
 def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) -> None:
-    """Raise where the log begins above what the lake lacks."""
+    """Raise if the log begins above what the lake lacks."""
     try:
         log.cut(start)
     except OffsetExpired as error:

@@ -1,7 +1,8 @@
 """Records of all tables in one shape: the `__` columns, the table's name, and the row as JSON text.
 
-Values stand as `millstream wal cat` gives them: numbers that JSON holds exactly as such, all else as PostgreSQL's text. Columns that a record doesn't have (unchanged TOAST)
-are absent from its row and named in `__unchanged`; a value that its column can't hold exactly is null in the row and whole in
+Values stand as `millstream wal cat` prints them: as numbers if JSON holds them exactly, else as
+PostgreSQL's text. Columns that a record doesn't have (unchanged TOAST) are absent from its row and
+named in `__unchanged`. A value that its column can't hold exactly is null in the row and whole in
 `__exact`.
 """
 
@@ -28,7 +29,7 @@ ENVELOPE_SCHEMA: Final = pa.schema(
 
 
 def envelopes(schema: TableSchema, records: pa.RecordBatch, wanted: Sequence[str]) -> pa.RecordBatch:
-    """The records as rows of `ENVELOPE_SCHEMA`; the row's text is made only where `wanted` names it."""
+    """Return the records as rows of `ENVELOPE_SCHEMA`; the row's text is made only if `wanted` names it."""
     count = records.num_rows
     columns = {name: records.column(name) for name in RECORD_PREFIX_NAMES}
     columns["table_id"] = pa.repeat(pa.scalar(int(schema.table_id), pa.int64()), count)

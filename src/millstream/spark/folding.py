@@ -1,9 +1,9 @@
-"""Folding `current` and `scd2` beside the streaming query: a thread of the driver starts Spark jobs of its own.
+"""Folding of `current` and `scd2` during the streaming query: a thread of the driver starts its own Spark jobs.
 
-What is folded is what the last cut covers, never more, so that `current` holds no half of a transaction. After each round the
-cut names the new versions. A table waits until its copy is whole in the lake: then its `current` is built, once. A fold
-that fails stops nothing but itself: history goes on, the fold is tried again later, and `query` answers from the older fold
-and a longer tail.
+It folds what the last cut covers, never more, so that `current` holds no half of a transaction.
+After each round the cut names the new versions. A table waits until its copy is complete in the
+lake; then its `current` is built, once. A failed fold stops nothing else: history goes on, the fold
+is retried later, and `query` answers from the older fold and a longer tail.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
 
 _ROUND_S: Final = 1.0
-"""How long the thread waits for news at most: tables become due by time too."""
+"""Maximum time that the thread waits for news; tables also become due with time."""
 _FAILED_JOBS_MAX: Final = 5
-"""In a row: then it isn't a killed worker but something that a new process may mend."""
+"""Number of consecutive failed jobs that rules out killed workers: a new process may help."""
 _Task = TypeVar("_Task")
 _Answer = TypeVar("_Answer")
 
@@ -90,29 +90,29 @@ class Folder:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Begin folding, beside the query."""
+        """Start folding, next to the query."""
         self._thread.start()
 
     def wake(self) -> None:
-        """A cut was committed: look again. Any thread."""
+        """Look for due folds again, after a cut was committed. Any thread."""
         self._news.set()
 
     def stop(self) -> None:
-        """End the thread after the round that it is in."""
+        """End the thread after its current round."""
         self._stopped.set()
         self._news.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Let the thread end by itself, without waiting for it: the engine may be gone."""
+        """Let the thread end on its own, without waiting for it: the engine may be gone."""
         self._stopped.set()
         self._news.set()
 
     def fold_all(self) -> None:
-        """Fold every table to the last cut, whatever its schedule; tables that fail are left as they are, with the error.
+        """Fold every table to the last cut, whatever its schedule.
 
-        Only while the thread isn't running.
+        Tables that fail are left as they are, with the error. Only while the thread isn't running.
         """
         self._fold_all()
         self._tend(at_once=True)
@@ -131,7 +131,7 @@ class Folder:
                     raise EngineError(f"folding fails again and again: {error}") from error
                 continue
             after = self._reached()
-            # A table with very many records gets there in several folds.
+            # A table with very many records needs several folds.
             failures = 0 if after != before else failures + 1
             failed = [entry.fold_error for entry in self._ledger.tables.values() if entry.fold_error is not None]
             hopeless = failed and all(error.retry in {Retry.NEVER, Retry.OPERATOR} for error in failed)
@@ -157,7 +157,7 @@ class Folder:
                     self._tend()
                     failures = 0
                 except (Py4JError, PySparkException):
-                    # The job failed as a whole: a worker was killed, or the JVM is gone (the driver sees to that).
+                    # The job failed as a whole: a worker was killed, or the JVM is gone (which the driver detects).
                     failures += 1
                     if failures >= _FAILED_JOBS_MAX:
                         raise
@@ -177,7 +177,7 @@ class Folder:
         )
 
     def _tasks(self, wanted: Callable[[TableEntry], bool]) -> list[FoldTask]:
-        """What to fold now, each table to the last cut."""
+        """Return the folds to do now, each table to the last cut."""
         cut = self._ledger.cut
         if cut is None or not self._config.folds:
             return []
@@ -192,7 +192,7 @@ class Folder:
         ]
         if not waiting:
             return []
-        # The cut is of before: a copy that begins from here on has nothing in it.
+        # The cut was committed before this: a copy that begins from here on has nothing in it.
         self._copies.observe(self._log.persisted_upto)
         unfinished = self._copies.unfinished(cut.n)
         tasks = []
@@ -225,16 +225,16 @@ class Folder:
         return tasks
 
     def _make_way(self) -> None:
-        """Put damaged tables out of the way of copies that somebody asked for. No fold of them runs: their copies wait."""
+        """Move damaged tables out of the way of requested copies. No fold of them runs, because their copies wait."""
         for request in self._rebuilds.waiting():
             entry = self._ledger.tables.get(request.table_id)
             schema = None if entry is None else self._schema(entry)
             if not request.before_copy or schema is None or self._ledger.cut is None:
                 continue
-            # No batch may be appended meanwhile.
+            # No batch may be appended during this.
             with self._batches:
                 held = self._ledger.held.get(request.table_id)
-                # Columns that can't follow the source's: what came before the copy has no place in the new ones.
+                # The columns can't follow the source's: rows from before the copy don't fit the new ones.
                 forget = held is not None and held.code == LakeSchemaConflict.code
                 n = self._ledger.cut.n if held is None or forget else held.after
                 newest = self._catalog.latest_schemas(self._config.stream_id).get(request.table_id, schema)
@@ -250,13 +250,13 @@ class Folder:
         return {"state": "done", "aside": aside}
 
     def _folded_views(self, schema: TableSchema) -> tuple[View, ...]:
-        """The views of a table that are folded from its history."""
+        """Return the views of a table that are folded from its history."""
         wanted = self._config.views
         views: list[View] = ["current"] if "current" in wanted and has_current(schema) else []
         return (*views, "scd2") if "scd2" in wanted and has_versions(schema) else tuple(views)
 
     def _schema(self, entry: TableEntry) -> TableSchema | None:
-        """The schema of the newest records in the lake: under its name the table lies there."""
+        """Return the schema of the newest records in the lake, whose name is the table's name there."""
         key = (entry.table_id, entry.version)
         if key not in self._schemas:
             stream = self._config.stream_id
@@ -266,7 +266,7 @@ class Folder:
         return self._schemas.get(key)
 
     def _tend(self, *, at_once: bool = False) -> None:
-        """At intervals: few files instead of many, and none that no reader needs, in tables that were written to.
+        """At intervals, compact small files and delete those that no reader needs, in tables that were written to.
 
         Args:
             at_once: tend whatever this run has appended to, before it ends: it may have been too short for an interval.
@@ -280,7 +280,7 @@ class Folder:
         placed = set() if cut is None else {table.table_id for table in cut.tables.values()}
         for entry in list(self._ledger.tables.values()):
             if entry.table_id not in placed:
-                continue  # another table has taken over its name, and tends what lies there
+                continue  # another table has taken over its name, and tends the files there
             lately = entry.rows > 0 if at_once else time.monotonic() - entry.written_s < rules.watch_s
             schema = self._schema(entry) if lately else None
             if schema is not None:
@@ -307,7 +307,10 @@ class Folder:
                 )
 
     def _droppable(self, entry: TableEntry, schema: TableSchema) -> HistoryBound | None:
-        """What may go from a table's history: what the configuration doesn't keep and its folds, in the last cut, cover."""
+        """Return what may be dropped from a table's history.
+
+        It is what the configuration doesn't keep, and what the table's folds in the last cut cover.
+        """
         cut, kept_s = self._ledger.cut, self._config.history_retention_s
         folded = self._folded_views(schema)
         unnamed = "history" not in self._config.views and bool(folded)
@@ -324,7 +327,7 @@ class Folder:
         return HistoryBound(upto, (datetime.now(UTC) - timedelta(seconds=kept_s)).date())
 
     def _spared(self, entry: TableEntry) -> Mapping[View, int]:
-        """By view, the table's version that the last cut names: queries stand on it."""
+        """Return, by view, the table's version that the last cut names, because queries read it."""
         cut = self._ledger.cut
         named = [] if cut is None else [table for table in cut.tables.values() if table.table_id == entry.table_id]
         versions: dict[View, int] = {}
@@ -335,14 +338,14 @@ class Folder:
     def _map(
         self, function: Callable[[_Task], _Answer], tasks: list[_Task], *, every_core: bool = False
     ) -> list[_Answer]:
-        """One job on all cores but one, which the batches keep; on every core where a task a slice is asked for."""
+        """Run one job on all cores but one, which the batches keep; on every core if a task a slice is asked for."""
         context = self._spark.sparkContext
         slices = len(tasks) if every_core else max(1, min(len(tasks), context.defaultParallelism - 1))
         answers: list[_Answer] = context.parallelize(tasks, slices).map(function).collect()
         return answers
 
     def _round(self, tasks: list[FoldTask]) -> None:
-        """Fold the tables: small ones in one job, large ones in parts; then a cut that names their new versions."""
+        """Fold the tables, small ones in one job and large ones in parts; then commit a cut with their new versions."""
         started = time.monotonic()
         begun = self._map(start_fold, tasks)
         answers = self._finished(begun, started)
@@ -352,7 +355,7 @@ class Folder:
         self._folded()
 
     def _settle(self, tasks: list[FoldTask], begun: list[FoldAnswer], answers: list[FoldAnswer]) -> None:
-        """Say what became of tables that somebody asked to have built anew."""
+        """Record the outcome for tables that were asked to be rebuilt."""
         asked = {(task.table_id, task.view) for task in tasks if task.anew}
         asides = {(answer.table_id, answer.view): answer.aside for answer in begun}
         for answer in answers:
@@ -362,14 +365,14 @@ class Folder:
             if answer.commit is not None:
                 told = {"state": "done", "rows": answer.commit.rows, "aside": asides.get(key)}
             elif answer.error is not None and answer.error.retry in {Retry.BACKOFF, Retry.REOPEN}:
-                continue  # it is tried again, as every fold is
+                continue  # it is retried, as every fold is
             else:
                 assert answer.error is not None, "a fold ends with a commit or an error"
                 told = _failed(answer.error)
             self._rebuilds.settle(answer.table_id, answer.view, told)
 
     def _finished(self, answers: list[FoldAnswer], started: float) -> list[FoldAnswer]:
-        """The answers, once the parts of large tables are written and committed."""
+        """Return the answers, once the parts of large tables are written and committed."""
         plans = {answer.table_id: answer.plan for answer in answers if answer.plan is not None}
         if not plans:
             return answers
@@ -390,13 +393,17 @@ class Folder:
         ]
 
     def _shared_out(self, plan: FoldPlan) -> list[PartsTask]:
-        """A plan's parts as tasks: of a build each by itself, for each reads its own; of a fold as many as run side by side."""
+        """Return a plan's parts as tasks.
+
+        Each part of a build is a task, because each reads its own files; a fold has as many tasks
+        as run in parallel.
+        """
         parts = range(plan.part_count)
         tasks = len(parts) if plan.build else min(len(parts), max(1, self._spark.sparkContext.defaultParallelism - 1))
         return [PartsTask(plan, tuple(parts[first::tasks])) for first in range(tasks)]
 
     def _note(self, answers: Iterable[FoldAnswer], started: float) -> None:
-        """Note what became of each table: of all its views together, for they are folded together."""
+        """Record each table's outcome, of all its views together because they are folded together."""
         ended = time.monotonic()
         by_table: dict[TableId, list[FoldAnswer]] = {}
         for answer in answers:
@@ -411,6 +418,6 @@ class Folder:
 
 
 def _failed(error: TableError) -> dict[str, Any]:
-    """How a request failed, as whoever asked is told."""
+    """Return a request's failure in the form that is reported to its caller."""
     facts: dict[str, Any] = json.loads(error.to_json())
     return {"state": "failed"} | facts

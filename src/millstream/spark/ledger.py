@@ -1,7 +1,8 @@
-"""What the driver knows of its tables: how far each stands, what waits for a fold, which are held back, and the cut.
+"""The driver's state of its tables: each one's position, what waits for a fold, which are set aside, and the cut.
 
-One object a run, shared by the thread that lands batches and the one that folds. Cuts are committed under its lock, so
-that rows of `_commits` follow one another and each names versions that go together.
+One object a run, shared by the thread that lands batches and the thread that folds. Cuts are
+committed under its lock, so that rows of `_commits` follow one another and each names versions that
+go together.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from millstream.spark.schedule import FoldHistory
 
 RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
-"""A table that was set aside is tried again after so long, first and at most: what a person mends takes minutes, and each
-attempt reads up to a batch of the log."""
+"""Maximum (and first) time until a table that was set aside is retried. A person's repair takes
+minutes, and each attempt reads up to a batch of the log."""
 RETRY_FOLD_S_MAX: Final = 300.0
 _NO_VERSION: Final = SchemaVersion(0)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -36,32 +37,32 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(slots=True)
 class TableEntry:
-    """One table, as this run has seen it."""
+    """One table, as seen by this run."""
 
     table_id: TableId
     name: str = ""
     version: SchemaVersion = _NO_VERSION
-    """Of the newest records in the lake; 0 where this run has appended none."""
+    """Schema version of the newest records in the lake; 0 if this run has appended none."""
     rows: int = 0
     rate: Rate = field(default_factory=Rate)
-    """Of records appended."""
+    """Rate of records appended."""
     waiting: deque[tuple[Seq, int]] = field(default_factory=deque)
-    """Appends of this run that no fold has covered: up to where, how many records."""
+    """Appends of this run that no fold has covered: up to which position, how many records."""
     live_bytes: int | None = None
-    """Of `current`'s files; None until it was folded or tended."""
+    """Size in bytes of `current`'s files; None until it was folded or tended."""
     disk_bytes: int | None = None
-    """Of everything in `current`'s folder when it was last tended."""
+    """Size in bytes of everything in `current`'s folder when it was last tended."""
     written_s: float = field(default_factory=time.monotonic)
-    """When it was last written to; at first, when this run began."""
+    """When it was last written to; initially, when this run began."""
     history_n: Seq = Seq(0)
     current_n: Seq | None = None
     scd2_n: Seq | None = None
     waiting_since_s: float | None = None
-    """When the oldest record that waits for a fold was appended; None where none waits."""
+    """When the oldest record that waits for a fold was appended; None if none waits."""
     fold: FoldHistory = field(default_factory=FoldHistory)
     fold_error: TableError | None = None
     fold_again_s: float = float("-inf")
-    """Not before this moment, after a fold that failed."""
+    """Earliest moment of the next fold, after a fold that failed."""
     fold_failures: int = 0
 
 
@@ -78,7 +79,7 @@ class HeldTable:
     hint: str
 
     def as_fact(self) -> dict[str, Any]:
-        """For the catalog."""
+        """Return the form for the catalog."""
         return {
             "table_id": int(self.table_id),
             "name": self.name,
@@ -90,14 +91,18 @@ class HeldTable:
 
     @classmethod
     def from_fact(cls, fact: Mapping[str, Any]) -> HeldTable:
-        """From the catalog."""
+        """Return the value from the catalog's form."""
         return cls(
             TableId(fact["table_id"]), fact["name"], Seq(fact["after"]), fact["reason"], fact["code"], fact["hint"]
         )
 
 
 class Ledger:
-    """See the module. `commit` is for any thread; all else for the thread that lands batches, unless it says otherwise."""
+    """See the module.
+
+    `commit` is for any thread; other methods for the thread that lands batches, unless stated
+    otherwise.
+    """
 
     def __init__(self, config: PipelineConfig, catalog: Catalog) -> None:
         self._config = config
@@ -110,12 +115,12 @@ class Ledger:
         self.cut = config.sink.last_cut()
         """The last cut; None before the lake's first."""
         self._again_s: dict[TableId, float] = {}
-        """By table set aside, when to try it again; at once where this run hasn't yet."""
+        """By table set aside, when to retry it; at once if this run hasn't yet."""
         self._pause_s: dict[TableId, float] = {}
         if self.cut is not None:
             now = time.monotonic()
             for table in self.cut.tables.values():
-                # What an earlier run left unfolded; a fold of a table with nothing to fold costs little.
+                # Work that an earlier run left unfolded; a fold of a table with nothing to fold costs little.
                 self.tables[table.table_id] = TableEntry(
                     table.table_id,
                     table.name,
@@ -129,20 +134,21 @@ class Ledger:
             self.held[held.table_id] = held
         for table_id, after in config.sink.held().items() if self.cut is not None else ():
             if table_id not in self.held:
-                # Restored from a backup that was made while the table was set aside: it lacks what has landed since.
+                # Restored from a backup that was made while the table was set aside: it lacks what
+                # has landed since.
                 name = self.tables[table_id].name if table_id in self.tables else f"table {table_id}"
                 reason = f"it was set aside when the destination was as it is now, and lacks what came behind {after}"
                 self.hold(HeldTable(table_id, name, after, reason, "restored", "It is tried again by itself."))
                 self._again_s.pop(table_id, None)  # at once
 
     def _entry(self, table_id: TableId, name: str = "") -> TableEntry:
-        """The table's entry, made where it is new."""
+        """Return the table's entry, made if it is new."""
         entry = self.tables.setdefault(table_id, TableEntry(table_id))
         entry.name = name or entry.name
         return entry
 
     def appended(self, commits: Iterable[TableCommit], versions: Mapping[TableId, SchemaVersion]) -> None:
-        """Note what a batch appended, and the schema version of the last of each table's records."""
+        """Record what a batch appended, and the schema version of each table's last record."""
         now = time.monotonic()
         with self._lock:
             for commit in commits:
@@ -165,12 +171,12 @@ class Ledger:
         started_s: float,
         error: TableError | None = None,
     ) -> None:
-        """Note a table's folds that began at `started_s`. Any thread.
+        """Record a table's folds that began at `started_s`. Any thread.
 
         Args:
             table_id: the table.
             commits: of the views whose fold didn't fail.
-            last: what the folds were.
+            last: the folds' durations and sizes.
             started_s: when they began.
             error: why a view's fold failed; the next try waits twice as long as this one did.
         """
@@ -199,18 +205,18 @@ class Ledger:
                 entry.fold_again_s = now + min(RETRY_FOLD_S_MAX, 0.5 * 2 ** min(entry.fold_failures, 16))
 
     def tended(self, answer: TendAnswer) -> None:
-        """Note what a table takes up on disk. Any thread."""
+        """Record a table's disk bytes. Any thread."""
         current = answer.taken.get("current")
         if current is not None:
             entry = self.tables[answer.table_id]
             entry.live_bytes, entry.disk_bytes = current.live_bytes, current.disk_bytes
 
     def commit(self, n: Seq | None, commits: Iterable[TableCommit], *, newest_us: int | None = None) -> Cut | None:
-        """Commit a cut: at `n`, or where the last one is, with the tables' new versions. Any thread.
+        """Commit a cut: at `n`, or at the last one's position, with the tables' new versions. Any thread.
 
         Args:
-            n: what all tables that aren't set aside have; None: no more than before.
-            commits: what writes since the last cut returned.
+            n: the position that all tables that aren't set aside have reached; None: the last cut's.
+            commits: the results of writes since the last cut.
             newest_us: the newest commit time among the batch's records, µs since 1970.
         """
         commits = list(commits)
@@ -223,7 +229,7 @@ class Ledger:
             return self._commit(at, commits, newest_us)
 
     def _commit(self, at: Seq, commits: Iterable[TableCommit], newest_us: int | None = None) -> Cut:
-        """Commit a cut, and what it leaves out."""
+        """Commit a cut, with the tables that it leaves out."""
         self.cut = self._config.sink.commit_cut(
             at,
             commits,
@@ -246,21 +252,23 @@ class Ledger:
         self._again_s[table.table_id] = time.monotonic() + pause
 
     def release(self, table_id: TableId) -> None:
-        """The table has caught up: let it land with the others again."""
+        """Let a table that has caught up land with the others again."""
         del self.held[table_id]
         self._pause_s.pop(table_id, None)
         if self.cut is not None:
-            # First: a sink that still named it would have what the log drops from here on read again.
+            # First the cut: a sink that still named the table would have records read again that
+            # the log drops from here on.
             with self._lock:
                 self._commit(self.cut.n, ())
         self._catalog.drop_fact(self._scope, str(table_id))
         self._catalog.release(self._config.stream_id, self._holder(table_id))
 
     def claim(self, needed_from: Seq) -> None:
-        """Say anew what of the log this pipeline needs. At the start, before any batch.
+        """Set again which part of the log this pipeline needs. At the start, before any batch.
 
-        Downward too: a lake that was moved away or set back needs again what had landed in it. And nothing more for tables that aren't
-        set aside: `hold` and `release`, killed between two writes, leave that behind.
+        The position may go down: a lake that was moved away or restored to an earlier state needs
+        again what had landed in it. Needs of tables that aren't set aside are removed: `hold` and
+        `release` leave such needs behind if killed between their two writes.
 
         Args:
             needed_from: the lowest number that the engine may ask for.
@@ -270,13 +278,14 @@ class Ledger:
         for position in self._catalog.pipelines(stream):
             is_table = position.kind is HolderKind.BACKLOG and position.name.startswith(f"{pipeline}/")
             if position.name == pipeline or (is_table and position.name not in held):
-                # The home's pipeline needs everything until it has said what: nothing goes meanwhile.
+                # The home's pipeline needs everything until it has set its position, so nothing is
+                # dropped in between.
                 self._catalog.release(stream, position.name)
         self._catalog.set_landed(stream, pipeline, Seq(0) if self.cut is None else self.cut.n)
         self._catalog.set_needed_from(stream, pipeline, needed_from)
 
     def retries_due(self) -> list[HeldTable]:
-        """Tables set aside whose time to be tried again has come, or that somebody asked for (`request_retry`)."""
+        """Return the tables set aside whose retry is due or requested (`request_retry`)."""
         if not self.held:
             return []
         now = time.monotonic()
@@ -285,12 +294,12 @@ class Ledger:
         return [t for t in list(self.held.values()) if t.table_id in asked or now >= self._again_s.get(t.table_id, 0.0)]
 
     def set_aside(self) -> dict[str, str]:
-        """Names of the tables that failed, with the reason: in history, or in the fold. Any thread."""
+        """Return the names of the tables that failed, with the reason: in history, or in the fold. Any thread."""
         found = {entry.name: entry.fold_error.message for entry in list(self.tables.values()) if entry.fold_error}
         return found | {table.name: table.reason for table in list(self.held.values())}
 
     def progress(self) -> tuple[TableProgress, ...]:
-        """All tables of this run, by name. Any thread."""
+        """Return the progress of all tables of this run, by name. Any thread."""
         now = time.monotonic()
         with self._lock:
             entries = sorted(self.tables.values(), key=lambda entry: (entry.name, entry.table_id))
@@ -315,12 +324,15 @@ class Ledger:
 
 
 def held_scope(config: PipelineConfig) -> str:
-    """The scope of the catalog's facts that name the tables which this pipeline has set aside, by table id."""
+    """Return the scope of the catalog's facts that name the tables set aside by this pipeline, by table id."""
     return f"lake/{config.stream_id}/{config.pipeline}"
 
 
 def request_retry(catalog: Catalog, scope: str, table_id: TableId) -> bool:
-    """Ask the pipeline to try a table again that it set aside; False where it hasn't. It is also tried at each start."""
+    """Ask the pipeline to retry a table that it set aside; False if it hasn't.
+
+    A table is also retried at each start.
+    """
     fact = catalog.facts(scope).get(str(table_id))
     if fact is None:
         return False

@@ -1,7 +1,8 @@
-"""Tables that several regions write, merged by Spark: the same rows as `crdt.tables` gives, to the bit.
+"""Tables that several regions write, merged by Spark: the same rows as `crdt.tables` returns, to the bit.
 
-All of it is Spark's own aggregates, which run where its other aggregates do: no row goes through Python. What rounds is done in one order,
-and by sums and products alone, on both sides (`crdt.signals`).
+The merge uses only Spark's own aggregates, which run where its other aggregates do: no row goes
+through Python. Operations that round are done in one order, and only by sums and products, on both
+sides (`crdt.signals`).
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from millstream.wal.reader import StreamReader
 _SPAN_BYTES: Final = 16 << 20
 _HINT: Final = "A column of this table has another type in some version of it."
 _NEWEST: Final = (MergeKind.LWW, MergeKind.PN_COUNTER, MergeKind.OR_SET, MergeKind.SIGNAL)
-"""Kinds of which a region's newest record says all."""
+"""Kinds for which a region's newest record is sufficient."""
 
 
 def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str) -> DataFrame:
-    """The records of one table in the logs of several regions: `__region`, `__seq`, `__wall_ns`, then the table's columns.
+    """Return one table's records in the logs of several regions: `__region`, `__seq`, `__wall_ns`, the table's columns.
 
     Args:
         spark: the session.
-        logs: by region, the folder of its log: a home's `data/wal/S` for its own, `data/wal/S@N` for those that it follows.
+        logs: by region, the folder of its log: a home's `data/wal/S` for its own, `data/wal/S@N` for those that it
+            follows.
         table: `schema.table`.
 
     Raises:
@@ -95,15 +97,15 @@ def merged_regions(
     regions: Sequence[int] | None = None,
     at_ns: int | None = None,
 ) -> DataFrame:
-    """What all regions say together: one row a key, as `crdt.tables.merged` of the same records.
+    """Return the merge of all regions: one row a key, as `crdt.tables.merged` of the same records.
 
     Args:
-        records: as `region_records` gives them, in any order, each as often as it came.
-        key: names of the columns that tell the table's rows apart.
+        records: as `region_records` returns them, in any order, with any repetitions.
+        key: names of the columns that identify the table's rows.
         merge: how they merge.
         columns: the table's own, of `records`, as Arrow has them.
-        regions: all that `records` has; they are looked for at once where None.
-        at_ns: as of which moment signals have decayed; that of the newest record where None, which is looked for at once.
+        regions: all regions in `records`; if None, they are looked up at once.
+        at_ns: the moment for which signals have decayed; if None, the newest record's, which is looked up at once.
 
     Raises:
         MergeUnsuitable: a column can't merge so.
@@ -115,7 +117,7 @@ def merged_regions(
         at_ns = 0 if latest is None or latest[0] is None else int(latest[0])
     if regions is None:
         regions = [int(row[0]) for row in records.select(REGION.name).distinct().collect()]
-    # Each region's part of a key is an aggregate beside the others', so that rows are grouped, and sent around, once.
+    # Each region's part of a key is a separate aggregate, so that rows are grouped and shuffled once.
     places = _Places(tuple(sorted(regions)) or (0,), tuple(names), merge)
     grouped = records.groupBy(*map(_column, key)).agg(*places.aggregates())
     shown = grouped.select(
@@ -139,7 +141,7 @@ def merged_regions(
 
 
 class _Places:
-    """What regions have said of a key, each in columns of its own."""
+    """The regions' values of a key, in separate columns."""
 
     def __init__(self, regions: tuple[int, ...], names: tuple[str, ...], merge: TableMerge) -> None:
         self._regions = regions
@@ -150,7 +152,7 @@ class _Places:
         self._number = {name: number for number, name in enumerate(names)}
 
     def aggregates(self) -> Iterator[Column]:
-        """By which records are grouped."""
+        """Yield the aggregates for grouping records."""
         for region in self._regions:
             here = F.col(REGION.name) == region
             newest = F.struct(SEQ.name, WALL.name, *map(_column, self._newest))
@@ -168,7 +170,7 @@ class _Places:
                 yield F.collect_set(_column(name)).alias(self._own(name, "all"))
 
     def winner(self) -> Column:
-        """The record that was written last: its time and number, its region, and what it said."""
+        """Return the record that was written last: its time and number, its region, and its values."""
         return _greatest(
             F.when(
                 said.isNotNull(),
@@ -178,7 +180,7 @@ class _Places:
         )
 
     def together(self, name: str, arrow: pa.DataType, at_ns: int) -> Column:
-        """What the regions say together in a column that isn't the last one's alone."""
+        """Return the regions' merged value of a column that isn't simply the last writer's."""
         how = self._merge.of(name)
         if how.kind is MergeKind.UNION_SET:
             return _union(F.col(self._own(name, "all")))
@@ -209,39 +211,42 @@ class _Places:
 
 
 def _named(names: Sequence[str], merge: TableMerge, kind: MergeKind) -> list[str]:
-    """Those of some columns that merge by a kind."""
+    """Return the columns among `names` that merge by a kind."""
     return [name for name in names if merge.of(name).kind is kind]
 
 
 def _column(name: str) -> Column:
-    """A column by its name, whatever characters that has."""
+    """Return a column by its name, whatever characters the name has."""
     return F.col("`" + name.replace("`", "``") + "`")
 
 
 def _greatest(columns: Iterable[Column]) -> Column:
-    """The greatest that isn't null."""
+    """Return the greatest value that isn't null."""
     held = list(columns)
     return F.greatest(*held) if len(held) > 1 else held[0]
 
 
 def _union(lists: Column) -> Column:
-    """The distinct values of lists, in their order; null where there is no list."""
+    """Return the distinct values of lists, in their order; null if there is no list."""
     values = F.array_sort(F.array_distinct(F.array_compact(F.flatten(lists))))
     return F.when(F.size(lists) > 0, values)
 
 
 def _sum(values: Sequence[Column], arrow: pa.DataType) -> Column:
-    """The sum in the order of the regions, from 0: rounding depends on it. Null where no region has a value."""
+    """Return the sum in the order of the regions, from 0, because rounding depends on it.
+
+    Null if no region has a value.
+    """
     wide = f"decimal(37,{arrow.scale})" if pa.types.is_decimal(arrow) else "bigint"
     wide = "double" if pa.types.is_floating(arrow) else wide
     nothing = F.lit(0).cast(wide)
-    # Cast back at each step: a sum of decimals would get a digit more, and lose one behind the point in the end.
+    # Cast back at each step: a sum of decimals would gain a digit, and finally lose one behind the point.
     total = reduce(lambda total, value: (total + F.coalesce(value.cast(wide), nothing)).cast(wide), values, nothing)
     return F.when(reduce(lambda held, value: held | value, [value.isNotNull() for value in values]), total)
 
 
 def _decay(wall_ns: Column, at_ns: int, half_life_ns: int) -> Column:
-    """`crdt.signals.decay` of the age of what was written then."""
+    """Return `crdt.signals.decay` for the age of what was written at `wall_ns`."""
     halvings = F.greatest(F.lit(at_ns) - wall_ns, F.lit(0)).cast("double") / F.lit(float(half_life_ns))
     full = F.floor(halvings)
     rest = halvings - full.cast("double")

@@ -1,7 +1,7 @@
-"""Replay: what a pipeline that starts finds in the log and the lake lacks, and how far it is with that.
+"""Replay: the records that a starting pipeline finds in the log and the lake lacks, and its progress with them.
 
-It is measured against what was durable at the start, so that records which come meanwhile move nothing: what is done only grows, up
-to the whole. Counted from the log's indexes alone.
+Progress is measured against the durable end at the start, so that later records change nothing: the
+amount done only grows, up to the total. It is counted from the log's indexes alone.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from millstream.spark.pipeline import Amount, ReplayProgress
 from millstream.wal.lag import Backlog, Backlogs
 
 REPLAY_RECORDS_MIN: Final = 250_000
-"""Some seconds' work of a pipeline on two cores, however few bytes they have. More bytes than a batch takes are a replay too."""
+"""Some seconds' work of a pipeline on two cores, however few bytes they have. More bytes than a batch
+takes are a replay too."""
 
 
 class ReplayWatch:
-    """Tells how far a replay is. The caller serialises.
+    """Computes the progress of a replay. The caller serialises calls.
 
     Args:
         folder: the stream's log.
-        start: where the lake stood when the pipeline started.
-        target: what was durable in the log then.
-        bytes_max: of a batch: a start that finds no more than this, and fewer than `REPLAY_RECORDS_MIN` records, is no replay.
+        start: the lake's position when the pipeline started.
+        target: the log's durable end at that moment.
+        bytes_max: of a batch: a start that finds no more than this, and fewer than `REPLAY_RECORDS_MIN` records, is
+            no replay.
         clock: seconds, monotonic.
     """
 
@@ -43,19 +45,20 @@ class ReplayWatch:
         """None once there is nothing more to count."""
         self._whole: Backlog | None = None
         self._left: tuple[Seq, Backlog] | None = None
-        """Behind which number, and what."""
+        """The number, and the backlog behind it."""
         self._told: ReplayProgress | None = None
         self.finished: ReplayProgress | None = None
-        """The replay that is over; None before, and where there was none."""
+        """The replay that is over; None before that, or if there was none."""
 
     def look(self, n: Seq) -> ReplayProgress | None:
-        """How far it is now that the lake stands at `n`; None where none goes on.
+        """Return the progress now that the lake has reached `n`; None if no replay is in progress.
 
-        The first call reads the index of every segment behind `start`; another one costs little, and next to nothing at the same `n`.
+        The first call reads the index of every segment behind `start`; later calls cost little, and
+        next to nothing at the same `n`.
         """
         if self._backlogs is None:
             return None
-        # What makes this fail, whoever lands the log meets too, and says so; or a segment has just been dropped.
+        # The lander meets and reports the same fault; or a segment has just been dropped.
         with contextlib.suppress(LogError, OSError):
             self._told = self._looked(self._backlogs, n)
         return self._told
@@ -84,7 +87,7 @@ class ReplayWatch:
         return None
 
     def _eta_s(self, whole: int, left: int) -> float | None:
-        """By the bytes landed since the first batch, in which Spark's workers start; None before that.
+        """Estimate from the bytes landed since the first batch, in which Spark's workers start; None before that.
 
         A batch in flight doesn't count against the rate, unless it takes longer than all before it.
         """

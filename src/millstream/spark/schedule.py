@@ -1,14 +1,17 @@
-"""When to fold which table: a rule of arithmetic, without a clock.
+"""The schedule of folds: a rule of arithmetic, without a clock.
 
-A fold rewrites the files of `current` that hold a changed key. The files it replaces stay on disk for as long as readers may
-still use them (`keep_s`, 5 minutes), and go before the next fold begins. So a table whose every file is touched holds, while
-a fold writes, the live copy, the one that is being written, and one for each fold of the last `keep_s`. `disk_factor` bounds that: disk
-bytes over live bytes. With r = removed / live bytes of a fold and n folds' files still there:
+A fold rewrites the files of `current` that hold a changed key. Readers may still use the replaced
+files, so these stay on disk for `keep_s` (5 minutes) and are deleted before the next fold begins.
+So while a fold writes, a table whose every file is touched holds the live copy, the copy being
+written, and one for each fold of the last `keep_s`. `disk_factor` bounds that: disk bytes over live
+bytes. With r = removed / live bytes of a fold and n folds' files still there:
 
-    1 + r + n r  <=  disk_factor - 0.1 for the table's log,   and n folds ago was longer than keep_s before this one began
+    1 + r + n r  <=  disk_factor - 0.1 for the table's log,
+    and n folds ago was longer than keep_s before this one began
 
-With the defaults, a table that is rewritten whole folds 100 s after its last fold; one whose changes lie together, in proportion
-oftener. No table folds oftener than every `FOLD_INTERVAL_S`: each fold writes a data file, a commit and a cut at least.
+With the defaults, a table that is rewritten whole folds 100 s after its last fold; a table with
+clustered changes folds proportionally more often. No table folds more often than every
+`FOLD_INTERVAL_S`: each fold writes at least a data file, a commit and a cut.
 """
 
 from __future__ import annotations
@@ -20,30 +23,31 @@ from millstream.lake.maintenance import KEEP_S
 
 DISK_FACTOR: Final = 5.0
 FOLD_INTERVAL_S: Final = 30.0
-"""The least time from one fold of a table to the next. Queries don't wait for folds: they read the records behind the last one too."""
+"""The minimum time from one fold of a table to the next. Queries don't wait for folds, because they
+also read the records behind the last one."""
 SMALL_BYTES: Final = 1 << 20
 """The disk factor of a table below this isn't bounded: 5 minutes of its folds are 10 MiB at worst."""
 BUSY_SHARE: Final = 0.5
-"""Of the time, folding may take for one table; the rest is the batches'."""
+"""Share of the time that folding may take for one table; the rest is for batches."""
 
 
 _LOG_SHARE: Final = 0.1
-"""Bytes of a table's `_delta_log` over its live bytes, about: they count too."""
+"""Approximate bytes of a table's `_delta_log` over its live bytes, which also count."""
 _CLOCK_S: Final = 1.0
-"""Commit times are told by another clock than the one that folds go by."""
+"""Allowance for commit times, which come from another clock than the one for folds."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldHistory:
-    """What the last fold of a table was: zeros where there was none in this process."""
+    """Facts of a table's last fold: zeros if there was none in this process."""
 
     ended_s: float = float("-inf")
-    """On a monotonic clock."""
+    """End of the fold, on a monotonic clock."""
     took_s: float = 0.0
     live_bytes: int = 0
-    """Of `current` after it."""
+    """Size in bytes of `current` after the fold."""
     removed_bytes: int = 0
-    """Of the files that it replaced."""
+    """Size in bytes of the files that the fold replaced."""
 
 
 def fold_interval_s(
@@ -53,12 +57,12 @@ def fold_interval_s(
     disk_factor: float = DISK_FACTOR,
     keep_s: float = KEEP_S,
 ) -> float:
-    """The least time from the end of one fold to the start of the next, at least `least_s`."""
+    """Return the minimum time from the end of one fold to the start of the next, at least `least_s`."""
     rest = max(least_s, last.took_s * (1 / BUSY_SHARE - 1))
     if last.live_bytes < SMALL_BYTES or not last.removed_bytes:
         return rest
     copies = max(1, int((disk_factor - _LOG_SHARE - 1) * last.live_bytes / last.removed_bytes))
-    # Whatever folds take: of the waits between them so many are longer than `keep_s`.
+    # However long folds take, this many waits between them are together longer than `keep_s`.
     return max(rest, (keep_s + _CLOCK_S) / copies)
 
 

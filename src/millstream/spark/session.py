@@ -1,10 +1,11 @@
-"""The Spark session that Millstream's own processes run on: local by default, quiet, and gone when its driver is.
+"""The Spark session of Millstream's own processes: local by default, quiet, and gone when its driver is.
 
-Spark starts a JVM as a child of the driver's Python; the JVM ends when the pipe to it closes, and Python workers
-when the JVM does. So a driver that is killed leaves nothing behind that could write, but for a task that is just at its lake
-commit: that one is harmless through the lake's transactions.
+Spark starts a JVM as a child of the driver's Python. The JVM ends when the pipe to it closes, and
+Python workers end when the JVM does. So a killed driver leaves nothing behind that could write,
+except a task that is just at its lake commit; the lake's transactions make it harmless.
 
-A process has one session. Nothing is downloaded: Ivy isn't used, and jars come from `spark.jars` where a user sets them.
+A process has one session. Nothing is downloaded: Ivy isn't used, and jars come from `spark.jars` if
+a user sets them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from millstream.spark.distribution import without_zipped_modules
 from millstream.spark.java import find_java
 
 _TASK_FAILURES_MAX: Final = 4
-"""Spark's own default everywhere but on a local master, where it is 1."""
+"""Spark's own default, except on a local master, where it is 1."""
 _LOG4J: Final = """\
 status = error
 rootLogger.level = warn
@@ -56,10 +57,11 @@ logger.trigger.level = error
 
 @dataclass(frozen=True, slots=True)
 class SparkOptions:
-    """What a session is made of.
+    """The configuration of a session.
 
-    `work_dir` takes what Spark spills, its log and a wrapper of Java where one is needed; it is on this machine's disk
-    and stays as long as the session. `conf` is passed through and wins over everything that is chosen here.
+    `work_dir` holds Spark's spilled data, its log and a wrapper of Java if one is needed. It is on
+    this machine's disk and stays as long as the session. `conf` is passed through and has priority
+    over every setting chosen here.
     """
 
     work_dir: Path
@@ -69,11 +71,11 @@ class SparkOptions:
 
 
 def open_session(options: SparkOptions) -> SparkSession:
-    """Return the process's session; start it where there is none (3 to 20 seconds).
+    """Return the process's session; start it if there is none (3 to 20 seconds).
 
     Raises:
         JavaMissing: there is no Java to run it on.
-        EngineError: Spark doesn't start; the log in `work_dir` says why.
+        EngineError: Spark doesn't start; the log in `work_dir` has the reason.
 
     Concurrency: one caller, before any other thread uses Spark.
     """
@@ -81,20 +83,21 @@ def open_session(options: SparkOptions) -> SparkSession:
         return SparkSession.builder.getOrCreate()
     work_dir = options.work_dir.absolute()
     make_folder(work_dir)
-    # Spark's launcher and the data sources' look-up read the environment, once, when the JVM starts.
+    # Spark's launcher and the data sources' look-up read the environment once, when the JVM starts.
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["JAVA_HOME"] = str(find_java(work_dir).path)
     if options.master.startswith("local"):
-        # A laptop whose host name doesn't resolve, or whose network changes, must not matter.
+        # An unresolvable host name, or a change of network on a laptop, must not matter.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     facts = {"spark.app.name": options.app_name, "spark.master": _with_retries(options.master)}
     settings = _defaults(options, work_dir) | facts | dict(options.conf)
     conf = SparkConf(loadDefaults=False).setAll([*settings.items()])
-    # pyspark writes each setting into the JVM's command line, which all users of the machine can read. Secrets are set once it runs.
+    # pyspark writes each setting into the JVM's command line, which all users of the machine can
+    # read. Secrets are set once it runs.
     at_launch = SparkConf(loadDefaults=False).setAll([one for one in settings.items() if not _is_secret(*one)])
     try:
-        # What the JVM and Python workers print goes to a file: this terminal is for people.
+        # Output of the JVM and Python workers goes to a file: this terminal is for people.
         with (work_dir / "spark.out").open("ab") as output, _started_from(options, work_dir):
             gateway = launch_gateway(at_launch, {"stdout": output, "stderr": output})
         _hush(SparkContext(conf=conf, gateway=gateway))
@@ -108,7 +111,7 @@ def open_session(options: SparkOptions) -> SparkSession:
 
 
 def stop_session(spark: SparkSession) -> None:
-    """Stop the process's session, also where its JVM is gone already."""
+    """Stop the process's session, even if its JVM is already gone."""
     with contextlib.suppress(PySparkException, Py4JError, OSError):
         spark.stop()
 
@@ -119,19 +122,23 @@ def _started_from(options: SparkOptions, work_dir: Path) -> contextlib.AbstractC
 
 
 def _hush(context: SparkContext) -> None:
-    """Keep what py4j and pyspark print, where the JVM ends under them, from the terminal: who uses the session is told by an exception."""
+    """Keep the output of py4j and pyspark about a lost JVM off the terminal: the session's user gets an exception."""
     logging.getLogger().addFilter(_not_of_py4j)
     server = context._accumulatorServer  # noqa: SLF001 - its way of reporting can't be set otherwise
     server.handle_error = lambda _request, _address: None  # type: ignore[assignment,method-assign]
 
 
 def _not_of_py4j(record: logging.LogRecord) -> bool:
-    # It logs by the root logger, whose handlers are the whole program's.
+    # py4j logs by the root logger, whose handlers are the whole program's.
     return Path(record.pathname).parent.name != "py4j"
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """Whether a setting has a secret in it. Others than Hadoop's may be needed to start (`spark.driver.extraJavaOptions`): those go by their keys alone."""
+    """Whether a setting contains a secret.
+
+    Settings other than Hadoop's may be needed to start (`spark.driver.extraJavaOptions`); for them
+    only the key counts.
+    """
     return is_secret_key(key) or (key.startswith("spark.hadoop.") and mask_option(key, value) != value)
 
 
@@ -147,7 +154,7 @@ def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.python.worker.reuse": "true",
-        # Frames are large rows: a batch of the default 10 000 of them would not fit anywhere.
+        # Frames are large rows: a batch of the default 10 000 of them would exceed memory.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(64 << 20),
         "spark.sql.execution.arrow.pyspark.enabled": "true",
         # Each batch leaves files in the spark checkpoint; replay needs the last one, a person perhaps ten.
@@ -162,18 +169,20 @@ def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.driver.memory": "1g",
-            # The JVM only coordinates here; Arrow and Python do the work. Its optimising compiler costs 13 s of CPU a start, which on
-            # two cores is most of what a start and the first batches take, and pays back nothing measurable.
+            # The JVM only coordinates here; Arrow and Python do the work. Its optimising compiler
+            # costs 13 s of CPU a start, most of the time of a start and the first batches on two
+            # cores, and gains nothing measurable.
             "spark.driver.extraJavaOptions": (
                 f"-Dlog4j2.configurationFile={log4j.as_uri()} -XX:+UseSerialGC -XX:TieredStopAtLevel=1"
             ),
             "spark.local.dir": str(work_dir / "tmp"),
             "spark.sql.warehouse.dir": str(work_dir / "warehouse"),
-            # Without Hadoop's native library each file of a spark checkpoint costs a `chmod` process, and so does its checksum's
-            # file: a third of a small batch. What tells whether notes are whole is their content, and the lake's last cut.
+            # Without Hadoop's native library each file of a spark checkpoint costs a `chmod`
+            # process, and so does its checksum's file: a third of a small batch. The notes'
+            # content, and the lake's last cut, show whether notes are complete.
             "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
             "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
-            # Planning a small batch anew after each of its stages costs more than it could save.
+            # Re-planning a small batch after each of its stages costs more than it could save.
             "spark.sql.adaptive.enabled": "false",
             # Tasks here are small and few; 200 partitions would cost a second a batch.
             "spark.sql.shuffle.partitions": str(min(4, max(2, os.cpu_count() or 2))),

@@ -1,14 +1,17 @@
-"""`df.write.format("millstream")` and `df.writeStream.format("millstream")`: rows of Spark's appended to a stream, each once.
+"""Spark's rows appended to a stream, each once, by `df.write` and `df.writeStream` with `format("millstream")`.
 
 Rules:
 
-- Tasks append nothing. They hand their rows over, in a folder that the driver sees too or in their message to it; the driver appends them
-  when Spark says that all tasks are done. So a task that failed, ran twice or was given up leaves nothing behind.
-- What is appended has a key of what Spark calls it: the query's id (or `idempotency_id`) and the number of the micro-batch. One that Spark runs
-  again, because it didn't come to note that it was done, is known, however it is divided into tasks then. Where its rows came out otherwise (by a
-  clock, by chance), those that are in the log stay; under an `idempotency_id` it is refused, for then it may be another query's.
-- A micro-batch of up to `staged.PART_BYTES` is one operation: readers see it whole or not at all. A larger one is several, each with a
-  key of its own (see `millstream.spark.staged`).
+- Tasks append nothing. They put their rows in a folder that the driver also sees, or in their
+  message to the driver. The driver appends the rows when Spark reports that all tasks are done. So
+  a task that failed, ran twice or was given up leaves nothing behind.
+- An append's key is made of Spark's identifiers: the query's id (or `idempotency_id`) and the
+  number of the micro-batch. If Spark didn't record a micro-batch as done and repeats it, the key is
+  recognised, however the rows are then divided into tasks. If its rows differ (because of a clock
+  or randomness), the rows in the log stay. Under an `idempotency_id` the batch is rejected, because
+  it may be another query's.
+- A micro-batch of up to `staged.PART_BYTES` is one operation: readers see it whole or not at all. A
+  larger one is several operations, each with a key of its own (see `millstream.spark.staged`).
 
 Options: see `SinkOptions`.
 """
@@ -73,10 +76,10 @@ _OPTIONS: Final = frozenset(
     }
 )
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
-"""Of a streaming query; Spark hands them over with the others."""
+"""Options of a streaming query that Spark passes on with the others."""
 _DEADLINE_S: Final = 60.0
 _QUERY_ID: Final = "sql.streaming.queryId"
-"""Spark's name for the local property that tells a task whose it is."""
+"""Spark's name for the local property that holds a task's query id."""
 _EXACT: Final = (
     BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DecimalType, StringType, CharType, VarcharType,
     BinaryType, DateType, TimestampType, TimestampNTZType, NullType,
@@ -85,19 +88,21 @@ _EXACT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:
-    """What a writer was asked for.
+    """Options of a writer.
 
     Options:
         path: the home's folder, on the driver's machine; or
-        url: where it is served, with `token`, `verify` (a file of certificates to trust) and `cert` (a file with the caller's own).
-        stream, table: where the rows go.
-        idempotency_id: what tells this query's (or job's) writes apart from all others. A streaming query has an id of its own, which its
-            checkpoint keeps; of a job without one, each run is another.
-        staging: a folder that the driver and all executors share, for rows on their way. Default: with `path` one in the home; with `url`
-            none, rows go through the driver.
-        deadline_s: how long to wait for room where the writer is busy. Default: 60.
-        acks: where rows have to be before a batch is done: `local`, `durable(1)` …, `object`. Default: where the stream says, which is the least.
-        on_clash: `request` (default): a row that has no place in the table fails the batch; `rows`: it is left out.
+        url: the address of its server, with `token`, `verify` (a file of certificates to trust) and `cert` (a file
+            with the caller's own).
+        stream, table: the rows' target.
+        idempotency_id: identifies this query's (or job's) writes. A streaming query has an id of its own, which its
+            checkpoint keeps; without one, each run of a job is separate.
+        staging: a folder that the driver and all executors share, for rows in transit. Default: with `path` one in the
+            home; with `url` none, rows go through the driver.
+        deadline_s: how long to wait for room if the writer is busy. Default: 60.
+        acks: where rows have to be before a batch is done: `local`, `durable(1)` …, `object`. Default: the stream's
+            level, which is the minimum.
+        on_clash: `request` (default): a row that doesn't fit the table fails the batch; `rows`: it is left out.
     """
 
     stream: str
@@ -115,7 +120,7 @@ class SinkOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
-        """The options as Spark hands them over, names in any case.
+        """Parse the options as Spark passes them, names in any case.
 
         Raises:
             UsageError: an option is unknown, missing or malformed; the message names it.
@@ -161,7 +166,7 @@ class SinkOptions:
         )
 
     def check_installed(self) -> None:
-        """See that the driver can reach the home, before any row is taken.
+        """Check that the driver can reach the home, before any row is taken.
 
         Raises:
             MissingExtra: `url` needs a package that isn't installed; the hint names the extra that has it.
@@ -170,7 +175,7 @@ class SinkOptions:
             getattr(millstream, "connect")  # noqa: B009 - it imports the client
 
     def opened(self) -> HomeCalls:
-        """The home, open."""
+        """Return the home, open."""
         if self.path is not None:
             return millstream.open(self.path)
         assert self.url is not None
@@ -178,7 +183,7 @@ class SinkOptions:
 
 
 class _Sink:
-    """What both writers do."""
+    """The common part of both writers."""
 
     def __init__(self, options: SinkOptions, schema: StructType, *, overwrite: bool) -> None:
         if overwrite:
@@ -204,7 +209,10 @@ class _Sink:
         return stage((self._in_utc(batch) for batch in batches), self._schema, self._folder, query)
 
     def _in_utc(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """As declared: Spark gives moments in the session's zone, and the same moment must be the same bytes."""
+        """Return the batch in its declared types.
+
+        Spark gives moments in the session's zone, and the same moment must be the same bytes.
+        """
         columns = [
             column if column.type == declared.type else column.cast(declared.type)
             for column, declared in zip(batch.columns, self._schema, strict=True)
@@ -212,7 +220,7 @@ class _Sink:
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _append(self, messages: Sequence[WriterCommitMessage | None], key: str) -> None:
-        # A key of the user's making may be another query's, too: then it must be the same rows.
+        # A user's key may also be another query's: then the rows must be equal.
         named = self._options.idempotency_id is not None
         staged = [message for message in messages if isinstance(message, Staged)]
         failpoints.hit("spark.sink.before_append")
@@ -229,11 +237,11 @@ class _Sink:
                         acks=self._options.acks,
                     )
                 except DedupWindowExpired:
-                    continue  # it is in the log, since so long ago that nobody knows where
+                    continue  # it is in the log, appended so long ago that its position is no longer known
                 except IdempotencyKeyReused as error:
                     if named:
                         raise self._another(error, number) from error
-                    continue  # it is in the log, from before, with its rows as they came out then
+                    continue  # it is in the log already, with the rows of its first run
         failpoints.hit("spark.sink.appended")
 
     def _another(self, error: IdempotencyKeyReused, number: int) -> IdempotencyKeyReused:
@@ -260,13 +268,13 @@ class MillstreamWriter(_Sink, DataSourceArrowWriter):
         return self._staged(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Append what the tasks have handed over."""
+        """Append the tasks' rows."""
         name = self._options.idempotency_id or self._job
         self._append(messages, f"spark:{name}")
         self._drop(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Forget it."""
+        """Discard the tasks' rows."""
         self._drop(messages)
 
 
@@ -292,19 +300,19 @@ class MillstreamStreamWriter(_Sink, DataSourceStreamArrowWriter):
         self._drop(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - Spark's
-        """Forget it."""
+        """Discard the tasks' rows."""
         self._drop(messages)
 
 
 def check_type(name: str, kind: DataType) -> None:
-    """See that the log holds each value of a column exactly.
+    """Check that the log can hold each value of a column exactly.
 
     Args:
-        name: the column's, with those inside of it behind a point.
-        kind: Spark's type. An array's items and a struct's fields are looked at, too.
+        name: the column's; nested columns are separated by a point.
+        kind: Spark's type. An array's items and a struct's fields are checked, too.
 
     Raises:
-        UsageError: it doesn't.
+        UsageError: it can't.
     """
     if isinstance(kind, ArrayType):
         check_type(f"{name}.element", kind.elementType)

@@ -1,6 +1,7 @@
-"""Where a pipeline lands its batches: a lake of files, or a database. One way of landing for both, in two kinds of jobs.
+"""Targets of a pipeline's batches: a lake of files, or a database. Both land the same way, in two kinds of jobs.
 
-Each table's data and its position are committed together by executors; then the driver commits the cut that says that all have them.
+Executors commit each table's data and its position together; then the driver commits the cut that
+covers all tables.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from millstream.spark.landing import ANSWER_COLUMNS, Around, database_writer, ta
 
 
 class Sink(Protocol):
-    """Where a pipeline lands."""
+    """The target in which a pipeline lands."""
 
     @property
     def pipeline(self) -> str:
-        """The pipeline's name: positions are kept by it."""
+        """The pipeline's name, under which positions are kept."""
 
     def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:
-        """What has to be so before the first batch of a run.
+        """Prepare the target for the first batch of a run.
 
         Args:
-            schemas: of the stream's tables.
-            sources: system identifier and database of what the stream captures.
+            schemas: the schemas of the stream's tables.
+            sources: system identifier and database of each source of the stream.
 
         Raises:
             LakeError: nothing can land there.
         """
 
     def last_cut(self) -> Cut | None:
-        """The last cut; None before the first."""
+        """Return the last cut; None before the first."""
 
     def held(self) -> dict[TableId, Seq]:
-        """Tables that it knows to have been set aside at the last cut, with how far each was landed."""
+        """Return the tables that the target recorded as set aside at the last cut, with each one's landed position."""
 
     def commit_cut(
         self,
@@ -61,10 +62,10 @@ class Sink(Protocol):
         commit_ts_max: datetime | None,
         held: Mapping[TableId, Seq],
     ) -> Cut:
-        """Commit that every table has everything up to `n`, but for those held: `millstream.lake.snapshots.commit_cut`."""
+        """Commit that every table has everything up to `n`, except those held: `lake.snapshots.commit_cut`."""
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
-        """Run the job that lands a batch; a row of `ANSWER_COLUMNS` a table, markers' among them."""
+        """Run the job that lands a batch; return a row of `ANSWER_COLUMNS` for each table, and for each marker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ class LakeOfFiles:
         """See `Sink`."""
         return self.layout.pipeline
 
-    def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:  # noqa: ARG002 - files lie beside any source
-        """See `Sink`: its folder. Tables are made when they are written to."""
+    def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:  # noqa: ARG002 - a lake of files has no source
+        """See `Sink`: make its folder. Tables are made when they are written to."""
         if "://" not in self.layout.location:
             make_folder(Path(self.layout.location))
 
@@ -88,7 +89,7 @@ class LakeOfFiles:
         return commits.last_cut(self.layout)
 
     def held(self) -> dict[TableId, Seq]:
-        """See `Sink`: a lake of files doesn't tell."""
+        """See `Sink`: a lake of files doesn't record these."""
         return {}
 
     def commit_cut(
@@ -111,7 +112,7 @@ class LakeOfFiles:
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """Tables of a PostgreSQL database: one task, for all tables are one transaction there, by one writer at a time."""
+    """Tables of a PostgreSQL database: one task, because they all share one transaction, by one writer at a time."""
 
     target: PostgresTarget = field(repr=False)
 

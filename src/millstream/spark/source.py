@@ -2,16 +2,20 @@
 
 Rules:
 
-- A micro-batch is a consistent cut: it ends at the end of a commit group, or where `ending` says, so no operation is ever seen in part.
-  A token inside an operation stands for the last one in front of it.
-- An offset is `{"stream": <uuid>, "token": <token>}`. The same two offsets give the same rows for ever, in any process; after a
-  restart Spark asks `partitions` for the batch that it had begun, without ever asking `initialOffset`. So nothing here
-  remembers anything from one call to the next, but for the target of an AvailableNow query.
-- Only the log's folder is read: segments and the mark, neither catalog nor owner. `read` runs in other processes, on other
-  cores or machines, than the rest.
-- A home that follows is read as `home.read` reads it: what is too old for `[replication] max_staleness` isn't begun with. A batch asks when it is
-  planned, a stream for each micro-batch that is new, an AvailableNow query once, for what its "now" is. What was begun is done. A stream doesn't
-  wait instead: the bound is its patience, and one that waits looks from outside like one that has everything.
+- A micro-batch is a consistent cut: it ends at the end of a commit group, or at `ending`, so no
+  operation is ever seen in part. A token inside an operation means the position before the
+  operation.
+- An offset is `{"stream": <uuid>, "token": <token>}`. The same two offsets give the same rows for
+  ever, in any process. After a restart Spark asks `partitions` for the batch that it had begun,
+  without ever asking `initialOffset`. So nothing here keeps state from one call to the next, except
+  the target of an AvailableNow query.
+- Only the log's folder is read: segments and the mark, neither catalog nor owner. `read` runs in
+  other processes than the rest, on other cores or machines.
+- A home that follows is read as `home.read` reads it: a read isn't started if the data is too old
+  for `[replication] max_staleness`. A batch checks this when it is planned, a stream for each new
+  micro-batch, an AvailableNow query once, for the target of its "now". A read that was started is
+  finished. A stream fails rather than waits: the bound is its patience, and from outside a waiting
+  stream looks as if it had everything.
 - Spark's `commit` lags behind by a batch and the last one never comes: nothing here depends on it.
 
 Options: see `SourceOptions`.
@@ -56,9 +60,9 @@ from millstream.spark.workers import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
 
 PARTITION_BYTES: Final = 16 << 20
-"""Of the log, a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
+"""Log bytes of a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
 BATCH_ROWS: Final = 16_384
-"""Small frames are put together to about this many rows: an Arrow batch costs Spark some 50 µs, whatever its size."""
+"""Small frames are joined to about this many rows: an Arrow batch costs Spark some 50 µs, whatever its size."""
 _OTHER_COLUMNS: Final = (
     "Read from a token after the change, leave the column out (`columns`), or read envelopes (no `table`)."
 )
@@ -71,26 +75,26 @@ _OPTIONS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What a reader was asked for.
+    """Options of a reader.
 
-    Options, all optional but `path` and `stream`:
+    Options, all optional except `path` and `stream`:
         path, stream: the home's folder, and the stream's name.
-        wal: the folder of the stream's log, in place of both: what lies there is read, whoever's it is and however old.
+        wal: the folder of the stream's log, in place of both: it is read whoever owns it and however old it is.
         table: `schema.table`; its own columns after the `__` columns. Without it: every record as an envelope.
         columns: names, separated by commas; only these are decoded for Spark.
         starting: `earliest` (default), `latest`, or a token: the rows after it.
-        ending: a token: the rows up to it. Default: what is durable when the batch (or each trigger) is planned.
+        ending: a token: the rows up to it. Default: the durable end when the batch (or each trigger) is planned.
         max_rows_per_trigger, max_bytes_per_trigger: bounds of a micro-batch; an operation is never split, and bytes win
-            where both are given and the engine asks for one.
+            if both are given and the engine asks for one.
         layout: `records` (default) or `frames` (see `millstream.spark.frames`).
         tables: with frames, table ids separated by commas.
         partition_bytes: bytes of the log a Spark partition.
-        inline_bytes_max: with frames, a table's bytes in a partition from which on a row only says where they lie.
+        inline_bytes_max: with frames, a table's bytes in a partition from which on a row only names their place.
     """
 
     wal: Path
     home: Path | None = None
-    """Whose log it is, where the home was named."""
+    """The log's home, if one was named."""
     table: str | None = None
     table_ids: frozenset[TableId] | None = None
     columns: tuple[str, ...] = ()
@@ -104,7 +108,7 @@ class SourceOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
-        """The options as Spark hands them over, names in any case.
+        """Parse the options as Spark passes them, names in any case.
 
         Raises:
             UsageError: an option is unknown, missing or malformed; the message names it.
@@ -140,15 +144,15 @@ class SourceOptions:
 
 
 class MillstreamSource(DataSource):
-    """The source as Spark knows it; Spark makes one for each `load()` and pickles it from process to process."""
+    """The source as Spark sees it; Spark makes one for each `load()` and pickles it from process to process."""
 
     @classmethod
     def name(cls) -> str:
-        """What `format(…)` is given."""
+        """The name for `format(…)`."""
         return "millstream"
 
     def schema(self) -> StructType:
-        """The columns, from the log's latest schema of the table; they stay so for the life of the DataFrame."""
+        """Return the columns, from the log's latest schema of the table; they are fixed for the DataFrame's life."""
         options = SourceOptions.parse(self.options)
         if options.layout == "frames":
             return spark_schema(FRAMES_SCHEMA)
@@ -162,21 +166,21 @@ class MillstreamSource(DataSource):
         return spark_schema(pa.schema([whole.field(name) for name in options.columns]) if options.columns else whole)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """For `spark.read`."""
+        """Return the reader for `spark.read`."""
         return MillstreamReader(_Scan(SourceOptions.parse(self.options), schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """For `spark.readStream`."""
+        """Return the reader for `spark.readStream`."""
         return MillstreamStreamReader(_Scan(SourceOptions.parse(self.options), schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's
-        """For `df.write`; see `millstream.spark.sink`."""
+        """Return the writer for `df.write`; see `millstream.spark.sink`."""
         from millstream.spark.sink import MillstreamWriter, SinkOptions
 
         return MillstreamWriter(SinkOptions.parse(self.options), schema, overwrite=overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's
-        """For `df.writeStream`; likewise."""
+        """Return the writer for `df.writeStream`; likewise."""
         from millstream.spark.sink import MillstreamStreamWriter, SinkOptions
 
         return MillstreamStreamWriter(SinkOptions.parse(self.options), schema, overwrite=overwrite)
@@ -184,19 +188,19 @@ class MillstreamSource(DataSource):
 
 @dataclass
 class LogPartition(InputPartition):
-    """One task's part of `(after, upto]`."""
+    """None: no records, only a frames marker."""
 
     span: LogSpan | None
-    """None: no records, a frames marker alone."""
+    """None: no records, only a frames marker."""
     after: Seq
     upto: Seq
     table_ids: frozenset[TableId] | None
-    """None: all."""
+    """The tables to read; None: all."""
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """What batch and stream have in common. Picklable, and cheap to make: the log is opened on first use of each process."""
+    """The common part of batch and stream. Picklable, and cheap to make: each process opens the log on first use."""
 
     options: SourceOptions
     declared: StructType
@@ -212,13 +216,13 @@ class _Scan:
         return self._opened[0]
 
     def check_age(self) -> None:
-        """`ReplicaTooStale` where the home follows another one, and what it has is older than its configuration allows."""
+        """Raise `ReplicaTooStale` if the home follows another one, and its data is older than it allows."""
         if self.options.home is not None:
             with millstream.open(self.options.home) as home:
                 home.check_age(self.options.wal.name)
 
     def start(self) -> Seq:
-        """Where `starting` says; `TokenFromFuture`, `InvalidToken` where it can't be."""
+        """Return the position of `starting`; raises `TokenFromFuture` or `InvalidToken` if there is none."""
         if self.options.starting == "earliest":
             return Seq(max(0, self.log.first_seq() - 1))
         if self.options.starting == "latest":
@@ -226,11 +230,11 @@ class _Scan:
         return self._existing(self.options.starting)
 
     def end(self) -> Seq:
-        """What there is now, and not beyond `ending`."""
+        """Return the current end, at most `ending`."""
         return self.log.persisted_upto() if self.options.ending is None else self._existing(self.options.ending)
 
     def bound(self) -> Seq | None:
-        """Where `ending` says that a stream stops; it may lie ahead."""
+        """Return the position at which `ending` stops a stream; it may lie ahead."""
         return None if self.options.ending is None else self.log.whole_upto(self._parse(self.options.ending))
 
     def partitions(self, after: Seq, upto: Seq) -> list[LogPartition]:
@@ -303,13 +307,13 @@ class _Scan:
 
 
 class MillstreamReader(DataSourceReader):
-    """One batch: what was durable when it was planned."""
+    """One batch, of what was durable when it was planned."""
 
     def __init__(self, scan: _Scan) -> None:
         self._scan = scan
 
     def partitions(self) -> Sequence[InputPartition]:
-        """The stretches of the log between `starting` and `ending`, sized by bytes."""
+        """Return the stretches of the log between `starting` and `ending`, sized by bytes."""
         self._scan.check_age()
         start, end = self._scan.start(), self._scan.end()
         if self._scan.options.starting == "earliest":
@@ -317,7 +321,7 @@ class MillstreamReader(DataSourceReader):
         return self._scan.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one of them. Spark hands over an empty partition of its own where there is none."""
+        """Yield the rows of one partition. If there is none, Spark passes an empty partition of its own."""
         if isinstance(partition, LogPartition):
             yield from self._scan.read(partition)
 
@@ -330,11 +334,11 @@ class MillstreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow
         self._target: Seq | None = None
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
-        """Where a query without a spark checkpoint begins."""
+        """Return the start of a query without a spark checkpoint."""
         return self._offset(self._scan.start())
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """The bound of a micro-batch that the options name; bytes before rows."""
+        """Return the bound of a micro-batch that the options name; bytes before rows."""
         if self._scan.options.bytes_max is not None:
             return ReadMaxBytes(self._scan.options.bytes_max)
         if self._scan.options.rows_max is not None:
@@ -342,7 +346,7 @@ class MillstreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow
         return ReadAllAvailable()
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802 - Spark's name
-        """The greatest cut within the limit; at least one whole group where there is one beyond `start`."""
+        """Return the greatest cut within the limit; at least one whole group if there is one beyond `start`."""
         if self._target is None:
             self._scan.check_age()
         after = self._position(start)
@@ -356,20 +360,20 @@ class MillstreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow
         return self._offset(max(after, upto))
 
     def reportLatestOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
-        """What is durable now, for the query's progress."""
+        """Return the durable end, for the query's progress."""
         return self._offset(self._scan.log.persisted_upto())
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Fix what "now" is."""
+        """Fix the target of "now"."""
         self._scan.check_age()
         self._target = self._scan.log.persisted_upto()
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
-        """The stretches of the log between two offsets: the same for ever."""
+        """Return the stretches of the log between two offsets: the same for ever."""
         return self._scan.partitions(self._position(start), self._position(end))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one of them."""
+        """Yield the rows of one partition."""
         assert isinstance(partition, LogPartition)
         yield from self._scan.read(partition)
 
@@ -382,7 +386,7 @@ class MillstreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow
 
 
 def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
-    """The position that a spark checkpoint's offset stands for.
+    """Return the position of a spark checkpoint's offset.
 
     Raises:
         CheckpointForeign: it is another stream's, or no offset of Millstream's at all.
@@ -399,7 +403,7 @@ def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
 
 
 def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The same rows in fewer batches, of about `BATCH_ROWS` where they were much smaller; large ones are passed on uncopied."""
+    """Join small batches to about `BATCH_ROWS` rows; large ones are passed on uncopied."""
     held: list[pa.RecordBatch] = []
     rows = 0
     for batch in batches:
@@ -416,9 +420,9 @@ def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[
 
 
 def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
-    """The latest schemas of all tables of that name: one that was dropped and made again is two."""
+    """Return the latest schemas of all tables of that name: a table that was dropped and created again counts twice."""
     schemas = [schema for schema in log.schemas().values() if schema.kind is not TableKind.RAW]
-    # As PostgreSQL quotes it, or plain: a name that needs no quotes in the log may still be typed without them.
+    # As PostgreSQL quotes it, or plain: a name that is quoted in the log may still be typed without quotes.
     found = [schema for schema in schemas if name in {schema.full_name, f"{schema.namespace}.{schema.name}"}]
     if not found:
         known = sorted({schema.full_name for schema in schemas})

@@ -1,7 +1,8 @@
-"""What Spark's tasks hand over to the driver, to be appended there: rows in files that both see, or in the message itself; and how large it is.
+"""Rows on their way from Spark's tasks to the driver, which appends them: in shared files, or in the message itself.
 
-Sizes and cuts depend on the rows alone, never on how they were divided into tasks or batches, nor on their order: a batch that Spark runs
-again, divided otherwise, comes to the same parts. So a part that was appended before is known for what it is.
+Sizes and cuts depend on the rows alone, never on their order or their division into tasks or
+batches. A batch that Spark repeats, divided differently, gives the same parts. So a part that was
+appended before is recognised.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from millstream.errors import EngineError, RowsTooLarge
 from millstream.private_files import make_folder
 
 PART_BYTES: Final = 24 << 20
-"""Of rows that become one operation: a server takes 32 MiB in a request, where nobody says otherwise."""
+"""Size of the rows of one operation; a server takes 32 MiB in a request by default."""
 MESSAGE_BYTES_MAX: Final = 64 << 20
-"""Of a task's rows that travel through the driver: it holds those of all tasks."""
+"""Maximum size of a task's rows that travel through the driver, which holds those of all tasks."""
 _BUCKETS_MAX: Final = 256
-"""Files that are open at a time."""
+"""Maximum number of files open at a time."""
 _ABANDONED_S: Final = 86_400.0
-"""After which what a job has left is nobody's: no batch takes so long."""
+"""Age at which a job's leftover folder counts as abandoned: no batch takes so long."""
 _OF_A_JOB: Final = re.compile(r"[0-9a-f]{32}\Z")
-"""The name of a folder that a job makes: what else lies beside it may be anybody's."""
+"""The name of a folder that a job makes; other entries in the same folder may belong to others."""
 _NOT_OF_ROWS: Final = 5
-"""Bytes of a value beside its own: whether there is one, and where it begins."""
+"""Bytes of a value in addition to its own: whether it is null, and where it begins."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class Staged(WriterCommitMessage):
 
     rows: int
     size: int
-    """As `measure` has it."""
+    """Size as `measure` returns it."""
     data: bytes = b""
-    """An Arrow stream; empty where it lies in a file."""
+    """An Arrow stream; empty if the rows are in a file."""
     file: str = ""
     query: str = ""
-    """The id of the streaming query; empty of a batch."""
+    """The id of the streaming query; empty for a batch."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows.
+        """Yield the rows.
 
         Raises:
             EngineError: the file can't be read from here.
@@ -69,7 +70,7 @@ class Staged(WriterCommitMessage):
             ) from error
 
     def drop(self) -> None:
-        """Take the file away."""
+        """Remove the file."""
         if self.file:
             with suppress(OSError):
                 Path(self.file).unlink()
@@ -80,8 +81,8 @@ def stage(batches: Iterator[pa.RecordBatch], schema: pa.Schema, folder: Path | N
 
     Args:
         batches: in `schema`.
-        schema: theirs.
-        folder: where files go; None: into the message.
+        schema: the batches' schema.
+        folder: the folder for files; None: the rows go into the message.
         query: see `Staged`.
 
     Raises:
@@ -121,7 +122,7 @@ def stage(batches: Iterator[pa.RecordBatch], schema: pa.Schema, folder: Path | N
 
 
 def forget_abandoned(folder: Path) -> None:
-    """Take away what jobs have left that ended without a word; others may use the folder, too."""
+    """Remove what jobs left behind that ended abruptly; others may also use the folder."""
     before = time.time() - _ABANDONED_S
     with suppress(OSError):
         for entry in folder.iterdir():
@@ -138,7 +139,7 @@ def _forget(job: Path, before: float) -> None:
 
 
 def measure(batch: pa.RecordBatch) -> int:
-    """Bytes of rows: of several batches together as much as of each, however they are divided."""
+    """Return the size of rows in bytes; it is additive, however the rows are divided into batches."""
     return sum(_size_of(column) for column in batch.columns)
 
 
@@ -149,7 +150,7 @@ def _size_of(column: pa.Array) -> int:
     if pa.types.is_list(kind):
         return _size_of(column.flatten()) + _NOT_OF_ROWS * count
     if pa.types.is_struct(kind):
-        # As JSON each value has its name beside it.
+        # As JSON each value comes with its name.
         names = sum(len(field.name) + _NOT_OF_ROWS for field in kind)
         return sum(_size_of(field) for field in column.flatten()) + names * count
     width = 1 if pa.types.is_null(kind) or pa.types.is_boolean(kind) else kind.bit_width // 8
@@ -157,15 +158,15 @@ def _size_of(column: pa.Array) -> int:
 
 
 def parts_of(staged: Sequence[Staged], schema: pa.Schema, *, ordered: bool) -> Iterator[pa.Table]:
-    """The rows of all tasks, in parts that are an operation each: one, where they are few.
+    """Yield the rows of all tasks, in parts that are an operation each: one part, if the rows are few.
 
     Args:
-        staged: what tasks have handed over.
-        schema: the rows'.
-        ordered: whether the same rows have to come in the same order also where they are one part; else that is as tasks had them.
+        staged: the tasks' rows.
+        schema: the rows' schema.
+        ordered: whether equal rows must come in the same order even in a single part; otherwise the tasks' order stays.
 
     Returns:
-        Of the same rows the same parts, whatever tasks they come from. In memory is one part at a time.
+        The same parts for the same rows, whatever tasks they come from. One part at a time is in memory.
     """
     total = sum(one.size for one in staged)
     if total <= PART_BYTES:
@@ -199,7 +200,7 @@ def _by_bucket(batch: pa.RecordBatch, count: int) -> dict[int, list[int]]:
 
 
 def _cut(rows: pa.Table) -> Iterator[pa.Table]:
-    """Rows in an order of their own, in pieces of so many bytes."""
+    """Yield rows, sorted by their values, in pieces of bounded size."""
     keys = [key for batch in rows.to_batches() for key in _keys(batch)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     width = 8 * rows.num_columns
@@ -215,6 +216,6 @@ def _cut(rows: pa.Table) -> Iterator[pa.Table]:
 
 
 def _keys(batch: pa.RecordBatch) -> list[bytes]:
-    """Each row's values, as bytes that are the same for the same values alone."""
+    """Return each row's values as bytes, which are equal only for equal values."""
     columns = [column.to_pylist() for column in batch.columns]
     return [repr(row).encode(errors="surrogatepass") for row in zip(*columns, strict=True)]
