@@ -362,7 +362,7 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
     Raises:
         TruncatedFrame: fewer bytes than that.
         CorruptFrame: these bytes can't begin a frame (for example zeros).
-        UnsupportedFormat: a header version that this code doesn't know.
+        UnsupportedFormat: a header version that this code doesn't support.
     """
     if len(start) < FRAME_HEADER_MIN:
         raise TruncatedFrame("the file ends inside of a frame's header")

@@ -117,7 +117,7 @@ class SegmentHeader:
 
         Raises:
             TruncatedFrame: fewer than `SEGMENT_HEADER_SIZE` bytes.
-            UnsupportedFormat: a version that this code doesn't know.
+            UnsupportedFormat: a version that this code doesn't support.
             CorruptFrame: not a segment, or damaged.
         """
         head = bytes(data[:SEGMENT_HEADER_SIZE])

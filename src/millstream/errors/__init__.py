@@ -372,7 +372,7 @@ class StreamNotEmpty(LogError):
 
 
 class UnsupportedFormat(LogError):
-    """The bytes are of a format version that this Millstream doesn't know; details: version."""
+    """The bytes are of a format version that this Millstream doesn't support; details: version."""
 
     code = "unsupported_format"
     retry = Retry.OPERATOR
@@ -449,7 +449,7 @@ class ShardTaken(LogError):
 
 
 class TableSetAside(MillstreamError):
-    """The table is set aside: its records lie raw in the log until it is mended; details: table, reason."""
+    """The table is set aside: its records are raw in the log until it is repaired; details: table, reason."""
 
     code = "table_set_aside"
     retry = Retry.OPERATOR

@@ -203,7 +203,7 @@ class MergeStateUnreadable(ReplicationError):
 
 
 class MergeUnsuitable(ReplicationError):
-    """A table or a column can't merge as the configuration says."""
+    """A table or a column can't merge as configured."""
 
     code = "merge_unsuitable"
     retry = Retry.OPERATOR

@@ -1,5 +1,5 @@
 """Lake tables without Spark: layout, history, folds into current, commit cuts, query.
 
-Everything that writes (`layout`, `history`, `fold`, `current`, `commits`) needs the core package and deltalake only, for it
-runs in Spark's executors; `query` needs duckdb too and imports it when first used.
+Modules that write (`layout`, `history`, `fold`, `current`, `commits`) need only the core package and deltalake,
+because they run in Spark's executors; `query` also needs duckdb and imports it when first used.
 """

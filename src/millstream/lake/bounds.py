@@ -1,6 +1,7 @@
-"""The lowest and greatest values of a file's columns, as Delta's statistics have them: exact, so that no reader skips a file wrongly.
+"""The lowest and greatest values of a file's columns for Delta's statistics: exact, so no file is skipped wrongly.
 
-delta-rs (1.6) cuts timestamps to milliseconds and decimals to doubles, and readers then skip files that hold what they look for.
+delta-rs (1.6) truncates timestamps to milliseconds and rounds decimals to doubles. Readers then skip files that
+hold the values they look for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 _TEXT_BOUND_MAX: Final = 256
-"""Characters of a text's bound; longer ones are cut to a bound that still holds."""
+"""Maximum characters of a text's bound; longer texts are cut to a bound that still holds."""
 _LAST_CODE: Final = 0x10FFFF
 _SURROGATES: Final = 0xD800
 _SURROGATES_END: Final = 0xE000
@@ -31,7 +32,7 @@ class Bounds:
         self._nulls: dict[str, int] = {f.name: 0 for f in fields}
 
     def note(self, batch: pa.RecordBatch) -> None:
-        """Take a batch's values in."""
+        """Include a batch's values."""
         for name in self._nulls:
             self._nulls[name] += batch.column(name).null_count
         for one in self._fields:
@@ -44,7 +45,7 @@ class Bounds:
             self._high[one.name] = found["max"] if high is None else max(high, found["max"], key=_order)
 
     def stats(self, rows: int) -> str:
-        """Delta's statistics of a file of so many rows, JSON."""
+        """Return Delta's statistics of a file of so many rows, as JSON."""
         known = [f for f in self._fields if f.name in self._low]
         low = {f.name: bound_of(self._low[f.name], greatest=False) for f in known}
         high = {f.name: bound_of(self._high[f.name], greatest=True) for f in known}
@@ -53,24 +54,27 @@ class Bounds:
 
 
 def _json(facts: Mapping[str, Any]) -> str:
-    """An object as JSON; decimals keep all of their digits, which `json` can't be told."""
+    """Return an object as JSON; decimals keep all of their digits, which `json` doesn't support."""
     values = (format(v, "f") if isinstance(v, Decimal) else _text(v) for v in facts.values())
     return "{" + ",".join(f"{_text(name)}:{value}" for name, value in zip(facts, values, strict=True)) + "}"
 
 
 def _text(value: Any) -> str:
-    """JSON without escapes: delta-rs (1.6) takes some characters beyond U+FFFF for others where they are escaped."""
+    """Return JSON without escapes: delta-rs (1.6) misreads some escaped characters beyond U+FFFF."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _order(value: Any) -> Any:
-    """Texts in the order of their bytes, which is Delta's."""
+    """Return a sort key that orders texts by their bytes, which is Delta's order."""
     return value.encode() if isinstance(value, str) else value
 
 
 def boundable(columns: pa.Schema, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of some columns whose values all have exact bounds in Delta's statistics (a NaN and an infinity have none)."""
-    # The property that lists them has no way to write these two characters.
+    """Return those of some columns whose values all have exact bounds in Delta's statistics.
+
+    A NaN and an infinity have none.
+    """
+    # The property that lists them can't represent these two characters.
     return tuple(name for name in names if _has_bounds(columns.field(name).type) and not set(name) & {",", "`"})
 
 
@@ -85,7 +89,7 @@ def _has_bounds(kind: pa.DataType) -> bool:
 
 
 def bound_of(value: Any, *, greatest: bool) -> Any:
-    """A bound as Delta's JSON has it; cut texts are lowered or raised."""
+    """Return a bound as Delta's JSON has it; cut texts are lowered or raised."""
     if isinstance(value, str) and len(value) > _TEXT_BOUND_MAX:
         return _raised(value) if greatest else value[:_TEXT_BOUND_MAX]
     if isinstance(value, datetime):
@@ -97,7 +101,10 @@ def bound_of(value: Any, *, greatest: bool) -> Any:
 
 
 def _raised(text: str) -> str:
-    """A shorter text above a long one: its beginning, with the last character that has a next one raised; itself where none has."""
+    """Return a shorter text above a long one; the text itself if there is none.
+
+    It is the text's beginning, with its last character that has a successor raised.
+    """
     for end in range(_TEXT_BOUND_MAX, 0, -1):
         code = ord(text[end - 1]) + 1
         if code <= _LAST_CODE:

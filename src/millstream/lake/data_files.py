@@ -1,9 +1,9 @@
 """The Parquet files of a lake's Delta tables: written here, listed, read and swapped in one commit.
 
-Millstream writes the files itself and leaves the log of the Delta table to delta-rs. Why: delta-rs (1.6) cuts the bounds that it
-notes of a file's values, and it has no way to write files in several processes for one commit. Bounds noted here are exact,
-and only of the columns that the table's property names (`bounded_property`). Files are read one by one where that starts sooner than
-a dataset, which brings pandas along where that is installed.
+Millstream writes the files itself and leaves the Delta table's log to delta-rs. delta-rs (1.6) truncates the bounds
+that it records of a file's values, and can't write files in several processes for one commit. Bounds recorded here
+are exact, and cover only the columns that the table's property names (`bounded_property`). Files are read one by
+one when that starts sooner than a dataset, which imports pandas if it is installed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NewFile:
     """A file that was written and isn't committed yet. A value: crosses processes."""
 
     path: str
-    """Within the table's folder."""
+    """Path within the table's folder."""
     size_bytes: int
     rows: int
     stats: str
@@ -55,25 +55,25 @@ class NewFile:
     partition: dict[str, str | None] = field(default_factory=dict)
 
     def action(self, *, data_change: bool) -> AddAction:
-        """The commit's action that adds it."""
+        """Return the commit action that adds the file."""
         return AddAction(self.path, self.size_bytes, self.partition, _now_ms(), data_change, self.stats)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveFile:
-    """A file that a table has, with what its log knows of one column."""
+    """A file of a table, with its log's facts about one column."""
 
     path: str
-    """Within the table's folder."""
+    """Path within the table's folder."""
     rows: int
     size_bytes: int
     low: Any
-    """The column's least value; None where the log doesn't tell."""
+    """The column's least value; None if the log has none."""
     high: Any
 
 
 def files_of(opened: OpenTable, column: str) -> list[LiveFile]:
-    """A table's live files with what is known of one column."""
+    """Return a table's live files with the facts about one column."""
     actions = live_files(opened)
     names = ("path", "num_records", "size_bytes", f"min.{column}", f"max.{column}")
     columns = [
@@ -86,17 +86,17 @@ def files_of(opened: OpenTable, column: str) -> list[LiveFile]:
 
 
 def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
-    """The file system whose root is a table's folder."""
+    """Return the file system whose root is a table's folder."""
     if "://" in path:
         return pafs.PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
     return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
 
 
 def probe_storage(layout: LakeLayout) -> None:
-    """Write a file of its own into the lake's object store, read it and delete it.
+    """Write a test file into the lake's object store, read it and delete it.
 
     Raises:
-        LakeUnavailable: one of them failed, which the message tells; details: path, step.
+        LakeUnavailable: one of the steps failed; details: path, step.
     """
     name, step = f".millstream-probe-{secrets.token_hex(8)}", "written"
     said = pa.table({"written_by": ["millstream doctor"]})
@@ -125,7 +125,7 @@ def _unfit(layout: LakeLayout, step: str, why: str) -> LakeUnavailable:
 
 
 def remove_folder(layout: LakeLayout, path: str) -> None:
-    """Delete a table's folder with all that is in it; nothing where there is none."""
+    """Delete a table's folder with everything in it; does nothing if there is none."""
     with lake_errors(path):
         if "://" not in path:
             shutil.rmtree(path, ignore_errors=True)
@@ -137,14 +137,14 @@ def remove_folder(layout: LakeLayout, path: str) -> None:
 
 
 def folders_in(layout: LakeLayout, path: str) -> list[str]:
-    """The names of the folders in one; none where it isn't there."""
+    """Return the names of the folders in one; none if it doesn't exist."""
     with lake_errors(path):
         found = storage_of(layout, path).get_file_info(pafs.FileSelector("", allow_not_found=True))
         return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
 
 
 class TableFiles:
-    """Writes new files of one table, and reads those that it has."""
+    """Writes new files of one table, and reads its existing ones."""
 
     def __init__(self, layout: LakeLayout, path: str, bounded: Sequence[str] = ()) -> None:
         """See the class.
@@ -152,7 +152,7 @@ class TableFiles:
         Args:
             layout: where the lake is.
             path: the table's folder.
-            bounded: `boundable` columns, whose lowest and greatest values are noted with each file.
+            bounded: `boundable` columns, whose lowest and greatest values are recorded with each file.
         """
         self._storage = storage_of(layout, path)
         self._path = path
@@ -165,7 +165,7 @@ class TableFiles:
 
         Args:
             rows: in `schema`.
-            schema: of the file: the table's columns without those that partition it.
+            schema: of the file: the table's columns without its partition columns.
             name: the file's name, unique in the table.
             partition: `column=value` for a partitioned table's folder.
         """
@@ -200,25 +200,25 @@ class TableFiles:
 
     @contextmanager
     def open(self, path: str) -> Iterator[pq.ParquetFile]:
-        """One file, for reading."""
+        """Open one file for reading."""
         with lake_errors(self._path), self._storage.open_input_file(path) as handle, pq.ParquetFile(handle) as file:
             yield file
 
     def read(self, path: str) -> pa.Table:
-        """One file's rows, in the columns that the file has."""
+        """Return one file's rows, in the columns that the file has."""
         with self.open(path) as file:
             return file.read()
 
     def batches(
         self, path: str, columns: Sequence[str], *, rows: int = 1 << 14, least: tuple[str, int] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """One file's rows, in its order and a batch at a time; columns that the table is partitioned by aren't in it.
+        """Yield one file's rows, in its order and batch by batch; the table's partition columns aren't in it.
 
         Args:
             path: within the table's folder.
             columns: which, by name.
-            rows: at most so many a batch.
-            least: a column and a number: row groups that hold none so great are passed over.
+            rows: maximum rows of a batch.
+            least: a column and a number: row groups without a value at least as great are skipped.
         """
         with self.open(path) as file:
             groups = [
@@ -227,14 +227,14 @@ class TableFiles:
             yield from file.iter_batches(batch_size=rows, row_groups=groups, columns=list(columns))
 
     def all(self) -> dict[str, pafs.FileInfo]:
-        """Every file in the folder, the Delta log's aside, by path."""
+        """Return every file in the folder, except the Delta log's, by path."""
         with lake_errors(self._path):
             found = self._storage.get_file_info(pafs.FileSelector("", recursive=True))
         named = ((info.path.lstrip(_SLASH), info) for info in found if info.is_file)
         return {path: info for path, info in named if not path.startswith("_delta_log/")}
 
     def delete(self, paths: Iterable[str]) -> int:
-        """Delete files; those that are gone already don't matter. Returns how many there were."""
+        """Delete files, ignoring those already gone; return the number deleted."""
         deleted = 0
         for path in paths:
             try:
@@ -246,25 +246,25 @@ class TableFiles:
 
 
 def new_name(version: int | None = None, *, table: TableId | None = None) -> str:
-    """A name for a new file.
+    """Return a name for a new file.
 
     Args:
-        version: where the file may be committed as this version of the table and no other, so that whoever finds it later knows
-            whether it was; None where another version will do.
-        table: of history: the table whose records the file has, and no other's.
+        version: set if the file may only be committed as this version of the table, so that a later reader of the
+            name can tell whether it was; None if any version will do.
+        table: of history: the only table whose records the file has.
     """
     of = "" if table is None else f"t{table}-"
     return f"{'part' if version is None else f'v{version:020d}'}-{of}{uuid.uuid4()}.zstd.parquet"
 
 
 def table_in(path: str) -> TableId | None:
-    """The table whose records a file of history has, by its name; None where the name doesn't say: in a lake of before."""
+    """Return the table whose records a file of history has, by its name; None if it has none, in an older lake."""
     found = _TABLE.match(path.rpartition(_SLASH)[2])
     return None if found is None else TableId(int(found[1]))
 
 
 def version_in(path: str) -> int | None:
-    """The only version that a file can have been committed as, by its name; None where the name doesn't say."""
+    """Return the only version that a file can have been committed as, by its name; None if the name has none."""
     name = path.rpartition(_SLASH)[2]
     return int(name[1:21]) if name.startswith("v") and name[1:21].isdecimal() and name[21:22] == "-" else None
 
@@ -280,20 +280,21 @@ def swap(
     partition_by: Sequence[str] = (),
     data_change: bool = True,
 ) -> None:
-    """Commit that some files are in the table now and others aren't, in one step.
+    """Commit in one step that some files are added to the table and others removed.
 
     Args:
-        opened: the table; the handle stands at the new version afterwards.
+        opened: the table; its handle is at the new version afterwards.
         properties: the commit's stamp and position, of `OpenTable.commit` or `OpenTable.upkeep`.
         add: files that were written.
         remove: paths of live files.
         mode: `overwrite` removes all files, and makes `schema` the table's.
-        schema: the table's new columns; as they are where None.
+        schema: the table's new columns; None: unchanged.
         partition_by: the columns that partition the table.
-        data_change: False where no row changes.
+        data_change: False if no row changes.
 
     Raises:
-        LakeConflict: another commit took files away that this one read, or, where the properties allow no retry, any came first.
+        LakeConflict: another commit removed files that this one read, or any came first and the properties allow
+            no retry.
     """
     now = _now_ms()
     gone = [RemoveAction(path, data_change, now) for path in remove]
@@ -310,7 +311,7 @@ def swap(
 
 
 def _encodings(schema: pa.Schema, sample: pa.RecordBatch | None) -> dict[str, Any]:
-    """How columns are encoded: by a dictionary where values repeat, numbers and times as differences.
+    """Return the encodings of columns: a dictionary if values repeat, differences for numbers and times.
 
     A dictionary of values that don't repeat costs three quarters of a file's time, and makes it larger.
     """

@@ -1,12 +1,13 @@
-"""Delta tables as this lake uses them: opened anew for every write, owned, and committed exactly once.
+"""Delta tables as this lake uses them: opened again for every write, owned, and committed exactly once.
 
-Every commit of ours carries Delta's `txn(app, n)` and, in its commit info, a stamp `millstream` that says on which version
-it was made. A data-changing commit without a stamp is somebody else's: the table is foreign from then on, and nothing more
-is written into it. The check costs one read of the newest commit's JSON: each stamped commit vouches for all up to the version
-that it was made on.
+Every commit of ours carries Delta's `txn(app, n)` and, in its commit info, a stamp `millstream` with the version
+that it was based on. A data-changing commit without a stamp is another program's: the table is foreign from then
+on, and nothing more is written to it. The check costs one read of the newest commit's JSON, because each stamped
+commit vouches for all commits up to the version that it was based on.
 
-A handle is used for one write only. delta-rs refuses a transaction through a handle that is staler than another commit of
-the same app, but accepts it through a table opened since: so open, compare `transaction_version`, write through that handle.
+A handle is used for one write only. delta-rs rejects a transaction through a handle that is older than another
+commit of the same app, but accepts it through a table opened since. So open, compare `transaction_version`, and
+write through that handle.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ BOUNDED_PROPERTY: Final = "delta.dataSkippingStatsColumns"
 _BENIGN: Final = frozenset(
     {"OPTIMIZE", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "ADD FEATURE", "FSCK", "COMPUTE STATS"}
 )
-"""Operations of others that leave every row as it was."""
+"""Other programs' operations that leave every row as it was."""
 _LOOK_BACK_VERSIONS: Final = 200
 _FEATURES: Final = {
     "timestampNtz": TableFeatures.TimestampWithoutTimezone,
     "invariants": TableFeatures.Invariants,
     "appendOnly": TableFeatures.AppendOnly,
 }
-"""The features that a table with timestamps without a time zone needs. Spark refuses one with columns that are never null and without `invariants`,
-which earlier protocol versions imply and delta-rs leaves out."""
+"""The features that a table needs for timestamps without a time zone. For a table with columns that are never null,
+Spark also requires `invariants`, which earlier protocol versions imply and delta-rs leaves out."""
 _HOLDER: Final = "holder"
-"""Ends the app id under which a folded table's commits say whose its rows are: a folder's name may go to another table."""
+"""Suffix of the app id under which a folded table's commits record the owner of its rows: a folder's name may go to
+another table."""
 WRITER: Final = WriterProperties(compression="ZSTD", compression_level=1)
 """zstd 1 halves snappy's bytes on rows of short texts for about the same CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTable:
-    """A table opened for one write: the handle, and what this app had committed when it was opened."""
+    """A table opened for one write: the handle, and this app's last commit when it was opened."""
 
     table: DeltaTable
     path: str
@@ -67,7 +69,7 @@ class OpenTable:
 
     @property
     def version(self) -> int:
-        """The Delta version that the handle stands at (after a write through it: that write's)."""
+        """The Delta version of the handle (after a write through it: that write's)."""
         return int(self.table.version())
 
     @property
@@ -76,16 +78,16 @@ class OpenTable:
         return dict(self.table.metadata().configuration)
 
     def schema(self) -> pa.Schema:
-        """The table's columns in Arrow."""
+        """Return the table's columns in Arrow."""
         return pa.schema(self.table.schema().to_arrow())
 
     def commit(self, n: Seq, *, exact: bool = False, holds: bool = False) -> CommitProperties:
-        """What a data commit at `n` through this handle carries.
+        """Return the properties of a data commit at `n` through this handle.
 
         Args:
-            n: what the table has with it.
-            exact: whether the commit must be the version after the handle's, and fail where any other came first.
-            holds: whether the rows are this app's from then on, whosever they were before (`held`).
+            n: the table's position after the commit.
+            exact: whether the commit must be the version after the handle's, and fail if any other came first.
+            holds: whether the rows belong to this app from then on, whoever owned them before (`held`).
         """
         holder, _, mine = self.app.rpartition("/")
         return CommitProperties(
@@ -99,34 +101,37 @@ class OpenTable:
 
     @property
     def held(self) -> bool | None:
-        """Whether the rows of a folded table are those that this app wrote last; None where no commit tells: in a lake of before."""
+        """Whether this app wrote the rows of a folded table last; None if no commit records it, in an older lake."""
         holder, _, mine = self.app.rpartition("/")
         found = self.table.transaction_version(f"{holder}/{_HOLDER}")
         return None if found is None else int(found) == int(mine)
 
     def committed(self, table: TableId) -> Seq | None:
-        """The last transaction version of the same view of another table that has lain here."""
+        """Return the last transaction version of another table's same view in this folder."""
         found = self.table.transaction_version(f"{self.app.rpartition('/')[0]}/{table}")
         return None if found is None else Seq(found)
 
     def upkeep(self, *, exact: bool = False) -> CommitProperties:
-        """What a commit that changes no rows carries; `exact` as of `commit`, for one that replaces every file."""
+        """Return the properties of a commit that changes no rows; `exact` as of `commit`, if it replaces every file."""
         return CommitProperties(
             custom_metadata={STAMP: json.dumps({"on": self.version})}, max_commit_retries=0 if exact else None
         )
 
 
 def live_files(opened: OpenTable) -> pa.Table:
-    """The table's live files as its log tells of them, flat: path, size_bytes, num_records, min.…, max.…, null_count.…, partition.…"""
+    """Return the table's live files from its log.
+
+    The columns are flat: path, size_bytes, num_records, min.…, max.…, null_count.…, partition.…
+    """
     with lake_errors(opened.path):
         found: Any = opened.table.get_add_actions(flatten=True)
-        # Not by `pa.table`, which asks whether it was given a DataFrame and imports pandas for that.
+        # Not by `pa.table`, which checks for a DataFrame and imports pandas for that.
         return pa.RecordBatchReader.from_stream(found).read_all()
 
 
 @contextmanager
 def lake_errors(path: str) -> Iterator[None]:
-    """Translate what delta-rs raises."""
+    """Translate delta-rs's errors."""
     try:
         yield
     except CommitFailedError as error:
@@ -142,10 +147,10 @@ def lake_errors(path: str) -> Iterator[None]:
 
 
 def open_table(layout: LakeLayout, path: str, app: str, *, version: int | None = None) -> OpenTable | None:
-    """The table at `path`, checked to be this stream's and written by nobody else; None where there is none.
+    """Open the table at `path`, checked to be this stream's and written by no other program; None if there is none.
 
     Raises:
-        LakeTableForeign: somebody else made the table or wrote rows into it; details: path, version.
+        LakeTableForeign: another program made the table or wrote rows into it; details: path, version.
         LakeUnavailable: it can't be read.
     """
     with lake_errors(path):
@@ -171,20 +176,20 @@ def create_table(
     partition_by: list[str] | None = None,
     properties: Mapping[str, str] | None = None,
 ) -> OpenTable:
-    """Make an empty table of ours, or open the one that another task made meanwhile.
+    """Create an empty table of ours, or open it if another task has created it since.
 
     Args:
         layout: where the lake is.
         path: the table's folder.
-        app: who commits to it.
+        app: the app that commits to it.
         schema: its columns.
-        description: what it is, for people.
-        bounded: columns whose bounds are noted with every file.
-        partition_by: columns that partition it.
+        description: a description for people.
+        bounded: columns whose bounds are recorded with every file.
+        partition_by: its partition columns.
         properties: more of the table's configuration.
 
     Raises:
-        LakeError: the lake's location holds a percent sign, which delta-rs can't keep apart from an escape.
+        LakeError: the lake's location contains a percent sign, which delta-rs confuses with an escape.
     """
     if "%" in path:
         raise LakeError(
@@ -203,7 +208,7 @@ def create_table(
                 configuration={
                     STREAM_PROPERTY: str(layout.stream_id),
                     **bounded_property(bounded),
-                    # Tables are opened anew for every write, which reads the commits since the last checkpoint.
+                    # Tables are opened again for every write, which reads the commits since the last checkpoint.
                     "delta.checkpointInterval": "20",
                     **log_properties(),
                     **(properties or {}),
@@ -221,11 +226,11 @@ def create_table(
 
 
 def log_properties(keep_s: float = 0.0) -> dict[str, str]:
-    """The table properties that leave upkeep of the log to `delta_log`.
+    """Return the table properties that leave upkeep of the log to `delta_log`.
 
     Args:
-        keep_s: how long replaced data files stay. The log remembers them for twice that, 10 minutes at least: every checkpoint
-            names each file that it remembers, and upkeep deletes those files long before.
+        keep_s: how long replaced data files stay. The log remembers them for twice that, at least 10 minutes: every
+            checkpoint names each file that it remembers, and upkeep deletes those files long before.
     """
     return {
         "delta.enableExpiredLogCleanup": "false",
@@ -234,22 +239,23 @@ def log_properties(keep_s: float = 0.0) -> dict[str, str]:
 
 
 def bounded_property(columns: Sequence[str]) -> dict[str, str]:
-    """The table property that says which columns have bounds in every file.
+    """Return the table property that lists the columns with bounds in every file.
 
-    Readers take it for granted that a column has bounds unless this says otherwise: delta-rs (1.6) gives Arrow "at least null" for a
-    bound that a file lacks, which no value meets, and the file is skipped. So goes it with a column that was added later.
+    Readers assume that every column has bounds unless this property lists them. delta-rs (1.6) gives Arrow "at
+    least null" for a bound that a file lacks; no value satisfies it, and the file is skipped. The same happens with
+    a column that was added later.
     """
     return {BOUNDED_PROPERTY: ",".join(f"`{name}`" for name in columns)}
 
 
 def bounded_columns(opened: OpenTable) -> tuple[str, ...]:
-    """The columns that have bounds in every file, by that property."""
+    """Return the columns that have bounds in every file, by that property."""
     names = (opened.properties.get(BOUNDED_PROPERTY) or "").split(",")
     return tuple(name.strip("`") for name in names if name)
 
 
 def set_properties(opened: OpenTable, properties: Mapping[str, str]) -> None:
-    """Change the table's configuration; the handle stands at the new version afterwards."""
+    """Change the table's configuration; the handle is at the new version afterwards."""
     with lake_errors(opened.path):
         opened.table.alter.set_table_properties(
             dict(properties), raise_if_not_exists=False, commit_properties=opened.upkeep()
@@ -258,7 +264,7 @@ def set_properties(opened: OpenTable, properties: Mapping[str, str]) -> None:
 
 
 def add_columns(opened: OpenTable, columns: pa.Schema) -> None:
-    """Give the table those of some columns that it lacks; the handle stands at the new version afterwards."""
+    """Add those of some columns that the table lacks; the handle is at the new version afterwards."""
     _add_features(opened, columns)
     have = set(opened.schema().names)
     fields = Schema.from_arrow(pa.schema([f.with_nullable(True) for f in columns if f.name not in have])).fields
@@ -268,10 +274,10 @@ def add_columns(opened: OpenTable, columns: pa.Schema) -> None:
 
 
 def with_features(layout: LakeLayout, opened: OpenTable, columns: pa.Schema) -> OpenTable:
-    """The table once its protocol has every feature that some columns need, opened again if a feature was added.
+    """Return the table once its protocol has every feature that some columns need, opened again if a feature was added.
 
-    Call it before a commit that replaces the table's schema. delta-rs adds `timestampNtz` when it creates a table or adds columns, but not
-    with `create_write_transaction`: no reader would open the table.
+    Call it before a commit that replaces the table's schema. delta-rs adds `timestampNtz` when it creates a table
+    or adds columns, but not with `create_write_transaction`: no reader would open the table.
 
     Raises:
         LakeConflict: another commit changed the protocol at the same time.
@@ -284,11 +290,14 @@ def with_features(layout: LakeLayout, opened: OpenTable, columns: pa.Schema) -> 
 
 
 def _add_features(opened: OpenTable, columns: pa.Schema) -> bool:
-    """Add the features that the protocol lacks; returns whether there were any. The handle stands at the new version afterwards."""
+    """Add the features that the protocol lacks; return whether there were any.
+
+    The handle is at the new version afterwards.
+    """
     protocol = opened.table.protocol()
     has = {*(protocol.writer_features or ()), *(protocol.reader_features or ())}
     if not has and not any(_has_local_time(column.type) for column in columns):
-        return False  # of versions that have no features
+        return False  # a protocol version without features
     missing = [feature for name, feature in _FEATURES.items() if name not in has]
     if missing:
         with lake_errors(opened.path):
@@ -300,7 +309,7 @@ def _add_features(opened: OpenTable, columns: pa.Schema) -> bool:
 
 
 def _has_local_time(kind: pa.DataType) -> bool:
-    """Whether values of a type hold timestamps without a time zone: the only type of a lake column that needs a table feature."""
+    """Whether a type holds timestamps without a time zone, the only lake type that needs a table feature."""
     if pa.types.is_nested(kind):
         return any(_has_local_time(kind.field(place).type) for place in range(kind.num_fields))
     return bool(pa.types.is_timestamp(kind) and kind.tz is None)
@@ -308,7 +317,7 @@ def _has_local_time(kind: pa.DataType) -> bool:
 
 def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
     """Raise `LakeTableForeign` unless every row of the table is this stream's."""
-    # Nothing builds the table of cuts anew: what it says is nowhere else.
+    # The table of cuts can't be rebuilt: its content exists nowhere else.
     rebuilt = opened.path != layout.commits_path
     owner = opened.properties.get(STREAM_PROPERTY)
     if owner != str(layout.stream_id):
@@ -344,7 +353,7 @@ def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
 
 
 def _commit_infos(table: DeltaTable) -> Iterator[dict[str, Any]]:
-    """Commit infos, newest first; nearly always one is enough."""
+    """Yield commit infos, newest first; nearly always one is enough."""
     newest = table.history(1)
     yield from newest
     yield from table.history(_LOOK_BACK_VERSIONS)[len(newest) :]

@@ -1,7 +1,7 @@
-"""Upkeep of a Delta table's `_delta_log`: checkpoints at intervals, and removal of commits that no promised version needs.
+"""Upkeep of a Delta table's `_delta_log`: checkpoints at intervals, and removal of commits that no version needs.
 
-Commits never do this themselves (`delta.enableExpiredLogCleanup` is off): a cleanup lists the whole log, so that an append to a
-table with 40,000 commit files took 400 ms instead of 14.
+Commits never do this themselves (`delta.enableExpiredLogCleanup` is off). A cleanup lists the whole log: an append
+to a table with 40,000 commit files took 400 ms instead of 14.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LogFile:
     is_checkpoint: bool
     """Whether it is a whole checkpoint in one file, as Millstream's are."""
     written_ms: int
-    """Milliseconds since 1970, of the storage's clock."""
+    """When it was written, in milliseconds since 1970, by the storage's clock."""
 
 
 def log_files(layout: LakeLayout, path: str) -> list[LogFile]:
-    """The commits and checkpoints in a table's log, in order of their versions."""
+    """Return the commits and checkpoints in a table's log, in order of their versions."""
     with lake_errors(path):
         infos = storage_of(layout, path).get_file_info(pafs.FileSelector(_LOG, allow_not_found=True))
     files = []
@@ -99,7 +99,7 @@ def _needs_checkpoint(files: Sequence[LogFile], now_ms: int) -> bool:
 
 
 def _delete(layout: LakeLayout, path: str, files: Sequence[LogFile]) -> int:
-    """Delete files of a log, the oldest first: a log that is cut off at any point begins with a checkpoint or at its first commit."""
+    """Delete files of a log, the oldest first: a partly deleted log begins with a checkpoint or at its first commit."""
     storage = storage_of(layout, path)
     deleted = 0
     with lake_errors(path):

@@ -1,4 +1,4 @@
-"""A folder of history: its files, one table's records and one day's in each, and its columns, which only grow and widen."""
+"""A folder of history: its files, each with one table's records of a day, and its columns, which grow and widen."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 
 HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
-"""Followed by `.` and a table id: that table's records at or below this `seq` may be gone; what they made is in `current`. Alone, in a
-lake of before, it speaks of all."""
+"""Followed by `.` and a table id: that table's records at or below this `seq` may be gone; their effects are in
+`current`. Alone, in an older lake, it covers all tables."""
 HISTORY_BEGUN_PROPERTY: Final = "millstream.history_begun_seq"
-"""The position that a history was begun with in the place of one that was lost."""
+"""The position at which a history began in place of a lost one."""
 PARTITION: Final = "__commit_date"
 BOUNDED: Final = ("__seq",)
-"""Whose bounds are noted with each file. It is in every record, which is what makes the bounds safe to skip files by."""
+"""The column whose bounds are recorded with each file. Every record has it, so that files can be skipped safely by its
+bounds."""
 _NO_DAY: Final = "__HIVE_DEFAULT_PARTITION__"
 _BATCH_ROWS: Final = 1 << 16
 
 
 def write_days(files: TableFiles, rows: pa.Table, table: TableId) -> list[NewFile]:
-    """Write one table's records as files of history, one for each day of theirs: not yet committed."""
+    """Write one table's records as files of history, one for each of their days; not yet committed."""
     days = rows.column(PARTITION)
     rows = rows.drop_columns([PARTITION])
     written = []
@@ -43,17 +44,17 @@ def write_days(files: TableFiles, rows: pa.Table, table: TableId) -> list[NewFil
 
 
 def day_folder(day: date | None) -> str:
-    """The folder of a day's files."""
+    """Return the folder of a day's files."""
     return f"{PARTITION}={_NO_DAY if day is None else day.isoformat()}"
 
 
 def in_day(file: NewFile, day: date | None) -> NewFile:
-    """A file as one of a day."""
+    """Return a file as a file of a day."""
     return replace(file, partition={PARTITION: None if day is None else day.isoformat()})
 
 
 def files_by_day(opened: OpenTable) -> list[tuple[str, date | None]]:
-    """A history's live files, each with its day."""
+    """Return a history's live files, each with its day."""
     files = live_files(opened)
     if not files.num_rows:
         return []
@@ -70,7 +71,7 @@ def records_in(
     after: Seq = Seq(0),
     upto: Seq | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """A file's records in some columns: those in `(after, upto]` whose numbers lie in some spans."""
+    """Yield a file's records in some columns: those in `(after, upto]` whose numbers lie in some spans."""
     whole = tuple(spans) == ALL and not after and upto is None
     with files.open(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
@@ -83,10 +84,10 @@ def records_in(
 
 
 def widened(layout: LakeLayout, opened: OpenTable, name: str, columns: pa.Schema) -> OpenTable:
-    """The history with room for some columns.
+    """Return the history with room for some columns.
 
     Raises:
-        LakeSchemaConflict: one can't follow its change; nothing was written.
+        LakeSchemaConflict: a column can't follow its change; nothing was written.
     """
     have = opened.schema()
     union = union_schema(name, have, columns, narrows=True)
@@ -100,36 +101,39 @@ def widened(layout: LakeLayout, opened: OpenTable, name: str, columns: pa.Schema
 
 
 def reopened(layout: LakeLayout, opened: OpenTable) -> OpenTable:
-    """The table as it is now."""
+    """Return the table as it is now."""
     again = open_table(layout, opened.path, opened.app)
     assert again is not None, "it was there just now"
     return again
 
 
 def history_from(opened: OpenTable) -> Seq:
-    """Records at or below this may be gone of the table whose handle it is; 0 where all are there."""
+    """Return the position up to which records of the handle's table may be gone; 0 if all are there."""
     properties = opened.properties
     told = properties.get(history_from_property(table_of(opened))) or properties.get(HISTORY_FROM_PROPERTY)
     return Seq(int(told or 0))
 
 
 def history_begun(opened: OpenTable) -> Seq:
-    """Where the history was begun anew, in the place of one that was lost; 0 where it wasn't."""
+    """Return where the history was begun again, in place of a lost one; 0 if it wasn't."""
     return Seq(int(opened.properties.get(HISTORY_BEGUN_PROPERTY) or 0))
 
 
 def history_from_property(table: TableId) -> str:
-    """The property that tells up to where a table's records may be gone."""
+    """Return the property that holds the position up to which a table's records may be gone."""
     return f"{HISTORY_FROM_PROPERTY}.{table}"
 
 
 def lacks_beginning(opened: OpenTable) -> bool:
-    """Whether the first records of the table whose handle it is may be gone."""
+    """Whether the first records of the handle's table may be gone."""
     return history_from(opened) >= max(Seq(1), first_of(opened, table_of(opened)))
 
 
 def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
-    """Rewrite all files with wider columns: Delta's type widening is beyond delta-rs. Rare, and bounded in memory."""
+    """Rewrite all files with wider columns: delta-rs doesn't support Delta's type widening.
+
+    Rare, and bounded in memory.
+    """
     opened = with_features(layout, opened, union)
     files = TableFiles(layout, opened.path, BOUNDED)
     shape = pa.schema([column for column in union if column.name != PARTITION])

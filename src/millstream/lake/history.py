@@ -1,7 +1,7 @@
 """History: every record of a table, appended exactly once, partitioned by the day of its commit.
 
-Runs in executors: the core package and deltalake are enough. A table's records go into history in order of `seq`; the
-Delta table keeps the union of all versions' columns, and in its properties what its records were (`eras`).
+Runs in executors, with only the core package and deltalake. A table's records go into history in order of `seq`.
+The Delta table keeps the union of all versions' columns, and in its properties the schemas of its records (`eras`).
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ def append_history(
 ) -> TableCommit:
     """Append one table's records up to `n` to its history, exactly once, in one commit.
 
-    Records at or below what the table has already are dropped, so any earlier batch bounds, a second call and a call by a
-    task that was thought dead do no harm. Where the table had another name before, what it left there is brought first.
+    Records at or below the table's position are dropped. So earlier batch bounds, a second call, and a call by a
+    task that was thought dead are harmless. If the table had another name before, its records there are brought
+    first.
 
     Args:
         layout: where the lake is.
         schema: of the last of the records.
         batches: in `record_schema`, possibly of several versions (each batch's metadata holds its own), none above `n`.
         n: the cut that these records end at.
-        places: of the last cut, where the caller knows it; else it is read.
+        places: of the last cut, if the caller has them; otherwise they are read.
 
     Raises:
         LakeSchemaConflict: a column can't follow its change; nothing was written.
-        LakeTableForeign: somebody else wrote into the table; nothing was written.
+        LakeTableForeign: another program wrote into the table; nothing was written.
         LakeConflict: another task committed first; call again.
-        LakeHistoryLost: records that the last cut says it had aren't there any more.
+        LakeHistoryLost: records that the table had at the last cut are gone.
     """
     assert schema.kind is not TableKind.RAW, "rows of a table that is set aside have no place in the lake"
     path = layout.table_path("history", schema)
@@ -87,7 +88,8 @@ def append_history(
         return _commit(schema, path, opened, 0, n)
     ready = _ready(layout, schema, opened, rows, batches)
     if ready.n != opened.n:
-        # What was filtered by the first handle's n may not be written through one that has seen another commit.
+        # Records that were filtered by the first handle's n may not be written through a handle that has seen
+        # another commit.
         raise LakeConflict(f"another task appended to {path} meanwhile", path=path)
     files = TableFiles(layout, path, BOUNDED)
     written = write_days(files, conform(rows, ready.schema()), schema.table_id)
@@ -100,10 +102,10 @@ def append_history(
 def under_the_newest(
     schema: TableSchema, batches: Sequence[pa.RecordBatch], opened: OpenTable | None
 ) -> tuple[TableSchema, Sequence[pa.RecordBatch]]:
-    """Records that applications wrote, as of the newest version that there has been of their table.
+    """Return records that applications wrote as records of their table's newest version so far.
 
-    Each of several writers learns of a new column when it needs one, so that versions go to and fro among their records. They differ
-    by columns that were added: what a record lacks is null.
+    Each of several writers sees a new column only when it needs the column, so that versions alternate among their
+    records. The versions differ by added columns, which are null in records that lack them.
     """
     versions = {found.version: found for found in (schema, *(TableSchema.from_arrow(b.schema) for b in batches))}
     if opened is not None:
@@ -125,22 +127,22 @@ def under_the_newest(
 
 
 def open_history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
-    """A table's history, to fold from.
+    """Open a table's history, to fold from.
 
     Raises:
         LakeUnavailable: it isn't there yet, or can't be reached.
-        LakeTableForeign: somebody else wrote into it.
+        LakeTableForeign: another program wrote into it.
     """
     path = layout.table_path("history", schema)
     history = open_table(layout, path, layout.app_id("history", schema.table_id))
     if history is None:
-        # The catalog may know of a new name before a record under it has landed.
+        # The catalog may have a new name before a record under it has landed.
         raise LakeUnavailable(f"{schema.namespace}.{schema.name} has no history to fold yet", path=path)
     return history
 
 
 def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
-    """An empty history in a folder where there is none, as if it had everything up to `n` and had lost it."""
+    """Create an empty history in an empty folder, as if it had everything up to `n` and had lost it."""
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
     opened = _create(layout, schema, path, app, [], n)
     told = (history_from_property(schema.table_id), HISTORY_BEGUN_PROPERTY)
@@ -159,7 +161,7 @@ def _rows(
     after: Seq,
     upto: Seq,
 ) -> pa.Table:
-    """The batches' records above `after` in lake types, over the union of the columns that the lake has and theirs."""
+    """Return the batches' records above `after` in lake types, over the union of the lake's columns and theirs."""
     tables = []
     for batch in batches:
         last = pc.max(batch.column("__seq")).as_py() if batch.num_rows else None
@@ -171,7 +173,7 @@ def _rows(
     newest = pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)])
     name, union = f"{schema.namespace}.{schema.name}", have
     for table in tables:
-        # The table may have its new columns already: of a task that was killed before it could append.
+        # The table may have its new columns already, from a task that was killed before it could append.
         union = union_schema(name, union, table.schema, narrows=True)
     union = union_schema(name, union, newest)
     return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
@@ -201,7 +203,7 @@ def _create(
 def _ready(
     layout: LakeLayout, schema: TableSchema, opened: OpenTable, rows: pa.Table, batches: Sequence[pa.RecordBatch]
 ) -> OpenTable:
-    """The table with columns wide enough and properties that are true of the rows about to be appended."""
+    """Return the table with columns wide enough, and properties that match the rows about to be appended."""
     ready = widened(layout, opened, f"{schema.namespace}.{schema.name}", rows.schema)
     if schema.kind is TableKind.MESSAGES:
         return ready
@@ -219,7 +221,10 @@ def _ready(
 
 
 def _begun(eras: Eras, batches: Sequence[pa.RecordBatch], after: Seq) -> Eras:
-    """The eras with those that begin with one table's records above `after`: where its schema changes, and where it takes over the name."""
+    """Return the eras, with new ones that begin with one table's records above `after`.
+
+    An era begins when the table's schema changes, and when it takes over the name.
+    """
     some = [(TableSchema.from_arrow(batch.schema), batch.column("__seq").to_numpy()) for batch in batches]
     seqs = np.concatenate([np.zeros(0, np.int64), *(numbers for _, numbers in some)])
     which = np.concatenate([np.full(len(numbers), place) for place, (_, numbers) in enumerate(some)] or [seqs])
@@ -240,7 +245,10 @@ def _begun(eras: Eras, batches: Sequence[pa.RecordBatch], after: Seq) -> Eras:
 
 
 def _given_back(opened: OpenTable, eras: Eras, begun: Eras) -> Eras:
-    """The eras with those of tables that took the name back in the same batch, where their records were appended before these."""
+    """Return the eras, with those of tables that took the name back in the same batch.
+
+    Such a table's records were appended before these.
+    """
     for start, taken in begun.native:
         if (start, taken) in eras.native:
             continue

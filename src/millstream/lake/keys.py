@@ -1,7 +1,7 @@
-"""Identity of rows: values of some columns, and PostgreSQL's text where a typed value can't hold one.
+"""Identity of rows: values of some columns, and PostgreSQL's text if a typed value can't hold one.
 
-Rows of different tables are told equal or different by codes: `key_codes` numbers the distinct rows of several sets at once.
-Nulls equal nulls. As a key, -0.0 equals 0.0 (PostgreSQL's `=`); as a whole row it doesn't (its text differs).
+Codes compare rows of different tables: `key_codes` numbers the distinct rows of several sets at once. Nulls equal
+nulls. As a key, -0.0 equals 0.0 (PostgreSQL's `=`); as a whole row it doesn't (its text differs).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Keys:
     names: tuple[str, ...]
     columns: tuple[pa.Array, ...]
     exact: tuple[pa.Array | None, ...]
-    """PostgreSQL's texts where `columns` is null for want of a type that holds them; None: no row has any."""
+    """PostgreSQL's texts if `columns` is null because its type can't hold them; None: no row has any."""
 
     def __len__(self) -> int:
         return len(self.columns[0])
 
     @classmethod
     def of(cls, rows: pa.Table, names: Sequence[str], *, exact: str = "__exact") -> Keys:
-        """The identities of a table's rows; `exact` names its map of texts, if it has one."""
+        """Return the identities of a table's rows; `exact` names its map of texts, if it has one."""
         columns = tuple(_whole(rows.column(name)) for name in names)
         maps = _whole(rows.column(exact)) if exact in rows.column_names else None
         if maps is None or maps.null_count == len(maps):
@@ -42,28 +42,28 @@ class Keys:
         return cls(tuple(names), columns, tuple(_some(texts_of(maps, name)) for name in names))
 
     def take(self, indexes: npt.NDArray[np.int64]) -> Keys:
-        """Some of the rows."""
+        """Return some of the rows."""
         at = pa.array(indexes)
         columns = tuple(column.take(at) for column in self.columns)
         return Keys(self.names, columns, tuple(None if e is None else _some(e.take(at)) for e in self.exact))
 
     def to_table(self) -> pa.Table:
-        """The key columns alone."""
+        """Return the key columns alone."""
         return pa.table(list(self.columns), names=list(self.names))
 
     def with_texts(self) -> pa.Table:
-        """The key columns, and the texts in `__exact`: what `of` takes."""
+        """Return the key columns, and the texts in `__exact`: the input of `of`."""
         texts = [pa.nulls(len(self), pa.string()) if e is None else e for e in self.exact]
         return self.to_table().append_column("__exact", text_maps(self.names, texts, len(self)))
 
     @property
     def typed(self) -> bool:
-        """Whether the typed values alone tell all rows apart: no nulls, no texts."""
+        """Whether the typed values alone distinguish all rows: no nulls, no texts."""
         return all(e is None for e in self.exact) and all(c.null_count == 0 for c in self.columns)
 
 
 def having(rows: pa.Table, keys: Keys) -> pa.Table:
-    """Rows that may have one of the keys: those whose first key column holds one of their values."""
+    """Return rows that may have one of the keys: their first key column holds one of the keys' values."""
     column, values = rows.column(keys.names[0]), keys.columns[0]
     if pa.types.is_floating(column.type):
         return rows  # equal numbers may differ by their sign: 0 and -0
@@ -72,14 +72,14 @@ def having(rows: pa.Table, keys: Keys) -> pa.Table:
 
 
 def key_codes(sets: Sequence[Keys], *, signed_zero: bool = False) -> list[Codes]:
-    """For each set, each row's code: equal just where the rows are equal. Codes are not dense.
+    """Return, for each set, each row's code. Codes are equal exactly if the rows are equal, and not dense.
 
     Args:
         sets: of the same columns and types.
         signed_zero: whether -0.0 differs from 0.0.
     """
     if all(keys.typed and len(keys.columns) == 1 and pa.types.is_integer(keys.columns[0].type) for keys in sets):
-        # The commonest key is its own code: no table of all keys need be built.
+        # The most common key is its own code: no table of all keys need be built.
         return [np.asarray(keys.columns[0].to_numpy(zero_copy_only=False), np.int64) for keys in sets]
     lengths = [len(keys) for keys in sets]
     codes = np.zeros(sum(lengths), np.int64)
@@ -103,7 +103,7 @@ def key_codes(sets: Sequence[Keys], *, signed_zero: bool = False) -> list[Codes]
 
 
 def concat_keys(one: Keys, other: Keys) -> Keys:
-    """The rows of both, of the same columns."""
+    """Concatenate the rows of both, of the same columns."""
     exact: list[pa.Array | None] = []
     for a, b in zip(one.exact, other.exact, strict=True):
         if a is None and b is None:
@@ -117,19 +117,19 @@ def concat_keys(one: Keys, other: Keys) -> Keys:
 
 
 def last_of_each(codes: Codes) -> npt.NDArray[np.int64]:
-    """The index of each code's last occurrence, ascending by code."""
+    """Return the index of each code's last occurrence, ascending by code."""
     order, grouped = _grouped(codes)
     return order[np.flatnonzero(np.append(grouped[1:] != grouped[:-1], True))] if len(codes) else order
 
 
 def first_of_each(codes: Codes) -> npt.NDArray[np.int64]:
-    """The index of each code's first occurrence, ascending by code."""
+    """Return the index of each code's first occurrence, ascending by code."""
     order, grouped = _grouped(codes)
     return order[np.flatnonzero(np.append(True, grouped[1:] != grouped[:-1]))] if len(codes) else order
 
 
 def _grouped(codes: Codes) -> tuple[npt.NDArray[np.int64], Codes]:
-    """Indexes by their codes, ascending within one; and beside each something that tells its code from others."""
+    """Return indexes by their codes, ascending within one, and for each a value that distinguishes its code."""
     if not len(codes):
         return np.zeros(0, np.int64), codes
     bits = len(codes).bit_length()
@@ -137,7 +137,7 @@ def _grouped(codes: Codes) -> tuple[npt.NDArray[np.int64], Codes]:
     if (int(codes.max()) - low).bit_length() + bits > 63:
         order = np.argsort(codes, kind="stable")
         return order, codes[order]
-    # Sorting numbers is some ten times as quick as sorting indexes by them.
+    # Sorting numbers is some ten times as fast as sorting indexes by them.
     both = ((codes - low) << bits) | np.arange(len(codes))
     both.sort()
     return both & ((1 << bits) - 1), both >> bits

@@ -1,7 +1,8 @@
-"""What became of rows between two positions: one line a key, for consumers of the latest state.
+"""The changes of rows between two positions: one line a key, for consumers of the latest state.
 
-Several touches of a row are one: the last record wins, and a delete wins over what came before it and loses to what came after.
-It is the fold of `current`, without a `current`: what a run of records doesn't tell stays named as unchanged.
+Several changes of a row are one: the last record wins. A delete wins over records before it and loses to records
+after it. It is the fold of `current`, without a `current`: values that a run of records doesn't have are named as
+unchanged.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ LATEST_PREFIX: Final = (
     EXACT,
     pa.field("__before", TEXT_BY_COLUMN),
 )
-"""`__op` is `u` (the row is there, with these values) or `d` (it isn't). Columns named in `__unchanged` are as they were in the row of
-this key, or of the key in `__before` where the row has moved."""
+"""`__op` is `u` (the row exists, with these values) or `d` (it doesn't). Columns named in `__unchanged` are as in the
+earlier row of this key, or of the key in `__before` if the row has moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatestRows:
-    """What became of a table's rows in a stretch of the log."""
+    """The changes of a table's rows in a stretch of the log."""
 
     schema: TableSchema
-    """The table's newest in the stretch."""
+    """The table's newest schema in the stretch."""
     emptied: bool
-    """Whether all rows of before are gone: forget them first."""
+    """Whether all earlier rows are gone, so that they must be forgotten first."""
     rows: pa.Table
-    """`LATEST_PREFIX`, then the table's columns: first those that went, then those that are there; each key once."""
+    """`LATEST_PREFIX`, then the table's columns: first deleted rows, then existing ones; each key once."""
 
 
 def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> LatestRows:
@@ -52,7 +53,7 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
         batches: in order.
 
     Raises:
-        UsageError: the table has no key to tell rows by.
+        UsageError: the table has no key that identifies rows.
     """
     if schema.source == 0:
         schema, batches = under_the_newest(schema, batches, None)
@@ -63,7 +64,7 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
         )
     mixed = [at for at, batch in enumerate(batches) if TableSchema.from_arrow(batch.schema).key != schema.key]
     if mixed:
-        # What came under another key is copied again behind it.
+        # Records with another key are copied again behind it.
         batches = batches[mixed[-1] + 1 :]
     columns = lake_columns(schema)
     tables = [to_lake(TableSchema.from_arrow(batch.schema), batch) for batch in batches]
@@ -83,7 +84,7 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
 
 
 def _unknown(asked: Keys, schema: pa.Schema) -> pa.Table:
-    """Rows of nothing but their keys, in place of those that a `current` would have."""
+    """Return rows of only their keys, in place of those that a `current` would have."""
     keys = asked.with_texts()
     columns = [
         keys.column(field.name) if field.name in keys.column_names else pa.nulls(len(asked), field.type)
@@ -103,7 +104,7 @@ def _went(keys: Keys, columns: pa.Schema) -> pa.Table:
 
 
 def _there(rows: pa.Table, plan: Plan, columns: pa.Schema) -> pa.Table:
-    """The rows that are there, with what none of the records told."""
+    """Return the rows that exist, naming the values that no record has."""
     unchanged: list[list[str] | None] = [None] * len(plan.winners)
     before: list[dict[str, Any] | None] = [None] * len(plan.winners)
     asked = [] if plan.asked is None else _key_texts(plan.asked)
@@ -125,7 +126,7 @@ def _there(rows: pa.Table, plan: Plan, columns: pa.Schema) -> pa.Table:
 
 
 def _key_texts(keys: Keys) -> list[dict[str, str | None]]:
-    """Each key as PostgreSQL's texts by column."""
+    """Return each key as PostgreSQL's texts by column."""
     texts = [to_text(column) for column in keys.columns]
     told = [text if exact is None else pc.coalesce(exact, text) for text, exact in zip(texts, keys.exact, strict=True)]
     return [

@@ -1,9 +1,9 @@
-"""Upkeep of lake tables: few files instead of many, and none that no reader needs any more.
+"""Upkeep of lake tables: few files instead of many, and no files that readers no longer need.
 
-Safe beside writes: compaction is a commit of Delta that changes no row, and what loses a race is left for the next time. A
-file is deleted only if no version that a reader may still be at names it: none of the last `keep_s`, nor one that a kept cut names.
-What interrupted writes left behind goes too: a file of a fold as soon as the version that its name speaks of has passed, any
-other once it is too old to be part of a write under way.
+Safe during writes: compaction is a Delta commit that changes no row, and a commit that loses a race is left for the
+next time. A file is deleted only if no version that a reader may still use names it: none of the last `keep_s`, nor
+one that a kept cut names. Leftovers of interrupted writes are deleted too: a fold's file once the version in its
+name has passed, any other once it is too old for a write in progress.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from millstream.model.ids import TableId
 from millstream.model.schema import TableSchema
 
 KEEP_S: Final = 300.0
-"""Longer than a query of a plain reader takes."""
+"""Longer than a plain reader's query takes."""
 COMPACT_FILES: Final = 200
-"""Small files of a day from which on they are made one: seldom enough, and folds still open few files."""
+"""Number of a day's small files that are compacted to one: rare enough, and folds still open few files."""
 _COMPACT_FILES_PAST: Final = 8
-"""The same of a day that is over."""
+"""The same number for a day that is over."""
 _TARGET_BYTES: Final = 64 << 20
 _SMALL_BYTES: Final = 16 << 20
 _WRITE_S_MAX: Final = 3_600.0
-"""No write of ours holds a file uncommitted for as long."""
+"""No write of ours keeps a file uncommitted for as long."""
 _CLOCK_MS: Final = 2_000
-"""The storage's clock and the one that stamps commits may differ by this much."""
+"""The storage's clock and the clock that stamps commits may differ by this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +51,28 @@ class UpkeepRules:
     keep_s: float = KEEP_S
     """How long replaced files stay."""
     interval_s: float = 60.0
-    """From one upkeep to the next."""
+    """Interval between upkeeps."""
     compact_files: int = COMPACT_FILES
-    """Small files of a day of history from which on they are made one."""
+    """Number of small files of a day of history that are compacted to one."""
     log_retention_s: float = LOG_RETENTION_S
     """How long a version of a table can be opened after a later commit."""
 
     @property
     def watch_s(self) -> float:
-        """How long a table is tended after its last write: what that replaced goes a while after it."""
+        """How long a table is tended after its last write, whose replaced files are deleted later."""
         return max(self.keep_s, self.log_retention_s + CHECKPOINT_S) + 3 * self.interval_s
 
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """What was done."""
+    """The result of an upkeep."""
 
     files_compacted: int = 0
     files_deleted: int = 0
     live_bytes: int = 0
-    """Of the files that the newest version names."""
+    """Size in bytes of the files that the newest version names."""
     disk_bytes: int = 0
-    """Of all files that lie in the table's folder now, its log aside."""
+    """Size in bytes of all files in the table's folder now, except its log."""
 
 
 def tend_table(
@@ -86,10 +86,10 @@ def tend_table(
     log_retention_s: float = LOG_RETENTION_S,
     spared: int | None = None,
 ) -> Upkeep:
-    """Compact what is only appended to where it has many small files, and delete files that no reader needs any more.
+    """Compact append-only data with many small files, and delete files that no reader needs any longer.
 
-    Call it about once a minute for a table that is written to. It may run beside appends and folds. Rows that folds rewrite
-    need no compaction: folds keep their files in shape. Not while the same table is built anew.
+    Call it about once a minute for a table that is written to. It may run concurrently with appends and folds. Rows
+    that folds rewrite need no compaction: folds keep their files in shape. Not while the same table is rebuilt.
 
     Args:
         layout: where the lake is.
@@ -97,12 +97,12 @@ def tend_table(
         schema: names the table.
         now_ms: milliseconds since 1970, of the clock that stamps Delta's commits.
         keep_s: how long replaced files stay.
-        compact_files: small files (of history: of a day) from which on they are compacted.
+        compact_files: number of small files (of history: of a day) that are compacted.
         log_retention_s: how long a version can be opened after a later commit.
         spared: the oldest version of the table that a kept cut names; its files, and those of all later ones, stay.
 
     Raises:
-        LakeTableForeign: somebody else wrote into the table.
+        LakeTableForeign: another program wrote into the table.
         LakeUnavailable: it can't be reached.
     """
     path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
@@ -125,7 +125,7 @@ def tend_table(
 
 
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:
-    """Merge small files of history, those of one table and day; returns how many there were."""
+    """Merge small files of history, those of one table and day; return how many there were."""
     done = 0
     for (day, table), small in _small_files(opened, PARTITION).items():
         past = day is not None and day < today - timedelta(days=1)
@@ -139,7 +139,7 @@ def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: d
 
 
 def _compact_ended(layout: LakeLayout, opened: OpenTable, compact_files: int) -> int:
-    """Merge small files of versions that have ended; returns how many there were. Open ones are in shape by the folds."""
+    """Merge small files of ended versions; return how many there were. Folds keep open versions in shape."""
     small = _small_files(opened, IS_CURRENT.name).get((False, None), [])
     files = TableFiles(layout, opened.path, bounded_columns(opened))
     merged = partial(_merge, opened, files, small, IS_CURRENT.name, ENDED_FOLDER, new_name(), lambda file: file)
@@ -157,7 +157,7 @@ def _merge(
     name: str,
     placed: Callable[[NewFile], NewFile],
 ) -> bool:
-    """Make some files of one folder one, in a commit that changes no row; False where another commit came first."""
+    """Merge some files of one folder, in a commit that changes no row; return False if another commit came first."""
     shape = pa.schema([field for field in opened.schema() if field.name != partition])
     rows = (batch for path in paths for batch in conform(files.read(path), shape).to_batches())
     merged = files.write(rows, shape, name, partition=folder)
@@ -170,7 +170,10 @@ def _merge(
 
 
 def _small_files(opened: OpenTable, partition: str) -> dict[tuple[Any, TableId | None], list[str]]:
-    """Small files by the value that partitions them and the table that their name tells, ordered by `seq`, of each as many as make one file."""
+    """Return small files by their partition's value and the table in their name, as many of each as make one file.
+
+    They are ordered by `seq`.
+    """
     actions = live_files(opened)
     if "min.__seq" not in actions.column_names:
         return {}
@@ -188,7 +191,7 @@ def _small_files(opened: OpenTable, partition: str) -> dict[tuple[Any, TableId |
 def delete_unneeded(
     layout: LakeLayout, path: str, app: str, *, now_ms: int, keep_s: float = KEEP_S, spared: int | None = None
 ) -> int:
-    """Delete the files of a table that no reader needs; returns how many. Arguments as of `tend_table`."""
+    """Delete the files of a table that no reader needs; return how many. Arguments as of `tend_table`."""
     opened = open_table(layout, path, app)
     kept = None if opened is None else _version_before(layout, opened, int(now_ms - keep_s * 1000))
     if opened is None or kept is None:
@@ -207,7 +210,8 @@ def delete_unneeded(
         version = version_in(name)
         if name in needed:
             continue
-        # A file meant for a version is in it or in none; one that is gone by the oldest kept version is gone for good.
+        # A file meant for a version is in that version or in none; a file removed by the oldest kept version stays
+        # removed.
         passed = version is not None and version <= oldest
         if passed or name in removed or (version is None and info.mtime is not None and info.mtime < too_old):
             unneeded.append(name)
@@ -219,7 +223,7 @@ def delete_unneeded(
 def tend_cuts(
     layout: LakeLayout, *, now_ms: int, keep_s: float = KEEP_S, log_retention_s: float = LOG_RETENTION_S
 ) -> int:
-    """Keep `_commits` in few files; returns how many data files were deleted. It may run beside the commits of cuts."""
+    """Keep `_commits` in few files; return how many data files were deleted. It may run during commits of cuts."""
     path, app = layout.commits_path, layout.commits_app_id
     with contextlib.suppress(LakeConflict):
         compact_cuts(layout)
@@ -235,8 +239,8 @@ def _live(opened: OpenTable) -> set[str]:
 
 
 def _version_before(layout: LakeLayout, opened: OpenTable, before_ms: int) -> int | None:
-    """The newest version committed at or before a time; None where the log doesn't reach back so far."""
-    # Commits tell the exact time, but each is a file to read. The storage's times tell how many to read.
+    """Return the newest version committed at or before a time; None if the log doesn't reach back so far."""
+    # Commits hold the exact time, but each is a file to read. The storage's times bound how many to read.
     commits = [file for file in log_files(layout, opened.path) if file.is_commit]
     later = sum(file.written_ms > before_ms - _CLOCK_MS for file in commits)
     with lake_errors(opened.path):

@@ -1,8 +1,9 @@
-"""Where operations end, as the lake itself tells: for tokens that a person took from a record's `__seq`.
+"""The ends of operations, determined from the lake itself: for tokens that a person took from a record's `__seq`.
 
-A cut is whole by its making. Between two cuts, histories tell which records belong to one operation: those of a transaction share
-source and commit LSN, those of a copied chunk the moment of its snapshot too. An operation's numbers lie side by side and
-never across a cut, so that one batch is all there is to look at, however old it is and whatever the log still has.
+A cut splits no operation by construction. Between two cuts, histories show which records belong to one operation.
+Those of a transaction share source and commit LSN, those of a copied chunk also the moment of its snapshot. An
+operation's numbers are contiguous and never cross a cut. So only one batch has to be read, however old it is and
+whatever the log still has.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _COLUMNS: Final = (_SEQ, "__op", "__source", "__commit_lsn", "__commit_index", "
 
 
 def whole_upto(layout: LakeLayout, n: Seq) -> Seq:
-    """The greatest position at or below `n` that no operation spans: `n` itself, or where the operation begins that `n` parts.
+    """Return the greatest position at or below `n` that no operation spans: `n`, or the start of its operation.
 
     Args:
         layout: where the lake is.
         n: at or below the last cut.
 
     Raises:
-        LakeTableForeign: somebody else wrote into `_commits`.
+        LakeTableForeign: another program wrote into `_commits`.
     """
     below, above = cut_at(layout, n), cut_from(layout, n)
     if above is None or above.n == n or (below is not None and below.n == n):
@@ -47,18 +48,18 @@ def whole_upto(layout: LakeLayout, n: Seq) -> Seq:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What an operation's records have in common."""
+    """The common facts of an operation's records."""
 
     source: int
     lsn: int | None
-    """None for what an application appended."""
+    """None for rows that an application appended."""
     at: datetime | None
     chunk_of: str | None
     """The folder of the table that it copies; None for a transaction or an append."""
 
     @classmethod
     def of(cls, folder: str, batch: pa.RecordBatch, row: int) -> Self | None:
-        """That of a record; None where it is alone in it."""
+        """Return the operation of a record; None if the record is alone in it."""
         op, source, lsn, index, at = (batch.column(name)[row].as_py() for name in _COLUMNS[1:])
         alone = op == Op.MESSAGE.letter if index is None else False
         if alone or (lsn is None and (index is None or at is None)):
@@ -66,7 +67,7 @@ class _Operation:
         return cls(source, lsn, at, folder if index is None else None)
 
     def has(self, folder: str, batch: pa.RecordBatch) -> pa.Array:
-        """Which records are its own."""
+        """Return which records belong to it."""
         lsn, at = batch.column("__commit_lsn"), batch.column("__commit_ts")
         mine = pc.equal(batch.column("__source"), self.source)
         mine = pc.and_(mine, pc.is_null(lsn) if self.lsn is None else pc.fill_null(pc.equal(lsn, self.lsn), False))
@@ -88,7 +89,7 @@ class _Operation:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """The records between two cuts that follow one another, of all tables that can be read."""
+    """The records between two consecutive cuts, of all readable tables."""
 
     after: Seq
     tables: list[tuple[str, TableFiles, list[LiveFile]]]
@@ -108,7 +109,7 @@ class _Stretch:
         return cls(after, tables)
 
     def operation_behind(self, n: Seq) -> _Operation | None:
-        """That of the first record above `n`; None where there is none, or it is alone."""
+        """Return the operation of the first record above `n`; None if there is none, or it is alone."""
         first: int | None = None
         found: _Operation | None = None
         for folder, batch in self._batches(Seq(n + 1), None):
@@ -119,7 +120,7 @@ class _Stretch:
         return found
 
     def last_before(self, operation: _Operation, n: Seq) -> Seq:
-        """`n` where no record of the operation lies at or below it; else the last record in front of the operation."""
+        """Return `n` if no record of the operation lies at or below it; else the last record before the operation."""
         parted, last = False, int(self.after)
         for folder, batch in self._batches(Seq(self.after + 1), n):
             seqs = batch.column(_SEQ)
@@ -130,7 +131,7 @@ class _Stretch:
         return Seq(last) if parted else n
 
     def _batches(self, low: Seq, high: Seq | None) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Files' records around `[low, high]`, with their folder."""
+        """Yield files' records around `[low, high]`, with their folder."""
         for folder, files, found in self.tables:
             for file in found:
                 if file.low is None or (file.high >= low and (high is None or file.low <= high)):
@@ -139,7 +140,7 @@ class _Stretch:
 
 
 def _files(layout: LakeLayout, folder: str, table: CutTable) -> list[LiveFile]:
-    """The files of a table's history; none of one that can't be read, for then no query shows it."""
+    """Return the files of a table's history; none if it can't be read, because then no query shows it."""
     try:
         opened = open_table(layout, f"{layout.root}/history/{folder}", layout.app_id("history", table.table_id))
         return [] if opened is None else files_of(opened, _SEQ)

@@ -1,7 +1,8 @@
-"""Rebuilding: a folded table from its history, whatever became of it; and a history begun anew before a copy from the source.
+"""Rebuilding: a folded table from its history, whatever its state; a history restarted before a copy from the source.
 
-A folder that somebody else wrote into, or whose log can't be read, is never deleted: it is moved aside (`<folder>.set-aside-<n>`), and the
-table is built in its place. Where a table is in order, readers see it until one commit puts the new one there.
+A folder that another program wrote into, or whose log can't be read, is never deleted: it is moved aside
+(`<folder>.set-aside-<n>`), and the table is built in its place. Readers see an intact table until one commit
+replaces it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _ASIDE: Final = ".set-aside-"
 
 
 def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """What is wrong with one view of a table: foreign, unreadable, set back, or files of it gone; None where it is in order.
+    """Describe the damage of a table's view: foreign, unreadable, set back, or missing files; None if it is intact.
 
-    A folded view that isn't there is in order: the next fold makes it. A history that isn't there is lost.
+    A folded view that doesn't exist is intact: the next fold makes it. A history that doesn't exist is lost.
 
-    Asks the folder for its files, which takes a while for very many.
+    Lists the folder's files, which takes a while for very many.
     """
     path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
     try:
@@ -68,7 +69,7 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
 
 
 def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """Check that a view can be built from history, and move its folder aside where it can't be built over; returns where to.
+    """Check that a view can be built from history, and move an unusable folder aside; return the folder's new path.
 
     Raises:
         LakeHistoryLost: see `check_history`.
@@ -84,9 +85,9 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
 def rebuild_view(
     layout: LakeLayout, view: View, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
 ) -> TableCommit:
-    """Build `current` or `scd2` anew from history, up to a cut, in this process and in one commit.
+    """Rebuild `current` or `scd2` from history, up to a cut, in this process and in one commit.
 
-    Call it only where `prepare_rebuild` has been called, nothing else folds the table, and no copy of it runs.
+    Call it only after `prepare_rebuild`, while nothing else folds the table, and no copy of it runs.
 
     Raises:
         LakeError, and its kin: as the folds.
@@ -98,10 +99,10 @@ def rebuild_view(
 
 
 def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """Move a view's folder out of the way; returns where it lies now, None where there was none.
+    """Move a view's folder out of the way; return its new path, None if there was none.
 
     Raises:
-        LakeError: the lake lies in an object store, where folders can't be moved.
+        LakeError: the lake is in an object store, where folders can't be moved.
     """
     path = layout.table_path(view, schema)
     if "://" in path:
@@ -123,17 +124,17 @@ def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
 
 
 def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:
-    """Put a damaged view out of the way of a copy of the table, which has been asked for; returns where it lies now.
+    """Move a damaged view out of the way of a requested copy of the table; return its new path.
 
-    Nothing may write into the view meanwhile.
+    Nothing may write into the view during this.
 
     Args:
         layout: where the lake is.
         view: which one.
         schema: the table's latest.
-        n: what its history had; where it is to be forgotten, the position from which on records count again.
-        forget: whether a history or versions in order go too, because their columns can't follow the source's. (`current` has no rows of
-            before the copy, and is rewritten in the new columns.)
+        n: the position of its history; if that is to be forgotten, the position from which on records count again.
+        forget: whether an intact history or versions are moved too, because their columns can't follow the source's.
+            (`current` has no rows from before the copy, and is rewritten in the new columns.)
     """
     if view == "history":
         return restart_history(layout, schema, n, forget=forget)
@@ -142,9 +143,10 @@ def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, for
 
 
 def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:
-    """Begin a damaged history anew at `n`, empty; returns where the old one lies, None where it is in order and isn't to be forgotten.
+    """Restart a damaged history at `n`, empty; return the old one's path.
 
-    Nothing may be appended to it meanwhile, and a copy of the table must have been asked for: what was at or below `n` is gone.
+    None if it is intact and isn't to be forgotten. Nothing may be appended to it during this, and a copy of the
+    table must have been requested, because everything at or below `n` is gone.
     """
     if damage_of(layout, "history", schema) is None and not forget:
         return None

@@ -1,7 +1,7 @@
 """Replays: the records of one table between two positions, as a Delta table of its own, written in one commit.
 
-What was asked for stands in the new table's properties, so that asking again finds it done. A replay that was killed leaves files
-that no table names; the next one of its name removes them.
+The request is stored in the new table's properties, so that a repeated request finds it done. A replay that was
+killed leaves files that no table names; the next replay of its name removes them.
 """
 
 from __future__ import annotations
@@ -39,23 +39,26 @@ from millstream.model.positions import Seq, StreamToken
 REPLAYS: Final = "replays"
 REPLAY_PROPERTY: Final = "millstream.replay"
 _LEFT_BEHIND: Final = re.compile(r"part-[0-9]+-[0-9a-f-]+-c[0-9]+(\.[a-z]+)?\.parquet\Z")
-"""What delta-rs calls its files."""
+"""Names of delta-rs's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A replay that is there."""
+    """A replay that exists."""
 
     path: str
     rows: int
     after: Seq
     upto: Seq
     already: bool
-    """Whether it was there before, of the same table and range."""
+    """Whether it existed before, of the same table and range."""
 
 
 def replay_path(layout: LakeLayout, into: str) -> str:
-    """Where a replay lies: `<lake>/<stream>/replays/<name>`; where `into` is a path (from the current folder) or a URL, there."""
+    """Return a replay's path: `<lake>/<stream>/replays/<name>`, or `into`.
+
+    `into` counts as a path (from the current folder) or a URL if it has a slash.
+    """
     if "/" not in into:
         return f"{layout.root}/{REPLAYS}/{into}"
     return into.rstrip("/") if "://" in into else str(Path(into).resolve())
@@ -64,7 +67,7 @@ def replay_path(layout: LakeLayout, into: str) -> str:
 def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: Seq, into: str) -> Replay:
     """Write a table's records in `(after, upto]` into a new Delta table, in one commit.
 
-    Reads history alone, so it may run beside the pipeline. Not twice into one place at once.
+    It reads only history, so it may run concurrently with the pipeline. Not twice into one place at once.
 
     Args:
         layout: where the lake is.
@@ -133,7 +136,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
 
 
 def table_named(cut: Cut, name: str) -> tuple[str, CutTable]:
-    """The folder of a table by its name, and what the cut says of it.
+    """Return the folder of a table by its name, and the cut's facts about it.
 
     Raises:
         UnknownTable: the lake has none of that name.
@@ -161,7 +164,7 @@ def _opened(layout: LakeLayout, path: str, app: str) -> OpenTable | None:
 
 
 def _clear(layout: LakeLayout, path: str) -> None:
-    """Remove what a replay into this place left that was killed."""
+    """Remove files that a killed replay left in this place."""
     with lake_errors(path):
         if "://" not in path and not Path(path).is_dir():
             return

@@ -1,7 +1,8 @@
-"""Dropping old records from history: whole files, once the views folded from them cover what they hold.
+"""Dropping of old records from history: whole files, once the views folded from them cover their records.
 
-First the table says from where on its history is whole, then the files go: broken off in between, nothing is claimed that isn't
-there. The rows that dropped records made are in `current`; moments before can't be shown any more.
+First the table records from where on its history is complete, then the files are deleted. If interrupted in
+between, it claims nothing that is gone. The rows that dropped records made are in `current`; earlier moments can no
+longer be shown.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from millstream.model.schema import TableSchema
 
 @dataclass(frozen=True, slots=True)
 class HistoryBound:
-    """What may be dropped from a table's history."""
+    """The bound of what may be dropped from a table's history."""
 
     upto: Seq
-    """Every view that is folded has these records, as the last cut names it."""
+    """Every folded view has these records, in the version that the last cut names."""
     before: date | None = None
     """Only days before this one (UTC); None: any."""
 
 
 def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -> int:
-    """Drop the files of history that hold nothing but what the bound lets go; returns how many.
+    """Drop the files of history that hold only records within the bound; return how many.
 
     Raises:
-        LakeConflict: another commit took one of the files; call again.
-        LakeTableForeign: somebody else wrote into the table.
+        LakeConflict: another commit removed one of the files; call again.
+        LakeTableForeign: another program wrote into the table.
     """
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
     opened = open_table(layout, path, app)
@@ -57,7 +58,7 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
         strict=True,
     ):
         of_age = bound.before is not None and day is not None and day < bound.before
-        # What is folded says nothing of another table's records, which may yet follow it to its new name.
+        # Folds don't cover another table's records, which may yet follow it to its new name.
         mine = bool(share.spans(name))
         if last is None or last > bound.upto or not (of_age or (bound.before is None and mine)):
             continue

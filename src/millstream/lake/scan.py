@@ -1,6 +1,6 @@
-"""Reading a table's history: some of its records, how many there are, and how far a fold of them goes.
+"""Reading of a table's history: some of its records, their number, and how far one fold of them goes.
 
-Runs in executors: the core package and deltalake are enough.
+Runs in executors, with only the core package and deltalake.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
-    import pyarrow.dataset as ds  # brings pandas along, where that is installed: seconds that a query needn't wait
+    import pyarrow.dataset as ds  # imports pandas if installed: seconds that a query needn't wait
 
 _SCAN_ROWS: Final = 1 << 17
 
@@ -32,7 +32,7 @@ _SCAN_ROWS: Final = 1 << 17
 def read_history(
     opened: OpenTable, *, after: Seq, upto: Seq, columns: Sequence[str] | None = None, table: TableId | None = None
 ) -> pa.Table:
-    """History's records in `(after, upto]`, in any order; see `scan_history`."""
+    """Return history's records in `(after, upto]`, in any order; see `scan_history`."""
     with lake_errors(opened.path):
         return scan_history(opened, after=after, upto=upto, columns=columns, table=table).to_table()
 
@@ -46,15 +46,15 @@ def scan_history(
     table: TableId | None = None,
     only: pc.Expression | None = None,
 ) -> ds.Scanner:
-    """A scan of history's records in `(after, upto]`; files that hold none of them aren't opened.
+    """Return a scan of history's records in `(after, upto]`; files that hold none of them aren't opened.
 
     Args:
         opened: the history table.
         after: exclusive.
         upto: inclusive.
-        columns: all where None; names that the table lacks are left out.
-        table: where given, only records of this table, not of others that have borne its name.
-        only: where given, only records for which it holds.
+        columns: None: all; names that the table lacks are left out.
+        table: if given, only records of this table, not of others that have had its name.
+        only: if given, only records for which it holds.
     """
     with lake_errors(opened.path):
         files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"__seq > {int(after)} AND __seq <= {int(upto)}")
@@ -77,7 +77,7 @@ def scan_history(
 def _shared_out(
     files: ds.FileSystemDataset, opened: OpenTable, table: TableId
 ) -> list[tuple[ds.FileSystemDataset, pc.Expression | None]]:
-    """The files that have records of a table: those that have no others, and those of which some numbers are the table's."""
+    """Return the files with records of a table: those with no others, and those with some numbers of the table's."""
     share = Share(opened, table)
     fragments = list(files.get_fragments())
     whole = [fragment for fragment in fragments if share.spans(fragment.path) == ALL]
@@ -97,14 +97,14 @@ def _shared_out(
 
 
 def _of(files: ds.FileSystemDataset, fragments: list[ds.Fragment]) -> ds.FileSystemDataset:
-    """Some of a dataset's files."""
+    """Return some of a dataset's files."""
     import pyarrow.dataset as ds
 
     return ds.FileSystemDataset(fragments, files.schema, files.format, files.filesystem)
 
 
 def _one_after_another(scanners: Sequence[ds.Scanner]) -> ds.Scanner:
-    """Several scans of the same columns as one, for one use."""
+    """Return several scans of the same columns as one, for one use."""
     import pyarrow.dataset as ds
 
     batches = chain.from_iterable(scanner.to_batches() for scanner in scanners)
@@ -112,7 +112,7 @@ def _one_after_another(scanners: Sequence[ds.Scanner]) -> ds.Scanner:
 
 
 def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:
-    """At most how many records lie in `(after, upto]`, for any `upto`, by what the files' statistics tell."""
+    """Return a function for the maximum number of records in `(after, upto]`, from the files' statistics."""
     actions = live_files(opened)
     if not {"min.__seq", "max.__seq"} <= set(actions.column_names):
         return lambda _upto: 0  # no file holds a record
@@ -123,10 +123,10 @@ def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:
 
 
 def fold_step(layout: LakeLayout, opened: OpenTable, *, after: Seq, upto: Seq, rows_max: int, table: TableId) -> Seq:
-    """How far a fold from `after` goes: to `upto`, or to the last cut before it that is reached with `rows_max` records in memory.
+    """Return how far a fold from `after` goes: to `upto`, or to the last cut reached with `rows_max` records in memory.
 
-    Where no cut is so near, to the next one. There is a record in each step, so that folds get on: a file's bounds alone don't
-    tell, for compaction makes files of which a fold has covered half.
+    If no cut is so near, it goes to the next one. Each step has a record, so that folds make progress. A file's
+    bounds alone don't show that, because compaction makes files of which a fold has covered half.
     """
     if count_history(opened, after=after)(upto) <= rows_max:
         return upto
@@ -140,7 +140,10 @@ def fold_step(layout: LakeLayout, opened: OpenTable, *, after: Seq, upto: Seq, r
 
 
 def _first_seqs(opened: OpenTable, *, after: Seq, upto: Seq, most: int, table: TableId) -> npt.NDArray[np.int64]:
-    """The lowest numbers of the table's records in `(after, upto]`, ascending; a few times `most` are held at once."""
+    """Return the lowest numbers of the table's records in `(after, upto]`, ascending.
+
+    A few times `most` are in memory at once.
+    """
     held = np.zeros(0, np.int64)
     for batch in scan_history(opened, after=after, upto=upto, columns=["__seq"], table=table).to_batches():
         held = np.concatenate([held, batch.column("__seq").to_numpy()])
@@ -150,6 +153,6 @@ def _first_seqs(opened: OpenTable, *, after: Seq, upto: Seq, most: int, table: T
 
 
 def emptied(opened: OpenTable, after: Seq, upto: Seq, table: TableId) -> bool:
-    """Whether a record in `(after, upto]` empties the table: a TRUNCATE, or the beginning of a copy that follows an earlier one."""
+    """Whether a record in `(after, upto]` empties the table: a TRUNCATE, or the start of another copy."""
     scan = scan_history(opened, after=after, upto=upto, columns=["__op"], table=table, only=pc.field("__op") == "t")
     return bool(scan.count_rows())

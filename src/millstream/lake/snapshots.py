@@ -1,7 +1,7 @@
 """Commit cuts: one row `(n, table versions)` once all tables of a batch have it, in the Delta table `_commits`.
 
-A query reads all tables as the last row says. Each row tells all tables, those that the batch didn't touch as they stood, so
-that an idle table holds nothing back.
+A query reads all tables as in the last row. Each row lists all tables, including the unchanged ones that the batch
+didn't touch, so that an idle table holds nothing back.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SCHEMA: Final = pa.schema(
     ]
 )
 _COMPACT_FILES: Final = 500
-"""A file a row: every so many rows the table's small files are made one."""
+"""Number of rows, one a file, after which the table's small files are compacted to one."""
 _COMPACTED_BYTES: Final = 8 << 20
-"""Files of this size aren't written again: what compaction costs doesn't grow with the lake's age."""
+"""Files of this size aren't rewritten: the cost of compaction doesn't grow with the lake's age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,21 @@ class CutTable:
 
     table_id: TableId
     name: str
-    """`schema.table`, each part quoted where PostgreSQL would."""
+    """`schema.table`, each part quoted as PostgreSQL quotes it."""
     history: int
-    """Delta version of history; -1 where there is none."""
+    """Delta version of history; -1 if there is none."""
     current: int = -1
     """Delta version of `current`; -1 before its first fold."""
     current_n: Seq = Seq(0)
-    """What `current` was folded up to in that version."""
+    """The position of `current` in that version."""
     scd2: int = -1
-    """Delta version of `scd2`; -1 before its first fold, and where the lake has no such view."""
+    """Delta version of `scd2`; -1 before its first fold, and if the lake has no such view."""
     scd2_n: Seq = Seq(0)
-    """What `scd2` was folded up to in that version."""
+    """The position of `scd2` in that version."""
     history_n: Seq = Seq(0)
-    """What was last appended to history ended here; 0 where a cut of before doesn't tell."""
+    """End of the last append to history; 0 if an older cut doesn't record it."""
     since: Seq = Seq(0)
-    """From where on the table has borne the folder's name; 0 where a cut of before doesn't tell."""
+    """The number from which on the table has had the folder's name; 0 if an older cut doesn't record it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class Cut:
     """All tables at one token."""
 
     number: int
-    """Counts cuts from 1; two may have one n, where folds came between."""
+    """Number of the cut, from 1; two cuts may have one n, if folds came between."""
     n: Seq
     committed_at: datetime
     commit_ts_max: datetime | None
     """The greatest commit time of this and all earlier cuts."""
     tables: Mapping[str, CutTable] = field(default_factory=dict)
-    """By folder name."""
+    """Tables by folder name."""
 
 
 def commit_cut(
@@ -84,14 +84,14 @@ def commit_cut(
     committed_at: datetime,
     commit_ts_max: datetime | None = None,
 ) -> Cut:
-    """Commit that every table has everything up to `n`; returns the cut, or the later one that is there already.
+    """Commit that every table has everything up to `n`; return the cut, or the later one that is already there.
 
     Args:
         layout: where the lake is.
-        n: what the batch ends at.
-        commits: what writes since the last cut returned, folds too; other tables stay as they stood.
+        n: the end of the batch.
+        commits: the results of writes since the last cut, folds included; other tables are unchanged.
         committed_at: now, with a time zone.
-        commit_ts_max: the greatest commit time of the batch, where it had any.
+        commit_ts_max: the greatest commit time of the batch, if it had any.
 
     Raises:
         LakeConflict: another driver committed a cut first.
@@ -132,23 +132,23 @@ def commit_cut(
 
 
 def last_cut(layout: LakeLayout) -> Cut | None:
-    """The last cut; None before the first.
+    """Return the last cut; None before the first.
 
     Raises:
-        LakeTableForeign: somebody else wrote into `_commits`.
+        LakeTableForeign: another program wrote into `_commits`.
     """
     opened = _open(layout)
     return None if opened is None else _read_last(layout, opened)
 
 
 def cut_at(layout: LakeLayout, n: Seq) -> Cut | None:
-    """The last cut at or below a position; None where the lake begins (or what is kept of it) after it."""
+    """Return the last cut at or below a position; None if the lake (or what is kept of it) begins after it."""
     opened = _open(layout)
     return None if opened is None or opened.n is None else _last_where(layout, opened, "n", int(n))
 
 
 def cut_from(layout: LakeLayout, n: Seq) -> Cut | None:
-    """The first cut at or above a position; None where the lake hasn't reached it."""
+    """Return the first cut at or above a position; None if the lake hasn't reached it."""
     opened = _open(layout)
     if opened is None or opened.n is None:
         return None
@@ -156,7 +156,7 @@ def cut_from(layout: LakeLayout, n: Seq) -> Cut | None:
     reached = int(n)
     files = [file for file in files_of(opened, "n") if file.high is None or file.high >= n]
     for file in sorted(files, key=lambda file: file.low or 0):
-        # Several cuts may stand at one position, each in a file of its own.
+        # Several cuts may be at one position, each in a file of its own.
         if best is not None and file.low is not None and file.low > reached:
             break
         for batch in TableFiles(layout, opened.path).batches(file.path, ["number", "n"]):
@@ -168,22 +168,22 @@ def cut_from(layout: LakeLayout, n: Seq) -> Cut | None:
 
 
 def cut_at_time(layout: LakeLayout, at: datetime) -> Cut | None:
-    """The last cut that holds nothing committed at the source after `at`; None where each does.
+    """Return the last cut that holds nothing committed at the source after `at`; None if every cut does.
 
-    A cut's time is the greatest commit time of it and all before it, which alone aren't monotone. Cuts before the first
-    commit, of copied rows only, count by the time at which they were landed.
+    A cut's time is the greatest commit time of it and all before it, because single times aren't monotone. Cuts
+    before the first commit, of copied rows only, count by their landing time.
     """
     opened = _open(layout)
     return None if opened is None or opened.n is None else _last_where(layout, opened, "commit_ts_max", at)
 
 
 def first_cut(layout: LakeLayout) -> Cut | None:
-    """The earliest cut that is still there."""
+    """Return the earliest cut that is still there."""
     return cut_from(layout, Seq(0))
 
 
 def cuts_between(layout: LakeLayout, after: Seq, upto: Seq) -> list[Seq]:
-    """The positions of all cuts in `(after, upto]`, ascending."""
+    """Return the positions of all cuts in `(after, upto]`, ascending."""
     opened = _open(layout)
     if opened is None:
         return []
@@ -194,7 +194,7 @@ def cuts_between(layout: LakeLayout, after: Seq, upto: Seq) -> list[Seq]:
 
 
 def compact_cuts(layout: LakeLayout) -> None:
-    """Make `_commits`' small files one, where there are many."""
+    """Compact `_commits`' small files to one, if there are many."""
     opened = _open(layout)
     if opened is not None and len(opened.table.file_uris()) >= _COMPACT_FILES:
         with lake_errors(layout.commits_path):
@@ -204,9 +204,12 @@ def compact_cuts(layout: LakeLayout) -> None:
 
 
 def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> dict[str, CutTable]:
-    """The tables as they stand after some commits, in any order. Positions never go back; versions of a table that was built anew do.
+    """Return the tables' state after some commits, in any order.
 
-    A name is the table's that took it over last, and a table is where it got its name last, whatever writes under earlier names come late.
+    Positions never go back; a rebuilt table's versions do.
+
+    A name belongs to the table that took it over last, and a table is at its latest name, whatever late writes come
+    under earlier names.
     """
     result = dict(tables)
     for commit in sorted(commits, key=lambda commit: commit.view != "history"):
@@ -224,7 +227,7 @@ def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> di
                     continue
                 had = CutTable(commit.table_id, commit.name, -1 if had is None else had.history)
         elif had is None or had.table_id != commit.table_id:
-            continue  # folded under a name that it has no more
+            continue  # folded under a name that it no longer has
         if commit.view == "history":
             if commit.n >= had.history_n:
                 newer = commit.n > had.history_n
@@ -244,9 +247,9 @@ def _open(layout: LakeLayout) -> OpenTable | None:
 
 
 def _last_where(layout: LakeLayout, opened: OpenTable, column: str, bound: Any) -> Cut | None:
-    """The cut of the greatest number whose `column` isn't above `bound`; it grows with the number.
+    """Return the cut of the greatest number whose `column` isn't above `bound`; it grows with the number.
 
-    Three narrow columns of few files are read: those of the greatest numbers first, until one has such a cut.
+    Three narrow columns of few files are read: the files with the greatest numbers first, until one has such a cut.
     """
     lows = {file.path: file.low for file in files_of(opened, column)}
     best: tuple[int, str] | None = None
@@ -267,7 +270,7 @@ def _last_where(layout: LakeLayout, opened: OpenTable, column: str, bound: Any) 
 
 
 def _row(layout: LakeLayout, opened: OpenTable, number: int, path: str) -> Cut:
-    """One cut, of which the file is known."""
+    """Return one cut from its file."""
     for batch in TableFiles(layout, opened.path).batches(path, _SCHEMA.names, rows=1024, least=("number", number)):
         found = batch.filter(pc.equal(batch.column("number"), number))
         if found.num_rows:
@@ -291,7 +294,7 @@ def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
 
 
 def encode_tables(tables: Mapping[str, CutTable]) -> str:
-    """A cut's tables as text."""
+    """Return a cut's tables as text."""
     facts = {}
     for folder, t in sorted(tables.items()):
         numbers = (t.history, t.current, t.current_n, t.scd2, t.scd2_n, t.history_n, t.since)
@@ -300,7 +303,7 @@ def encode_tables(tables: Mapping[str, CutTable]) -> str:
 
 
 def decode_tables(text: str) -> dict[str, CutTable]:
-    """The tables of such a text. In cuts of before, the last four numbers, or the last two, are missing."""
+    """Parse the tables of such a text. In older cuts, the last four numbers, or the last two, are missing."""
     return {
         folder: CutTable(TableId(table_id), name, history, current, Seq(current_n), *more)
         for folder, (table_id, name, history, current, current_n, *more) in json.loads(text).items()

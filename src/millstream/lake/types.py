@@ -1,7 +1,8 @@
 """Log columns to lake columns: types, their union over a table's versions, and values from PostgreSQL's text.
 
-A lake column is null, and `__exact` holds PostgreSQL's text, where its type can't hold a value. The union of two versions'
-types exists only where every value of the narrower one is one of the wider; all else is a conflict for that table alone.
+If a lake column's type can't hold a value, the column is null, and `__exact` holds PostgreSQL's text. Two versions'
+types have a union only if the wider type holds every value of the narrower; other pairs are a conflict for that
+table alone.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(
 
 
 def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyType({})) -> pa.Schema:
-    """The table's own columns in the lake's types.
+    """Return the table's own columns in the lake's types.
 
     Args:
         schema: one version of the table.
-        types: what the configuration asks for, by `schema.table.column`.
+        types: the configured types, by `schema.table.column`.
 
     Raises:
-        ConfigError: a column can't have the type asked for.
-        LakeSchemaConflict: two columns' names differ only by case (Delta can't tell them apart), or one bears the name of
-            a record's own column.
+        ConfigError: a column can't have the configured type.
+        LakeSchemaConflict: two columns' names differ only by case (Delta can't distinguish them), or a column has the
+            name of a record's own column.
     """
     seen = {field.name: field.name for field in RECORD_PREFIX}
     for column in schema.columns:
@@ -56,7 +57,7 @@ def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyTyp
 
 
 def same_type(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether two types hold the same values; names of list items, which engines choose differently, don't count."""
+    """Whether two types hold the same values; names of list items, which engines choose differently, are ignored."""
     if pa.types.is_list(one) and pa.types.is_list(other):
         return same_type(one.value_type, other.value_type)
     if pa.types.is_map(one) and pa.types.is_map(other):
@@ -65,10 +66,10 @@ def same_type(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """The type that holds every value of both exactly, by an Arrow cast; None where there is none.
+    """Return the type that holds every value of both exactly, by an Arrow cast; None if there is none.
 
-    Text takes whole numbers in, since PostgreSQL prints them as Arrow does; other types' texts differ. A timestamp without a time zone takes
-    dates in, each as its midnight.
+    Text includes whole numbers, because PostgreSQL prints them as Arrow does; other types' texts differ. A
+    timestamp without a time zone includes dates, each as its midnight.
     """
     if same_type(one, other):
         return one
@@ -92,14 +93,14 @@ def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool = False) -> pa.Schema:
-    """The columns of both, each in the widest type; those of `have` first, in their order.
+    """Return the columns of both, each in the widest type; those of `have` first, in their order.
 
     Args:
         table: its name, for errors.
-        have: the columns that are there.
-        want: the columns to take in.
-        narrows: whether timestamps may take dates in: records of before they became timestamps. A column that becomes one of dates can't keep the
-            type, since PostgreSQL prints the two differently.
+        have: the existing columns.
+        want: the columns to add.
+        narrows: whether timestamps may include dates, for records from before the column became a timestamp. A
+            column that becomes a date can't keep the type, because PostgreSQL prints the two differently.
 
     Raises:
         LakeSchemaConflict: a column's type changed to one that doesn't hold its old values.
@@ -138,7 +139,7 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table's columns as `schema` has them: wider types by cast, missing columns null, others left out."""
+    """Return the table's columns as `schema` has them: wider types by cast, missing columns null, others left out."""
     columns = []
     for field in schema:
         index = table.schema.get_field_index(field.name)
@@ -151,10 +152,10 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def to_lake(schema: TableSchema, batch: pa.RecordBatch, types: Mapping[str, str] = MappingProxyType({})) -> pa.Table:
-    """Records in `record_schema(schema)` as history's rows: the table's columns in the lake's types.
+    """Convert records in `record_schema(schema)` to history's rows: the table's columns in the lake's types.
 
-    What a lake type can't hold is null there, and its text is added to `__exact`; a text that stood in `__exact` and that the
-    lake's type holds becomes the value.
+    A value that a lake type can't hold is null there, and its text is added to `__exact`. A text in `__exact` that
+    the lake's type holds becomes the value.
     """
     rows = pa.Table.from_batches([batch])
     columns = lake_columns(schema, types)
@@ -174,7 +175,7 @@ def to_lake(schema: TableSchema, batch: pa.RecordBatch, types: Mapping[str, str]
 
 
 def to_text(values: pa.Array) -> pa.Array:
-    """PostgreSQL's texts of a log column's values."""
+    """Return PostgreSQL's texts of a log column's values."""
     if pa.types.is_string(values.type):
         return values
     render = text_renderer(values.type)
@@ -182,13 +183,13 @@ def to_text(values: pa.Array) -> pa.Array:
 
 
 def from_text(kind: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Values of PostgreSQL's texts, and the texts of those that the type can't hold (null elsewhere)."""
+    """Return values of PostgreSQL's texts, and the texts of those that the type can't hold (null elsewhere)."""
     if pa.types.is_string(kind):
         return texts, pa.nulls(len(texts), pa.string())
     if kind in _INTEGERS and pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,4}$")).as_py() is not False:
         return texts.cast(kind), pa.nulls(len(texts), pa.string())
     if _is_local_time(kind):
-        # The key of an older record, whose column was one of dates.
+        # The key of an older record, whose column was a date.
         texts = pc.replace_substring_regex(texts, r"^(\d+-\d\d-\d\d)( BC)?$", r"\1 00:00:00\2")
     parse = _decimal_parser(kind) if pa.types.is_decimal(kind) else text_parser(kind)
     held = texts.to_pylist()
@@ -202,7 +203,10 @@ def _is_local_time(kind: pa.DataType) -> bool:
 
 
 def _decimal_parser(kind: pa.DataType) -> Callable[[str], Any]:
-    """Held is what has no more digits than the type, on either side of the point: the lake's scale may be the configuration's."""
+    """Return a parser of texts with at most the type's digits on either side of the point.
+
+    The scale may be configured.
+    """
     step, digits_max = Decimal(1).scaleb(-kind.scale), kind.precision
 
     def parse(text: str) -> Any:
@@ -218,13 +222,13 @@ def _decimal_parser(kind: pa.DataType) -> Callable[[str], Any]:
 
 
 def texts_of(maps: pa.Array | pa.ChunkedArray, name: str) -> pa.Array:
-    """The text that each row's map (`__exact`, `__before`) holds for a column; null where it holds none."""
+    """Return the text that each row's map (`__exact`, `__before`) holds for a column; null if it holds none."""
     found = pc.map_lookup(maps, pa.scalar(name, pa.string()), "first")
     return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
 
 
 def text_maps(names: Sequence[str], texts: Sequence[pa.Array], length: int) -> pa.Array:
-    """`__exact` maps of the texts of some columns, null where a row has none; the reverse of `texts_of`."""
+    """Return `__exact` maps of the texts of some columns, null if a row has none; the reverse of `texts_of`."""
     rows: list[list[tuple[str, str]] | None] = [None] * length
     for name, column in zip(names, texts, strict=True):
         for index in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)):

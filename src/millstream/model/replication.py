@@ -143,7 +143,10 @@ class Shipment:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A follower's first word on a connection, and what it says when it lacks something: from there on, please."""
+    """A follower's first message on a connection, also sent when it lacks something.
+
+    It asks the leader to send from a position on.
+    """
 
     stream: StreamId | None
     """The stream's id; None if the follower has nothing yet."""

@@ -104,7 +104,10 @@ class TableSchema:
 
     @classmethod
     def from_arrow(cls, schema: pa.Schema) -> Self:
-        """The value that `to_arrow` put into a schema. `KeyError`, `TypeError`, `ValueError` where it holds none."""
+        """Return the value that `to_arrow` put into a schema.
+
+        Raises `KeyError`, `TypeError` or `ValueError` if the schema has none.
+        """
         facts = _read_facts((schema.metadata or {})[_METADATA_KEY])
         own = list(schema)[max(len(schema) - len(facts["columns"]), 0) :]
         columns = tuple(

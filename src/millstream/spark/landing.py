@@ -353,7 +353,7 @@ class TendTask:
     """By view, the version that the last cut names."""
     rules: UpkeepRules
     bound: HistoryBound | None = None
-    """By view, size of a table's files on disk; views whose upkeep failed are missing."""
+    """The bound of what may be dropped from history; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ class MillstreamSource(DataSource):
 
 @dataclass
 class LogPartition(InputPartition):
-    """None: no records, only a frames marker."""
+    """One task's part of `(after, upto]`."""
 
     span: LogSpan | None
     """None: no records, only a frames marker."""

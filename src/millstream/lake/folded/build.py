@@ -1,10 +1,10 @@
-"""Building `current` the first time, from all of a table's history, in bounded memory and in parts that run side by side.
+"""The first build of `current`, from all of a table's history, in bounded memory and in parallel parts.
 
-A fold holds its records whole; here there may be all rows that the source ever had. So the keys are looked at first, once: a sample
-of them says where to cut the table into parts of about as many rows, and keys that moved (an update that changed its row's key) are
-noted, for what happens to them can't be told from one part. Then each part reads the records of its range and folds them; the
-moved keys make a part of their own. History lies nearly in order of the key after a table copy, so that a part reads little
-that isn't its own.
+A fold holds its records whole, but here they may be all rows that the source ever had. So one pass first reads the
+keys. A sample of them gives the bounds that cut the table into parts of similar size. Keys that moved (an update
+changed its row's key) are recorded, because one part doesn't have all their records. Then each part reads the
+records of its range and folds them; the moved keys make a part of their own. After a table copy, history is nearly
+in key order, so that a part reads little outside of its range.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class BuildPart:
     """A range of keys, or the moved ones. A value: crosses processes."""
 
     after: Seq
-    """No record up to here counts: the table was truncated."""
+    """Records up to here are ignored: the table was truncated."""
     low: pa.Table | None
     """One row, the least key (inclusive); None: no bound."""
     high: pa.Table | None
-    """One row, the key after the greatest; None: no bound."""
+    """One row, the exclusive upper bound; None: no bound."""
     moved: Keys | None
-    """The keys that moved, which no range takes."""
+    """The keys that moved, which no range includes."""
     movers: bool = False
-    """Whether this part is theirs."""
+    """Whether this part is for the moved keys."""
 
 
 def plan_build(
     history: OpenTable, schema: TableSchema, upto: Seq, *, part_bytes: int
 ) -> tuple[tuple[BuildPart, ...], bool]:
-    """Cut a keyed table into parts, each of which fits into `part_bytes` of memory, about.
+    """Cut a keyed table into parts, each of which fits into about `part_bytes` of memory.
 
     Returns:
-        The parts, in order of the key, and whether any record has a text in `__exact`.
+        The parts, in key order, and whether any record has a text in `__exact`.
     """
     key = list(schema.key)
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
@@ -71,7 +71,7 @@ def plan_build(
 
 
 def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto: Seq, part: BuildPart) -> pa.Table:
-    """The rows (`columns` and `__exact`) that a part of a keyed table has at `upto`, from its history alone.
+    """Return the rows (`columns` and `__exact`) that a part of a keyed table has at `upto`, from its history alone.
 
     Raises:
         LakeError: a record leaves a column unchanged and history holds no earlier row of it.
@@ -96,7 +96,7 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
 
 
 class _Seen:
-    """What one look at all keys tells."""
+    """The results of one pass over all keys."""
 
     def __init__(self, schema: TableSchema, key: Sequence[str]) -> None:
         self._schema = schema
@@ -120,7 +120,7 @@ class _Seen:
         self._sample.append(some)
         self._sampled += some.num_rows
         if self._sampled > 2 * _SAMPLE_ROWS:
-            # Every other one of what is held, and half as many of what comes.
+            # Keep every other sample, and take half as many new ones.
             whole = pa.concat_tables(self._sample)
             self._sample = [whole.take(pa.array(np.arange(0, whole.num_rows, 2)))]
             self._sampled = self._sample[0].num_rows
@@ -142,7 +142,7 @@ class _Seen:
                 self._moved.append(keys.with_texts().append_column("__seq", seqs))
 
     def moved_keys(self) -> Keys | None:
-        """Keys that rows moved from or to, since the table was last emptied."""
+        """Return the keys that rows moved from or to, since the table was last truncated."""
         if not self._moved:
             return None
         rows = pa.concat_tables(self._moved)
@@ -150,7 +150,7 @@ class _Seen:
         return Keys.of(rows, self._key) if rows.num_rows else None
 
     def edges(self, count: int) -> list[pa.Table]:
-        """The keys at which to cut, ascending; none where the key's type has no order."""
+        """Return the keys at which to cut, ascending; none if the key's type has no order."""
         if count < 2 or not self._sample:
             return []
         sample = pa.concat_tables(self._sample)
@@ -159,7 +159,7 @@ class _Seen:
         except pa.ArrowException:
             return []
         known = sample.take(order)
-        # A null stands elsewhere in this order than in `_below`'s, and a NaN nowhere.
+        # A null sorts elsewhere here than in `_below`, and a NaN nowhere.
         plain = np.ones(known.num_rows, bool)
         for column in known.columns:
             plain &= np.asarray(pc.is_valid(column))
@@ -175,10 +175,10 @@ class _Seen:
 
 
 def _coarse(part: BuildPart, name: str, *, floating: bool) -> pc.Expression | None:
-    """What a part's records have in their first key column, for the scan to skip by; more may come through."""
+    """Return a filter on the first key column of a part's records, for skipping in the scan; it may admit others."""
     column = pc.field(name)
     if floating:
-        return None  # no range takes a NaN, and 0 isn't -0 to a scan
+        return None  # no range includes a NaN, and 0 isn't -0 to a scan
     if part.movers:
         assert part.moved is not None, "the part of the moved keys has some"
         values = part.moved.columns[0]
@@ -190,12 +190,12 @@ def _coarse(part: BuildPart, name: str, *, floating: bool) -> pc.Expression | No
     if part.high is not None:
         below = column <= part.high.column(0)[0]
         found = below if found is None else found & below
-    # A null stands below all values, in the first part.
+    # A null sorts before all values, in the first part.
     return found | column.is_null() if found is not None and part.low is None else found
 
 
 def _mine(rows: pa.Table, part: BuildPart, key: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """Which records are a part's."""
+    """Return which records are a part's."""
     keys = Keys.of(rows, key)
     if part.moved is not None:
         have, moved = key_codes([keys, part.moved])
@@ -213,7 +213,7 @@ def _mine(rows: pa.Table, part: BuildPart, key: Sequence[str]) -> npt.NDArray[np
 
 
 def _below(keys: Keys, edge: pa.Table) -> npt.NDArray[np.bool_]:
-    """Which keys stand before an edge; a null stands before all values."""
+    """Return which keys stand before an edge; a null stands before all values."""
     below = np.zeros(len(keys), bool)
     equal = np.ones(len(keys), bool)
     for place, column in enumerate(keys.columns):

@@ -1,11 +1,11 @@
-"""Current: one row a key, the source's columns, folded from history in one commit a fold.
+"""`current`: one row a key, the source's columns, folded from history in one commit a fold.
 
-A fold reads history above the n that `current` stands at, so it may come at any time, twice, or after a crash: the same
-rows come out. It rewrites only the files (leaves) that may hold a key which it met.
+A fold reads history above the position of `current`. So it may run at any time, twice, or after a crash: the result
+is the same rows. It rewrites only the files (leaves) that may hold a key of its records.
 
-It goes in three steps, which may run in three processes: `begin_fold` finds what to do, `Fold.write` writes the files of one part of
-the table (parts are independent), `Fold.commit` swaps them in. A fold that is broken off leaves files that no version names; their
-names say which version they were meant for, so that upkeep knows when they are left over.
+It has three steps, which may run in three processes: `begin_fold` plans the work, `Fold.write` writes the files of
+one part of the table (parts are independent), `Fold.commit` swaps them in. An interrupted fold leaves files that no
+version names. Their names contain the version they were meant for, so that upkeep can identify leftovers.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from millstream.model.schema import TableSchema
 
 @dataclass(frozen=True, slots=True)
 class FoldSizes:
-    """What a fold holds in memory, and how large the files are that it writes."""
+    """Bounds of a fold's memory, and sizes of the files that it writes."""
 
     leaf_bytes: int = LEAF_BYTES
     small_bytes: int = 4 << 20
-    """A table up to here is rewritten whole: one file, and few of them over time."""
+    """A table up to this size is rewritten whole: one file, and few of them over time."""
     part_bytes: int = 4 * LEAF_BYTES
-    """Files that one part of a fold rewrites: parts run side by side."""
+    """Bytes of the files that one part of a fold rewrites; parts run in parallel."""
     rows_max: int = 1_000_000
     """Records that a fold holds in memory: some hundred MiB of short rows."""
     build_rows_min: int = 500_000
     """A first fold of fewer records is done in memory, in one read."""
     build_bytes: int = 256 << 20
-    """Of Arrow's, that a part of a first fold holds, about."""
+    """Approximate Arrow bytes that a part of a first fold holds."""
 
 
 DEFAULT_SIZES: Final = FoldSizes()
@@ -70,29 +70,29 @@ DEFAULT_SIZES: Final = FoldSizes()
 
 @dataclass(frozen=True, slots=True)
 class FoldPlan:
-    """What a fold does. A value: crosses processes."""
+    """The plan of a fold. A value: crosses processes."""
 
     layout: LakeLayout
     schema: TableSchema
     columns: pa.Schema
-    """Of `current`, without `__exact`."""
+    """Columns of `current`, without `__exact`."""
     exact: bool
     """Whether the table has `__exact`."""
     bounded: tuple[str, ...]
-    """Columns whose bounds are noted with each file."""
+    """Columns whose bounds are recorded with each file."""
     after: Seq | None
-    """Where the table stands; None before its first fold."""
+    """The table's position; None before its first fold."""
     upto: Seq
-    """Where it stands after this fold."""
+    """The table's position after this fold."""
     version: int
-    """Of the Delta table, as it was read."""
+    """Version of the Delta table that was read."""
     anew: bool
-    """Whether all files are written anew, in columns that the table doesn't have yet."""
+    """Whether all files are rewritten, in columns that the table doesn't have yet."""
     sizes: FoldSizes
     parts: tuple[tuple[int, ...], ...] = ()
-    """Places of the leaves that each part rewrites."""
+    """Indexes of the leaves that each part rewrites."""
     build: tuple[BuildPart, ...] = ()
-    """Of a first fold in bounded memory."""
+    """Parts of a first fold in bounded memory."""
 
     @property
     def target(self) -> pa.Schema:
@@ -101,7 +101,7 @@ class FoldPlan:
 
     @property
     def part_count(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return len(self.build) or len(self.parts)
 
     @property
@@ -111,40 +111,40 @@ class FoldPlan:
 
     @property
     def app(self) -> str:
-        """Who commits."""
+        """The app id of the commits."""
         return self.layout.app_id("current", self.schema.table_id)
 
     def forgets(self, folded: Folded) -> bool:
-        """Whether no row that the table holds stays: it was emptied, or is another table's that bore this name."""
+        """Whether no existing row stays: the table was truncated, or its rows are of another table of this name."""
         return self.after is None or folded.truncated
 
     def history(self) -> OpenTable:
-        """The table's history, opened now."""
+        """Return the table's history, opened now."""
         return open_history(self.layout, self.schema)
 
 
 @dataclass(frozen=True, slots=True)
 class FoldOutcome:
-    """What a fold did."""
+    """The outcome of a fold."""
 
     commit: TableCommit
     live_bytes: int
-    """Of `current`'s files now."""
+    """Size in bytes of `current`'s files now."""
     removed_bytes: int = 0
-    """Of the files that were replaced."""
+    """Size in bytes of the files that were replaced."""
 
 
 @dataclass
 class Fold:
-    """A fold under way. `write` may be called in other processes, on a `Fold` of the same plan."""
+    """A fold in progress. `write` may be called in other processes, on a `Fold` of the same plan."""
 
     plan: FoldPlan
     held: tuple[OpenTable, Leaves, Folded] | None = field(default=None, repr=False)
-    """What `begin_fold` has read already."""
+    """The data that `begin_fold` has already read."""
 
     @cached_property
     def _read(self) -> tuple[OpenTable, Leaves, Folded]:
-        """The table as it was planned, and the records folded."""
+        """Return the table as it was planned, and the folded records."""
         if self.held is not None:
             return self.held
         opened = _at(self.plan)
@@ -180,7 +180,7 @@ class Fold:
         return writer.written()
 
     def _rewrite_bag(self, writer: LeafWriter, leaves: Leaves, folded: Folded) -> None:
-        """A table without a key: each row to take out is looked for in every file, until it is found."""
+        """For a table without a key: search for each deleted row in every file, until it is found."""
         taken = np.zeros(len(folded.gone), bool)
         nothing = folded.rows.slice(0, 0)
         old = () if self.plan.forgets(folded) else leaves.files
@@ -188,7 +188,7 @@ class Fold:
         writer.add(folded.rows)
 
     def commit(self, written: Sequence[NewFile]) -> FoldOutcome:
-        """Swap the parts' files in.
+        """Commit the parts' files in place of the old ones.
 
         Raises:
             LakeConflict: the table has changed since the fold began; begin another.
@@ -211,7 +211,7 @@ class Fold:
         )
         failpoints.hit("lake.after_fold_commit")
         if not _bounds_stand(plan, opened):
-            # Not before: the files of before lack these bounds, and those of this commit have the old ones as well.
+            # Not earlier: the previous files lack these bounds, and this commit's files have the old ones as well.
             set_properties(opened, bounded_property(boundable(plan.columns, plan.schema.key)))
         removed_bytes = sum(leaf.size_bytes for leaf in removed)
         live_bytes = leaves.size_bytes - removed_bytes + sum(file.size_bytes for file in written)
@@ -222,9 +222,9 @@ class Fold:
 def fold_table(
     layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES, anew: bool = False
 ) -> TableCommit:
-    """Bring a table's `current` to `upto`, in this process; nothing is done where it stands there.
+    """Fold a table's `current` to `upto`, in this process; do nothing if it is there already.
 
-    Where very many records wait, it goes there by way of earlier cuts, one commit each.
+    If very many records wait, it proceeds by way of earlier cuts, one commit each.
 
     Args and errors: as of `begin_fold`.
     """
@@ -237,10 +237,10 @@ def fold_table(
             return done.commit
 
 
-def begin_fold(
+def begin_fold(  # noqa: D417 - `anew` is described, as code
     layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES, anew: bool = False
 ) -> Fold | FoldOutcome:
-    """Find what has to be done to bring a table's `current` to `upto`, or as far as one fold goes.
+    """Plan the fold of a table's `current` to `upto`, or as far as one fold goes.
 
     Call it only once the history up to `upto` is committed, and not while the table's copy runs.
 
@@ -249,13 +249,13 @@ def begin_fold(
         schema: names the table; the columns folded are those of the newest schema in history.
         upto: a cut that history has reached.
         sizes: bounds of memory and files.
-        anew: build all of it from history, whatever is there; no file of it is read, and one commit replaces them.
+        `anew`: rebuild it all from history, whatever exists; no existing file is read, and one commit replaces them.
 
     Returns:
-        The fold to carry out, or what is there already where nothing has to be done.
+        The fold to carry out, or the existing state if nothing has to be done.
 
     Raises:
-        LakeTableForeign: somebody else wrote into `current` or history.
+        LakeTableForeign: another program wrote into `current` or history.
         LakeUnavailable: history isn't there yet, or can't be reached.
         LakeConflict: another task committed first; call again.
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
@@ -271,7 +271,7 @@ def begin_fold(
     history = open_history(layout, schema)
     newest = newest_schema(history)
     if newest.table_id != schema.table_id:
-        # Another table bears the name by now: `current` is that one's.
+        # Another table has the name by now, and `current` is its table.
         return _standing(schema, opened, upto)
     schema = newest
     columns = current_columns(layout, schema, history)
@@ -292,7 +292,8 @@ def begin_fold(
     if not first:
         step = fold_step(layout, history, after=stands, upto=upto, rows_max=sizes.rows_max, table=schema.table_id)
     if step < upto and emptied(history, stands, upto, schema.table_id):
-        # In steps, readers would see what was left of the table half way: a copy that follows an earlier one empties it first.
+        # In steps, readers would see the partial table in between: a copy that follows an earlier one empties it
+        # first.
         first, step = True, upto
     bounded = _bounded(opened, columns, schema.key)
     if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
@@ -305,7 +306,7 @@ def begin_fold(
 
 
 def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | FoldOutcome:
-    """The fold with its parts; where columns are added, the table has them already."""
+    """Return the fold with its parts; columns to add have already been added to the table."""
     leaves = Leaves(opened, plan.schema.key)
     folded = _folded(plan, leaves, history)
     have = opened.schema()
@@ -325,14 +326,14 @@ def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | Fold
 
 
 def _bounded(opened: OpenTable, columns: pa.Schema, key: Sequence[str]) -> tuple[str, ...]:
-    """The columns of the key, and those that had bounds before: where another key was declared."""
+    """Return the columns of the key, and those that had bounds before, under another key."""
     noted = [name.strip("`") for name in (opened.properties.get(BOUNDED_PROPERTY) or "").split(",")]
     before = [name for name in noted if columns.get_field_index(name) >= 0 and name not in key]
     return boundable(columns, [*key, *before])
 
 
 def _bounds_stand(plan: FoldPlan, opened: OpenTable) -> bool:
-    """Whether the table says of the key's columns that they have bounds."""
+    """Whether the table's properties declare bounds for the key's columns."""
     wanted = bounded_property(boundable(plan.columns, plan.schema.key))
     return opened.properties.get(BOUNDED_PROPERTY) == wanted[BOUNDED_PROPERTY]
 
@@ -345,7 +346,7 @@ def _hit(leaves: Leaves, folded: Folded, plan: FoldPlan, *, everything: bool) ->
 
 
 def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[tuple[int, ...], ...]:
-    """Leaves to rewrite, in runs of about as many bytes; one run where `part_bytes` is None."""
+    """Return the leaves to rewrite, in runs of similar size; one run if `part_bytes` is None."""
     parts: list[list[int]] = [[]]
     size = 0
     for place in hit:
@@ -358,7 +359,7 @@ def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[
 
 
 def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) -> Folded:
-    """The records after the table's n, folded."""
+    """Return the folded records after the table's position."""
     columns = plan.columns
     tail = read_history(
         history or plan.history(),
@@ -385,25 +386,28 @@ def _at(plan: FoldPlan) -> OpenTable:
 
 
 def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable) -> pa.Schema:
-    """The columns of `current`: the newest schema's, in the types that history keeps them in."""
+    """Return the columns of `current`: the newest schema's, in the types that history keeps them in."""
     have = history.schema()
     fields = []
     for column in lake_columns(schema, layout.types):
         index = have.get_field_index(column.name)
         wide = None if index < 0 else widest(column.type, have.field(index).type)
         fields.append(column if wide is None else pa.field(column.name, wide))
-    # Statistics cover a table's first columns, and a fold looks for keys.
+    # Statistics cover a table's first columns, and a fold searches for keys.
     keys = [column for column in fields if column.name in schema.key]
     return pa.schema([*keys, *(column for column in fields if column.name not in schema.key)])
 
 
 def tail_columns(columns: pa.Schema) -> list[str]:
-    """What a fold reads of history."""
+    """Return the columns of history that a fold reads."""
     return ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
 
 
 def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema) -> pa.Table:
-    """Rows that may have one of the keys: of the leaves that may, those whose first key column holds one of their values."""
+    """Return rows that may have one of the keys.
+
+    They come from leaves that may have such rows, and share a value of the first key column.
+    """
     shape = pa.schema([*columns, EXACT])
     hit, _ = leaves.holding(keys)
     read = (conform(files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
@@ -424,7 +428,7 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, column
 
 
 def _evolved(have: pa.Schema, target: pa.Schema) -> str:
-    """What the columns need: nothing (empty), `add`, or `rewrite`."""
+    """Return what the columns need: nothing (empty), `add`, or `rewrite`."""
     if any(target.get_field_index(column.name) < 0 for column in have):
         return "rewrite"
     for column in target:

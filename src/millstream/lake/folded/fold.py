@@ -1,16 +1,16 @@
-"""The fold: what a run of records does to the rows of `current`. Pure, but for asking for rows of `current`.
+"""The fold: the effect of a run of records on the rows of `current`. Pure, except for looking up rows of `current`.
 
-Records are taken in order of `__seq`. The rules:
+Records are applied in order of `__seq`. The rules:
 
 - `c`, `r` and `u` put a row at their key; the last record of a key wins, deletes included.
-- `u` whose `__before` holds another key moves the row: the old key goes. `t` empties the table.
-- Columns named in `__unchanged` come from the row's own past: its last record before this one (under its old key, where it
-  moved), or, where the run holds none, from `current`.
-- A table without a key (identity FULL) is a bag: `d` and `u` take out one row equal to the old one. As rows taken out are
-  there, only the count of each distinct row matters, and no order.
+- `u` whose `__before` holds another key moves the row: the old key is deleted. `t` empties the table.
+- Columns named in `__unchanged` come from the row's own past: its last record before this one (under its old key,
+  if it moved), or, if the run holds none, from `current`.
+- A table without a key (identity FULL) is a bag: `d` and `u` remove one row equal to the old one. Since removed
+  rows always exist, only the count of each distinct row matters, and no order.
 
 Nearly all records neither move nor leave columns out; those are folded by sorting codes of their keys. Only the
-rows of keys that do are walked one by one.
+records of other keys are applied one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXACT: Final = pa.field("__exact", TEXT_BY_COLUMN)
 
 Indexes = npt.NDArray[np.int64]
 Lookup = Callable[[Keys], pa.Table]
-"""Rows of `current` (its columns and `__exact`) that hold at least all those with one of the keys."""
+"""Returns rows of `current` (its columns and `__exact`), at least all those with one of the keys."""
 
 
 _LOST: Final = int(np.iinfo(np.int64).min)
@@ -43,43 +43,43 @@ _LOST: Final = int(np.iinfo(np.int64).min)
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """What a run of records does to `current`: forget all (where `truncated`), take out, put in."""
+    """The effect of a run of records on `current`: forget all (if `truncated`), delete, insert."""
 
     rows: pa.Table
-    """Rows to put in, `columns` and `__exact`."""
+    """Rows to insert, `columns` and `__exact`."""
     gone: Keys
-    """Keyed: rows with these keys are taken out before `rows` are put in (the keys of `rows` among them). Bag: each of these
-    whole rows, as often as it stands here, takes out one equal row."""
+    """Keyed: rows with these keys are deleted before `rows` are inserted (the keys of `rows` are included). Bag: each
+    of these whole rows, as often as it occurs here, deletes one equal row."""
     truncated: bool
     records: int
-    """Records folded."""
+    """Number of records folded."""
 
 
 @dataclass(slots=True)
 class State:
-    """A live row while its records are walked: the record that wrote it, and where its unchanged columns come from."""
+    """A live row while its records are applied: the record that wrote it, and the sources of its unchanged columns."""
 
     base: int
     filled: dict[str, int] = field(default_factory=dict)
-    """By column: a record's index, or `-1 - k` for row `k` of those asked of `current`."""
+    """By column: a record's index, or `-1 - k` for row `k` of those looked up in `current`."""
 
     def among(self, places: Mapping[int, int]) -> State:
-        """The same row where records are numbered otherwise; none of its columns may come from `current`."""
+        """Return the same row with other record indexes; none of its columns may come from `current`."""
         return State(places[self.base], {name: places[record] for name, record in self.filled.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which records become rows."""
+    """The records that become rows."""
 
     winners: Indexes
     """Records that are rows as they stand."""
     states: list[State]
-    """Rows that were walked."""
+    """Rows that were applied record by record."""
     asked: Keys | None
     """Rows of `current` that the states need, in order of their numbers."""
     gone: Keys
-    """All keys met, once each; none where nobody asked."""
+    """All keys of the records, once each; empty if not requested."""
 
 
 def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup: Lookup) -> Folded:
@@ -89,7 +89,7 @@ def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup
         tail: history's rows (the records' own columns and the table's), any order; columns missing from it are null.
         schema: the table's latest schema: its key, its name.
         columns: the columns of `current`, in the lake's types, without `__exact`.
-        lookup: asked once at most, and only for rows whose past is needed.
+        lookup: called at most once, and only for rows whose past is needed.
 
     Raises:
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
@@ -105,7 +105,7 @@ def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup
 
 
 def run_of(tail: pa.Table, schema: TableSchema, columns: pa.Schema) -> Run:
-    """The records after the last truncate, in order, with `columns` of theirs as values."""
+    """Return the records after the last truncate, in order, with their `columns` as values."""
     tail = in_order(tail)
     ops = op_codes(tail)
     truncates = np.flatnonzero(ops == ord("t"))
@@ -130,7 +130,7 @@ class Run:
     truncated: bool
 
     def old(self, names: tuple[str, ...]) -> tuple[Indexes, Keys]:
-        """The updates that carry an old key or row, and its `names`; a column that it lacks is as in the new row."""
+        """Return the updates with an old key or row, and its `names`; a column that it lacks is as in the new row."""
         before = self.tail.column("__before").combine_chunks()
         at = np.flatnonzero((self.ops == ord("u")) & np.asarray(before.is_valid()))
         maps, here = before.take(pa.array(at)), pa.array(at)
@@ -151,7 +151,7 @@ class Run:
         return at, Keys(names, tuple(columns), tuple(exact))
 
     def unchanged(self) -> tuple[Indexes, list[list[str]]]:
-        """The updates that leave columns out, and which."""
+        """Return the updates that leave columns out, and those columns."""
         lists = self.tail.column("__unchanged").combine_chunks()
         lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
         at = np.flatnonzero((lengths > 0) & (self.ops == ord("u")))
@@ -159,7 +159,7 @@ class Run:
 
 
 def plan_keyed(run: Run, *, gone: bool = True) -> Plan:
-    """Which of a keyed table's records become rows; `gone` says whether the keys met are wanted."""
+    """Return which of a keyed table's records become rows; `gone` is whether the records' keys are wanted."""
     key = run.schema.key
     new_keys = Keys.of(run.values, key)
     at, old_keys = run.old(key)
@@ -187,7 +187,7 @@ def plan_keyed(run: Run, *, gone: bool = True) -> Plan:
 
 @dataclass(slots=True)
 class _Walk:
-    """Rows of keys that move or leave columns out, record by record."""
+    """Application of records to rows whose keys move or whose columns are left out, record by record."""
 
     ops: npt.NDArray[np.uint8]
     new: Codes
@@ -195,12 +195,12 @@ class _Walk:
     unchanged: Mapping[int, list[str]]
     truncated: bool
     asked: dict[int, int] = field(default_factory=dict)
-    """By key code, the place of the row among those asked of `current`."""
+    """By key code, the index of the row among those looked up in `current`."""
     asked_by: list[int] = field(default_factory=list)
-    """For each place, a record that needs it; after `play`, of those that are needed at the end."""
+    """For each index, a record that needs it; after `play`, only for those that are needed at the end."""
 
     def play(self, records: Indexes) -> list[State]:
-        """The rows that live at the end, in order of their keys' first records."""
+        """Return the rows that are live at the end, in order of their keys' first records."""
         live: dict[int, State | None] = {}
         for record in records.tolist():
             key, origin = int(self.new[record]), int(self.old[record])
@@ -218,10 +218,10 @@ class _Walk:
         return states
 
     def _keep_needed(self, states: list[State]) -> None:
-        """Ask only for what a row at the end needs.
+        """Look up only what a row at the end needs.
 
-        While a table is copied, an update may come before the copy of its row: what it left out isn't known anywhere then,
-        and isn't needed once the copied row is there.
+        While a table is copied, an update may come before the copy of its row. Columns that it leaves out are
+        unknown then, and aren't needed once the copied row is there.
         """
         lost = next((state for state in states if _LOST in state.filled.values()), None)
         if lost is not None:
@@ -250,7 +250,7 @@ class _Walk:
 
 
 def _asked(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes) -> Keys | None:
-    """The keys of the rows of `current` that the walk gave places to."""
+    """Return the keys of the rows of `current` that the application needs."""
     if not walk.asked_by:
         return None
     positions = {int(record): len(new_keys) + place for place, record in enumerate(at)}
@@ -259,10 +259,10 @@ def _asked(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes) -> Keys | N
 
 
 def past_rows(plan: Plan, lookup: Lookup) -> pa.Table | None:
-    """The rows of `current` that a plan asks for, in its order.
+    """Return the rows of `current` that a plan needs, in its order.
 
     Raises:
-        LakeError: one of them isn't there.
+        LakeError: one of them is missing.
     """
     if plan.asked is None:
         return None
@@ -279,12 +279,12 @@ def past_rows(plan: Plan, lookup: Lookup) -> pa.Table | None:
 
 
 def materialize(values: pa.Table, plan: Plan, past: pa.Table | None) -> pa.Table:
-    """Rows of a plan's records, with unchanged columns taken from where the walk said.
+    """Return rows of a plan's records, with unchanged columns taken from their sources.
 
     Args:
-        values: what the plan's indexes count in: columns and `__exact`.
+        values: the rows that the plan's indexes refer to: columns and `__exact`.
         plan: which of them.
-        past: what `past_rows` gave.
+        past: the result of `past_rows`.
     """
     winners, states = plan.winners, plan.states
     bases = np.concatenate([winners, np.array([state.base for state in states], np.int64)])
@@ -323,14 +323,14 @@ def _fold_bag(run: Run) -> tuple[pa.Table, Keys]:
     np.add.at(net, inverse, steps)
     more, fewer = np.maximum(net, 0), np.maximum(-net, 0)
     both = concat_keys(rows, old)
-    # A row to put in was put by some record, though an old row equal to it may have been met first.
+    # An inserted row must come from an inserting record, even if an old row equal to it came first.
     putting = np.full(len(distinct), -1, np.int64)
     putting[inverse[: len(new)][puts]] = np.flatnonzero(puts)
     return run.values.take(pa.array(np.repeat(putting, more))), both.take(np.repeat(first, fewer).astype(np.int64))
 
 
 def _fill_from_before(run: Run, at: Indexes, old: Keys) -> Run:
-    """A bag's updates with their unchanged columns: FULL sends the whole old row."""
+    """Fill in unchanged columns of a bag's updates: FULL sends the whole old row."""
     sparse, names = run.unchanged()
     if not len(sparse):
         return run
@@ -352,7 +352,7 @@ def _fill_from_before(run: Run, at: Indexes, old: Keys) -> Run:
 
 
 def in_order(tail: pa.Table) -> pa.Table:
-    """Records in order of `__seq`."""
+    """Return records in order of `__seq`."""
     seqs = tail.column("__seq").to_numpy()
     if len(seqs) < 2 or bool(np.all(seqs[1:] > seqs[:-1])):
         return tail
@@ -360,14 +360,14 @@ def in_order(tail: pa.Table) -> pa.Table:
 
 
 def op_codes(tail: pa.Table) -> npt.NDArray[np.uint8]:
-    """The records' ops, as their letters' ASCII codes."""
+    """Return the records' ops, as their letters' ASCII codes."""
     encoded = pc.dictionary_encode(tail.column("__op").combine_chunks())
     letters = np.array([ord(op) for op in encoded.dictionary.to_pylist()], np.uint8)
     return letters[np.asarray(encoded.indices)] if len(letters) else np.zeros(0, np.uint8)
 
 
 def _names_in(maps: pa.Array) -> dict[str, npt.NDArray[np.bool_]]:
-    """By column, which of the maps have an entry for it (be it null)."""
+    """Return, by column, which of the maps have an entry for it (even null)."""
     offsets = np.asarray(maps.offsets)
     rows = np.repeat(np.arange(len(maps)), np.diff(offsets))
     encoded = pc.dictionary_encode(

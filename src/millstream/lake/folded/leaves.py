@@ -1,10 +1,10 @@
-"""The files of a keyed table as leaves of a tree: each holds a range of keys, in order of the key.
+"""The files of a keyed table as leaves of a tree: each holds a range of keys, in key order.
 
-A fold rewrites only leaves that may hold a key it met. A row that is new goes to the leaf whose range it falls into, so
-ranges stay apart; a leaf that outgrows its size is split, and neighbours that have shrunk are joined when they are rewritten. The
-ranges are what Delta's own statistics tell: there is no other index to keep.
+A fold rewrites only leaves that may hold a key of its records. A new row goes to the leaf whose range includes it,
+so that ranges stay disjoint. A leaf that outgrows its size is split, and neighbours that have shrunk are joined
+when they are rewritten. The ranges are Delta's own statistics: there is no other index to keep.
 
-Only speed depends on ranges that don't overlap. Which leaves may hold a key is asked of all of them.
+Only speed depends on ranges that don't overlap. Looking up a key checks all leaves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.keys import Keys
 
 LEAF_BYTES: Final = 8 << 20
-"""On disk, about: a look-up opens one leaf, a fold of few keys rewrites few bytes, and 100 M short rows are some hundred files."""
+"""Approximate size on disk. A look-up opens one leaf, a fold of few keys rewrites few bytes, and 100 M short rows are
+some hundred files."""
 _NULL: Final = -1
 
 Flags = npt.NDArray[np.bool_]
@@ -42,7 +43,7 @@ class Leaves:
     """A table's live files, in order of their lowest keys."""
 
     def __init__(self, opened: OpenTable, key: Sequence[str], *, partition: str | None = None) -> None:
-        """Read them from the table's log.
+        """Read the files from the table's log.
 
         Args:
             opened: the table.
@@ -75,11 +76,11 @@ class Leaves:
 
     @property
     def size_bytes(self) -> int:
-        """Of all of them."""
+        """Total size in bytes."""
         return sum(leaf.size_bytes for leaf in self.files)
 
     def holding(self, keys: Keys) -> tuple[Flags, list[Ranks | None]]:
-        """Which leaves may hold one of the keys, and for each of these which keys, by place (None: perhaps all)."""
+        """Return which leaves may hold one of the keys, and for each of them which keys, by index (None: any)."""
         hit = np.zeros(len(self), bool)
         which: list[Ranks | None] = [None] * len(self)
         if not len(keys) or not len(self):
@@ -93,7 +94,7 @@ class Leaves:
         for leaf in range(len(self)):
             low, high = int(ranked[0][0][leaf]), int(ranked[0][1][leaf])
             if low < 0:
-                # No bounds: nothing but nulls, or unknown.
+                # No bounds: only nulls, or unknown.
                 hit[leaf] = True
                 continue
             some = order[np.searchsorted(in_order, low) : np.searchsorted(in_order, high, "right")]
@@ -111,7 +112,7 @@ class Leaves:
         return hit, which
 
     def place(self, keys: Keys) -> Ranks:
-        """For each key the leaf in whose range it falls; `len(self)` where it lies beyond the last leaf's greatest key."""
+        """Return for each key the leaf whose range includes it; `len(self)` beyond the last leaf's greatest key."""
         if not len(self):
             return np.zeros(len(keys), np.int64)
         lows, values, highs = [], [], []
@@ -126,7 +127,7 @@ class Leaves:
             return np.full(len(keys), len(self) - 1, np.int64)
         ranks = _tuple_ranks([np.concatenate([a, b, c]) for a, b, c in zip(lows, values, highs, strict=True)])
         low, value, high = np.split(ranks, [len(self), len(self) + len(keys)])
-        # The lows ascend but for leaves without bounds, which stand first.
+        # The lows ascend except for leaves without bounds, which come first.
         found = np.maximum(np.searchsorted(np.maximum.accumulate(low), value, "right") - 1, 0)
         return np.where(value > int(high.max()), len(self), found).astype(np.int64)
 
@@ -138,7 +139,7 @@ class Leaves:
         return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
 
     def _has_nulls(self, leaf: int, place: int) -> bool:
-        """Whether a leaf's key column may hold a null: where a value has text only."""
+        """Whether a leaf's key column may hold a null, for values that exist only as text."""
         column = f"null_count.{self._key[place]}"
         if column not in self._actions.column_names:
             return True
@@ -146,7 +147,7 @@ class Leaves:
         return count is None or count > 0
 
     def _ranked(self, place: int, values: pa.Array) -> tuple[Ranks, Ranks, Ranks] | None:
-        """Numbers in the order of the values, -1 for null: of the leaves' lows, of their highs, and of some values."""
+        """Return numbers in value order, -1 for null: of the leaves' lows, of their highs, and of some values."""
         low, high = self._low[place], self._high[place]
         if low is None or high is None:
             return None
@@ -163,7 +164,7 @@ class Leaves:
         return a, b, c
 
     def _reorder(self) -> None:
-        """Put the leaves in the order of their lowest keys; those without bounds first."""
+        """Sort the leaves by their lowest keys; those without bounds first."""
         columns = []
         for low in self._low:
             if low is None:
@@ -183,7 +184,7 @@ class Leaves:
 
 
 def _tuple_ranks(columns: list[Ranks]) -> Ranks:
-    """Dense numbers of rows in the order of several columns."""
+    """Return dense numbers of rows in the order of several columns."""
     order = np.lexsort(columns[::-1])
     changes = np.zeros(len(order), bool)
     for column in columns:
@@ -195,7 +196,7 @@ def _tuple_ranks(columns: list[Ranks]) -> Ranks:
 
 
 def in_key_order(rows: pa.Table, key: Sequence[str]) -> pa.Table:
-    """Rows in the order of their keys, as far as their types have one."""
+    """Return rows in key order, as far as their types have one."""
     try:
         order = pc.sort_indices(rows.select(list(key)), sort_keys=[(name, "ascending") for name in key])
     except pa.ArrowException:

@@ -1,4 +1,4 @@
-"""Rewriting leaves: rows that a fold leaves in place, rows that it puts in, in order of the key, in files of a fair size."""
+"""Rewriting of leaves: rows that a fold leaves in place and rows that it inserts, in key order, in larger files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from millstream.lake.keys import Keys, key_codes
 from millstream.lake.types import conform
 
 _COMPRESSED: Final = 0.3
-"""Of Arrow's bytes, about what a file takes, where there is no file yet to tell."""
+"""Approximate file bytes over Arrow's bytes, if there is no file to measure yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to one leaf."""
+    """The change of one leaf."""
 
     leaf: Leaf | None
-    """None: no leaf yet, rows are only put in."""
+    """None: no leaf yet, rows are only inserted."""
     gone: Keys | None
-    """Keys whose rows are taken out; None: none is."""
+    """Keys whose rows are deleted; None: none is."""
     put: pa.Table
-    """Rows to put in: the columns and `__exact`."""
+    """Rows to insert: the columns and `__exact`."""
 
 
 class LeafWriter:
-    """Writes the leaves of one part of a table, in order of the key. One thread's."""
+    """Writes the leaves of one part of a table, in key order. For one thread."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class LeafWriter:
         """See the class.
 
         Args:
-            files: of the table.
+            files: the table's files.
             target: the columns of the files.
-            key: by which rows are ordered.
+            key: the columns that order the rows.
             version: the only version that the files can be committed as.
             leaf_bytes: about the size of a file.
             partition: the folder, `column=value`, in a partitioned table.
@@ -67,7 +67,7 @@ class LeafWriter:
         self._partition = partition
         self._held: list[pa.Table] = []
         self._held_bytes = 0.0
-        # One file is written while the rows of the next are read and merged; no more, for memory's sake.
+        # One file is written while the rows of the next are read and merged; no more, to limit memory.
         self._writer = ThreadPoolExecutor(1)
         self._writing: list[Future[NewFile]] = []
 
@@ -75,7 +75,7 @@ class LeafWriter:
         """Write changed leaves.
 
         Args:
-            changes: with each leaf's place among all leaves; neighbours are joined where they are small.
+            changes: with each leaf's index among all leaves; small neighbours are joined.
             taken: for a bag: which rows of its changes' common `gone` were found; written to.
         """
         last = None
@@ -101,7 +101,7 @@ class LeafWriter:
             self._held_bytes += rows.nbytes * density
 
     def flush(self) -> None:
-        """Write what is held, as files of about the leaf's size."""
+        """Write the held rows, as files of about the leaf's size."""
         if not self._held:
             return
         rows = conform(pa.concat_tables(self._held), self._target)
@@ -116,7 +116,7 @@ class LeafWriter:
             self._writing.append(self._writer.submit(self._write, rows.slice(start, end - start)))
 
     def written(self) -> list[NewFile]:
-        """The files, once all of them are written; the writer takes no more."""
+        """Return the files, once all of them are written; the writer takes no more."""
         self.flush()
         self._writer.shutdown()
         return [file.result() for file in self._writing]
@@ -128,9 +128,9 @@ class LeafWriter:
 
 
 def surviving(rows: pa.Table, gone: Keys, taken: npt.NDArray[np.bool_] | None = None) -> pa.Table:
-    """Rows that a fold leaves in place.
+    """Return the rows that a fold leaves in place.
 
-    For a bag (`taken` given) the counts in `taken` are used up as equal rows go by: one entry a row of `gone`.
+    For a bag (`taken` given), equal rows use up the entries of `taken`: one entry a row of `gone`.
     """
     if not len(gone):
         return rows
@@ -151,21 +151,21 @@ def surviving(rows: pa.Table, gone: Keys, taken: npt.NDArray[np.bool_] | None = 
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """Which leaves a fold touches, and what goes where."""
+    """The leaves that a fold changes, and the keys to delete in each."""
 
     hit: tuple[int, ...]
-    """Places of leaves to rewrite, ascending; `len(leaves)` for rows beyond the last."""
+    """Indexes of leaves to rewrite, ascending; `len(leaves)` for rows beyond the last."""
     gone: dict[int, npt.NDArray[np.int64] | None]
-    """By leaf, which of the keys met it may hold (None: perhaps any)."""
+    """By leaf, which of the records' keys it may hold (None: perhaps any)."""
 
 
 def touched(leaves: Leaves, gone: Keys, put_at: npt.NDArray[np.int64], *, everything: bool) -> Touched:
     """Find the leaves that a fold rewrites.
 
     Args:
-        leaves: of the table as it is.
-        gone: the keys met.
-        put_at: the leaf of each row to put in, by `placed`.
+        leaves: the table's current leaves.
+        gone: the records' keys.
+        put_at: the leaf of each row to insert, by `placed`.
         everything: whether every leaf is rewritten anyway.
     """
     may_hold, which = leaves.holding(gone)
@@ -177,7 +177,7 @@ def touched(leaves: Leaves, gone: Keys, put_at: npt.NDArray[np.int64], *, everyt
 
 
 def placed(leaves: Leaves, keys: Keys, *, leaf_bytes: int = LEAF_BYTES) -> npt.NDArray[np.int64]:
-    """The leaf that each new row goes to: `len(leaves)` for a leaf of its own, where the last one is large enough already."""
+    """Return the leaf for each new row: `len(leaves)` for a new leaf, if the last one is large enough already."""
     at = leaves.place(keys)
     if len(leaves) and leaves.files[-1].size_bytes < leaf_bytes / 2:
         at = np.minimum(at, len(leaves) - 1)

@@ -1,20 +1,22 @@
-"""SCD2: what a run of records does to the versions of a table's rows. Pure, but for asking for open versions.
+"""SCD2: the effect of a run of records on the versions of a table's rows. Pure, except for looking up open versions.
 
 A *version* is a stretch of time over which a row held the same values, as committed transactions left it:
 
-- A transaction counts by what it did in the end: of several changes of a row in one transaction the last one counts, and a
-  transaction after which the row is as before begins nothing. An update that changes no value begins nothing either.
-- A version ends when the row's next one begins, when the row is deleted or gets another key, or when the table is truncated.
-  A key change begins a version under the new key.
-- Times are the transactions' commit times, each raised to the greatest one before it in the table: commit times may step back (clocks
-  are set, and a transaction's time is taken before its place in the WAL), and versions of a row must not overlap. So two
-  transactions may have one time; a version between them is there and has no length.
-- A copied row (`r`) equal to its open version changes nothing. Another one begins a version at the moment of the copy.
-- A copy that follows an earlier one begins with a marker (a `t` without an index in a transaction): from there on open versions are
-  unconfirmed. One that no copied row, update or deletion behind the marker confirms is closed at the marker's time: the row went while
-  nobody looked.
-- An update that leaves columns out whose values aren't known anywhere (while a table is copied, it may come before the copy of its row)
-  begins nothing: the copied row does.
+- Only the final effect of a transaction counts: of several changes of a row in one transaction, the last one. A
+  transaction after which the row is as before begins nothing. An update that changes no value begins nothing
+  either.
+- A version ends when the row's next one begins, when the row is deleted or gets another key, or when the table is
+  truncated. A key change begins a version under the new key.
+- Times are the transactions' commit times, each raised to the greatest one before it in the table. Commit times may
+  step back (clocks are set, and a transaction's time is taken before its place in the WAL), but versions of a row
+  must not overlap. So two transactions may have one time; a version between them exists and has no length.
+- A copied row (`r`) equal to its open version changes nothing. A different one begins a version at the moment of
+  the copy.
+- A copy that follows an earlier one begins with a marker (a `t` without an index in a transaction): from there on
+  open versions are unconfirmed. A version that no copied row, update or deletion behind the marker confirms is
+  closed at the marker's time: the row was deleted while nothing was captured.
+- An update may leave columns out whose values aren't known anywhere: while a table is copied, it may come before
+  the copy of its row. Such an update begins nothing: the copied row does.
 
 Runs end at cuts, which split no transaction, and not inside a copy that began with a marker.
 """
@@ -45,14 +47,15 @@ IS_CURRENT: Final = pa.field("is_current", pa.bool_(), nullable=False)
 BEGAN_BY: Final = pa.field("__seq", pa.int64(), nullable=False)
 OPEN_FOLDER: Final = f"{IS_CURRENT.name}=true"
 ENDED_FOLDER: Final = f"{IS_CURRENT.name}=false"
-"""The table of versions is partitioned."""
+"""The partition of ended versions; the table of versions is partitioned."""
 VERSION_COLUMNS: Final = (VALID_FROM, VALID_TO, IS_CURRENT, BEGAN_BY)
 
 Indexes = npt.NDArray[np.int64]
 Times = npt.NDArray[np.int64]
 """Microseconds since 1970."""
 Lookup = Callable[[Keys], pa.Table]
-"""Open versions (the table's columns, `__exact`, `valid_from`, `__seq`) that hold at least all those with one of the keys."""
+"""Returns open versions (the table's columns, `__exact`, `valid_from`, `__seq`), at least all those with one of the
+keys."""
 
 _UNKNOWN: Final = int(np.iinfo(np.int64).min)
 _OPEN: Final = _UNKNOWN
@@ -60,7 +63,7 @@ _OPEN: Final = _UNKNOWN
 _ABSENT: Final = -1
 """In place of a row: the key has none."""
 _OPEN_PLACE: Final = -2
-"""In place of a record's place: open before the run …"""
+"""In place of a record's index: open before the run …"""
 _BEFORE: Final = -1
 """… and between that and the first record."""
 _DAY_US: Final = 86_400_000_000
@@ -68,25 +71,28 @@ _DAY_US: Final = 86_400_000_000
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What a run of records does to the versions. Rows have the table's columns, `__exact` and `VERSION_COLUMNS`."""
+    """The effect of a run of records on the versions.
+
+    Rows have the table's columns, `__exact` and `VERSION_COLUMNS`.
+    """
 
     closed: pa.Table
     """Versions that have ended: to append."""
     opened: pa.Table
-    """Versions that have begun and not ended: to put in."""
+    """Versions that have begun and not ended: to insert."""
     gone: Keys
-    """Keys whose open version (of before the run) has ended: to take out. It is among `closed`."""
+    """Keys whose open version from before the run has ended: to delete. It is among `closed`."""
     kept: Keys
-    """Keys whose open version of before the run goes on."""
+    """Keys whose open version from before the run stays open."""
     rest_closed_us: int | None
-    """Where given: all open versions of before the run but those of `gone` and `kept` end then, µs since 1970."""
+    """If given, all open versions from before the run, except those of `gone` and `kept`, end then, µs since 1970."""
     clock_us: int | None
-    """The greatest time so far, for the next run; None where there was none."""
+    """The greatest time so far, for the next run; None if there was none."""
     records: int
-    """Records of the run."""
+    """Number of records in the run."""
 
 
-def fold_versions(
+def fold_versions(  # noqa: D417 - `anew` is described, as code
     tail: pa.Table,
     schema: TableSchema,
     columns: pa.Schema,
@@ -99,13 +105,15 @@ def fold_versions(
     """Fold records into versions.
 
     Args:
-        tail: history's records (`version_inputs`), at least one, any order, whole transactions; columns missing from it are null.
+        tail: history's records (`version_inputs`), at least one, any order, whole transactions; columns missing from
+            it are null.
         schema: the table's newest schema; it has a key.
         columns: the source's columns, in the lake's types.
-        lookup: asked once at most.
-        clock_us: `Versions.clock_us` of the run before; None for a table's first.
-        anew: whether the table was dropped and made again before the first record: what was open is closed at its time.
-        whole: False where the table's first copy goes on behind the run, so that what isn't known yet may come.
+        lookup: called at most once.
+        clock_us: `Versions.clock_us` of the previous run; None for a table's first.
+        `anew`: whether the table was dropped and created again before the first record: open versions are closed at
+            its time.
+        whole: False if the table's first copy continues behind the run, so that unknown values may still come.
 
     Raises:
         LakeError: a record leaves a column unchanged, and the lake holds no earlier row of it.
@@ -126,13 +134,13 @@ def fold_versions(
 
 
 def version_inputs(columns: pa.Schema) -> list[str]:
-    """What a fold reads of history."""
+    """Return the columns of history that a fold reads."""
     placed = ["__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__commit_ts", "__commit_date"]
     return [*placed, "__unchanged", EXACT.name, "__before", *columns.names]
 
 
 def copy_of(rows: pa.Table, after: Seq, n: Seq, moment: datetime) -> pa.Table:
-    """Rows (the table's columns and `__exact`) as records of a copy that follows an earlier one, between two positions."""
+    """Return rows (the table's columns and `__exact`) as records of a later copy, between two positions."""
     count = rows.num_rows + 1
     facts = {
         "__op": pa.array(["t", *["r"] * rows.num_rows]),
@@ -148,21 +156,24 @@ def copy_of(rows: pa.Table, after: Seq, n: Seq, moment: datetime) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Where the records of a run stand: in time, in transactions, behind what clears the table. By their places in the run."""
+    """The places of a run's records in time, in transactions, and behind records that clear the table.
+
+    By index in the run.
+    """
 
     times: Times
     transactions: Indexes
     """Ascending numbers."""
     clears: Indexes
-    """Places of truncates; `_BEFORE` where the table was made anew."""
+    """Indexes of truncates; `_BEFORE` if the table was created again."""
     markers: Indexes
-    """Places where a copy that follows an earlier one begins."""
+    """Indexes at which a copy that follows an earlier one begins."""
     seqs: Indexes
     clock_us: int | None
-    """The time of the last record; None where no record of the source has told one."""
+    """The time of the last record; None if no record of the source had one."""
 
     def time_at(self, places: Indexes) -> Times:
-        """Times of some places; of `_BEFORE` the first record's."""
+        """Return the times of some indexes; for `_BEFORE` the first record's."""
         return self.times[np.maximum(places, 0)]
 
 
@@ -191,13 +202,14 @@ def _order(tail: pa.Table, ops: npt.NDArray[np.uint8], clock_us: int | None, *, 
 
 
 def _times(tail: pa.Table, marker: npt.NDArray[np.bool_], clock_us: int | None) -> tuple[Times, int | None]:
-    """The records' times, none below the one before; and the last one."""
+    """Return the records' times, none below the previous one, and the last of them."""
     committed = tail.column("__commit_ts").combine_chunks()
-    # History written by older versions knows only the day of a copied row.
+    # History written by older versions has only the day of a copied row.
     days = pc.multiply(tail.column("__commit_date").combine_chunks().cast(pa.int32()).cast(pa.int64()), _DAY_US)
     moments = pc.coalesce(committed.cast(INSTANT).cast(pa.int64()), days, pa.scalar(_UNKNOWN, pa.int64()))
     times = np.array(moments.to_numpy(zero_copy_only=False), np.int64)
-    # A marker's own time is of this machine's clock, not of the source's: it stands at the time before it, where there is one.
+    # A marker's own time is from this machine's clock, not the source's: it gets the time before it, if there is
+    # one.
     judged = np.where(marker, _UNKNOWN, times)
     judged[0] = max(int(judged[0]), _UNKNOWN if clock_us is None else clock_us)
     running = np.maximum.accumulate(judged)
@@ -208,12 +220,12 @@ def _times(tail: pa.Table, marker: npt.NDArray[np.bool_], clock_us: int | None) 
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """The keys of a run, and their open versions of before it."""
+    """The keys of a run, and their open versions from before it."""
 
     new: Codes
-    """Of each record the key."""
+    """The key of each record."""
     old: Codes
-    """Of each record the key that its row had before."""
+    """The key that each record's row had before."""
     open_codes: Codes
     open_keys: Keys
     open_rows: pa.Table
@@ -238,7 +250,7 @@ def _meet(run: Run, lookup: Lookup, shape: pa.Schema) -> _Met:
 
 
 def _fill(run: Run, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, State], npt.NDArray[np.bool_]]:
-    """Where the unchanged columns of records come from, by record; and the records of which that isn't known."""
+    """Return the sources of records' unchanged columns, by record, and the records whose sources aren't known."""
     states: dict[int, State] = {}
     unknown = np.zeros(len(run.ops), bool)
     sparse, names = run.unchanged()
@@ -272,13 +284,13 @@ def _fill(run: Run, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, 
 
 @dataclass(frozen=True, slots=True)
 class _Events:
-    """What happened to keys, by key and then in order: a row was put there, or it went."""
+    """Events of keys, by key and then in order: a row was put there, or deleted."""
 
     codes: Codes
     places: Indexes
-    """In the run; `_BEFORE` and `_OPEN_PLACE` stand before it."""
+    """Indexes in the run; `_BEFORE` and `_OPEN_PLACE` come before it."""
     rows: Indexes
-    """A record's, in the run's rows; behind all of them the open versions of before; `_ABSENT`."""
+    """Index of a record in the run's rows, or behind them of an open version from before; or `_ABSENT`."""
 
     @classmethod
     def sorted(cls, codes: Codes, places: Indexes, rows: Indexes) -> _Events:
@@ -290,14 +302,14 @@ class _Events:
 
     @property
     def first(self) -> npt.NDArray[np.bool_]:
-        """Which are their key's first."""
+        """Which events are their key's first."""
         first = np.ones(len(self.codes), bool)
         first[1:] = self.codes[1:] != self.codes[:-1]
         return first
 
     @property
     def last(self) -> npt.NDArray[np.bool_]:
-        """Which are their key's last."""
+        """Which events are their key's last."""
         return np.append(self.first[1:], True)[: len(self.codes)]
 
 
@@ -312,7 +324,7 @@ def _events(run: Run, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArra
     places = np.concatenate([before, at[puts], at[deletes], at[moved]])
     rows = np.full(len(codes), _ABSENT, np.int64)
     rows[: len(open_rows) + len(puts)] = np.concatenate([count + open_rows, puts])
-    # What clears the table takes out every row that was there: told once behind each put, not once a key.
+    # A record that clears the table deletes every existing row: one event behind each put, not one a key.
     behind = np.searchsorted(order.clears, places, "right")
     cleared = np.flatnonzero((rows != _ABSENT) & (behind < len(order.clears)))
     events = _Events.sorted(
@@ -324,14 +336,17 @@ def _events(run: Run, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArra
 
 
 def _births(run: Run, met: _Met) -> npt.NDArray[np.bool_]:
-    """By an event's row, whether its record says that no row was there before."""
+    """Return, by an event's row, whether its record shows that no row was there before."""
     births = np.zeros(len(run.ops) + len(met.open_codes), bool)
     births[: len(run.ops)] = (run.ops == ord("c")) | (met.old != met.new)
     return births
 
 
 def _with_markers(events: _Events, order: _Order, births: npt.NDArray[np.bool_]) -> _Events:
-    """Also the rows that a copy didn't find any more: behind its marker comes nothing of their key, a truncate, or a new row."""
+    """Add deletions of rows that a copy didn't find.
+
+    Behind the copy's marker, their key has nothing, a truncate, or a new row.
+    """
     markers = order.markers
     here = events.rows != _ABSENT
     marker = np.searchsorted(markers, events.places, "right")
@@ -350,9 +365,9 @@ def _with_markers(events: _Events, order: _Order, births: npt.NDArray[np.bool_])
 def _check_known(
     run: Run, met: _Met, at: Indexes, order: _Order, events: _Events, unknown: npt.NDArray[np.bool_]
 ) -> None:
-    """Raise where a row is there at the end whose values nobody knows.
+    """Raise if a row exists at the end whose values are unknown.
 
-    What a copy follows is known by the copy: the row may have been of another key then.
+    Records before a copy needn't be known, because the copy brings the row, which may have had another key.
     """
     settled = max([_BEFORE, *order.clears[-1:].tolist(), *order.markers[-1:].tolist()])
     for record in np.flatnonzero(unknown).tolist():
@@ -406,7 +421,7 @@ def _versions(run: Run, met: _Met, order: _Order, events: _Events, filled: dict[
 
 
 def _rows(run: Run, met: _Met, wanted: Indexes, filled: dict[int, State]) -> tuple[pa.Table, Indexes]:
-    """The rows of some events, whole; and where each of them lies there, by the events' numbers."""
+    """Return the whole rows of some events, and their indexes there, by the events' numbers."""
     count = len(run.ops)
     used = np.zeros(count, bool)
     used[wanted[(wanted >= 0) & (wanted < count)]] = True
@@ -422,7 +437,7 @@ def _rows(run: Run, met: _Met, wanted: Indexes, filled: dict[int, State]) -> tup
 
 
 def _changes(story: _Events, rows: pa.Table, place_of: Indexes) -> npt.NDArray[np.bool_]:
-    """Which events left their key otherwise than it was; a key's first event found nothing there."""
+    """Return which events changed their key's row; a key's first event had no row before it."""
     before = np.where(story.first, _ABSENT, np.roll(story.rows, 1))
     differ = (story.rows >= 0) | (before >= 0)
     pairs = np.flatnonzero((story.rows >= 0) & (before >= 0))
@@ -439,7 +454,7 @@ def _changes(story: _Events, rows: pa.Table, place_of: Indexes) -> npt.NDArray[n
 
 
 def _told(rows: pa.Table, valid_from: Times, until: Times, seqs: Indexes) -> pa.Table:
-    """Rows with the columns that make them versions."""
+    """Return rows with the version columns."""
     is_open = until == _OPEN
     told = [
         pa.array(valid_from).cast(INSTANT),

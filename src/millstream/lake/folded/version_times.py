@@ -1,4 +1,4 @@
-"""Times of a table of versions that its folds commit beside their position: its clock, and when its table took over the name."""
+"""Times that folds commit with a table of versions: its clock, and when its table took over the name."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from millstream.model.records import INSTANT
 
 _ENTERED: Final = "entered"
 _SINCE: Final = "since"
-"""End the app ids under which it is committed when a table took over the name, µs since 1970, and with which record."""
+"""Suffixes of the app ids under which the time (µs since 1970) and the first record of taking over a name are
+committed."""
 
 
 def clock_of(opened: OpenTable) -> int | None:
-    """The greatest time so far, µs since 1970, of all tables that have borne the name; None where there was none."""
+    """Return the greatest time so far, µs since 1970, of all tables that have had the name; None if there was none."""
     return _told(opened, _clock_app(opened))
 
 
 def taken_since(history: OpenTable) -> Seq:
-    """From where on the owner of a name has borne it; 0 where no other did before."""
+    """Return the number from which on the owner of a name has had it; 0 if no other table did before."""
     eras = Eras.of(history)
     return eras.taken_since if eras.taken_over else Seq(0)
 
 
 def goes_on(opened: OpenTable, history: OpenTable) -> bool:
-    """Whether the versions are those of the table's time under the name, and not another's, or of an earlier one."""
+    """Whether the versions are from the table's current time under the name, not an earlier time or another table."""
     if not holds(opened, history):
         return False
     since = taken_since(history)
@@ -41,9 +42,10 @@ def goes_on(opened: OpenTable, history: OpenTable) -> bool:
 
 
 def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
-    """When the table whose history it is took over the name, µs since 1970; None where no other bore it before.
+    """Return when the history's table took over the name, µs since 1970; None if no other had it before.
 
-    As its first fold told it; else the time of its first record under the name, or the greatest before it here.
+    It is the time that its first fold recorded. Otherwise it is the time of its first record under the name, or the
+    greatest time before that here.
     """
     since = taken_since(history)
     if not since:
@@ -59,7 +61,7 @@ def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
 
 
 def times_told(opened: OpenTable, clock_us: int | None, entered_us: int | None, since: Seq) -> list[Transaction]:
-    """What a fold commits beside its position."""
+    """Return what a fold commits in addition to its position."""
     told = [] if clock_us is None else [Transaction(_clock_app(opened), clock_us)]
     if entered_us is not None:
         entered = ((_ENTERED, entered_us), (_SINCE, int(since)))
@@ -68,7 +70,7 @@ def times_told(opened: OpenTable, clock_us: int | None, entered_us: int | None, 
 
 
 def at_entry(ended: pa.Table, entered_us: int, since: Seq) -> pa.ChunkedArray:
-    """Which versions have no length, at the moment of the entry, and began before it by number."""
+    """Return which versions have no length at the moment of entry, and began before it by number."""
     began, ends = (ended.column(name).cast(INSTANT).cast(pa.int64()) for name in (VALID_FROM.name, VALID_TO.name))
     before = pc.less(ended.column(BEGAN_BY.name), int(since))
     return pc.and_(before, pc.and_(pc.equal(began, entered_us), pc.equal(ends, entered_us)))

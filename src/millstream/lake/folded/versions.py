@@ -1,12 +1,12 @@
 """The table of versions (`scd2`): every version that a row has had, folded from history in one commit a fold.
 
-It is partitioned by `is_current`. Open versions (one a key) lie in leaves, as the rows of `current` do, and a fold rewrites only leaves
-that may hold a key which it met. Versions that have ended are only ever added. What a fold needs to know of the records before it, beside
-the open versions, is the greatest time so far (`Versions.clock_us`); it is committed with the rows, as a second `txn`.
+It is partitioned by `is_current`. Open versions (one a key) lie in leaves, as the rows of `current` do, and a fold
+rewrites only leaves that may hold a key of its records. Ended versions are only appended. From earlier records, a
+fold also needs the greatest time so far (`Versions.clock_us`), which is committed with the rows as a second `txn`.
 
-The versions are the name's. Where another table takes over a name (dropped and made again, renamed to it, given back), what is open of the
-one before ends at the time of its first record there, and its own rows, as they then are, begin; what it was before, under other names,
-makes no versions here. What history no longer has (`history_retention`) begins as `current` has it, at the time of that cut.
+Versions belong to a name. When another table takes over a name (dropped and created again, renamed, given back),
+the previous table's open versions end at the time of its first record there. Its rows begin then, in their state at
+that time; its past under other names makes no versions here. `current`, at its cut, replaces lost history.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ from millstream.model.records import INSTANT, RECORD_COLUMNS
 from millstream.model.schema import TableSchema
 
 _CLOSED_ROWS: Final = 1 << 20
-"""Of a file of versions that have ended."""
+"""Rows of a file of ended versions."""
 
 
 def has_versions(schema: TableSchema) -> bool:
-    """Whether a table's rows have versions: whether they have a key."""
+    """Whether a table's rows have versions, which need a key."""
     return bool(schema.key)
 
 
 def fold_into_versions(
     layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
 ) -> FoldOutcome:
-    """Bring a table's versions to `upto`; nothing is done where they stand there.
+    """Fold a table's versions to `upto`; do nothing if they are there already.
 
-    Where very many records wait, they go there by way of earlier cuts, one commit each; but a copy that follows an earlier one is
-    folded whole, and its records are in memory at once.
+    If very many records wait, it makes one commit for each of several cuts. But a repeated copy is folded whole, in
+    memory.
 
     Args:
         layout: where the lake is.
@@ -90,8 +90,8 @@ def fold_into_versions(
         sizes: bounds of memory and files.
 
     Raises:
-        LakeTableForeign: somebody else wrote into the versions or into history.
-        LakeSchemaConflict: a column of the table bears the name of one that makes versions.
+        LakeTableForeign: another program wrote into the versions or into history.
+        LakeSchemaConflict: a column of the table has the name of a version column.
         LakeUnavailable: history isn't there yet, or can't be reached.
         LakeConflict: another task committed first; call again.
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
@@ -103,9 +103,9 @@ def fold_into_versions(
 def rebuild_versions(
     layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
 ) -> FoldOutcome:
-    """Build a table's versions anew from history, beside those that are there, and put them in their place in one commit.
+    """Rebuild a table's versions from history in a separate table, and put them in place in one commit.
 
-    What is there is read only where another table bore the name before: those versions aren't in this table's records.
+    Existing versions are read only if another table had the name before: this table's records don't contain them.
     Not twice at once for one table.
 
     Raises:
@@ -128,10 +128,9 @@ def rebuild_versions(
 def unfolded_versions(
     layout: LakeLayout, schema: TableSchema, opened: OpenTable, upto: Seq
 ) -> tuple[Versions | None, pa.Schema]:
-    """What the records after the table's n do to its versions, for a reader that lays it over them; and the table's own columns.
+    """Return the effect of later records on a table's versions, for a reader to overlay, and the table's own columns.
 
-    From the beginning of a copy on that follows an earlier one, records are left out: until such a copy is whole, nobody knows what it
-    will leave.
+    Records from the start of a later copy on are left out: until such a copy is complete, its result is unknown.
 
     Raises:
         LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
@@ -161,15 +160,15 @@ class _Fold:
     opened: OpenTable | None
     history: OpenTable | None = None
     columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    """The table's own, those of the key first."""
+    """The table's own columns, those of the key first."""
 
     path: str = ""
     entered_us: int | None = None
-    """When the table took over the name from another one, µs since 1970; None where it didn't, and while that isn't known yet."""
+    """When the table took over the name from another, µs since 1970; None if it didn't, and while it isn't known."""
     since: Seq = Seq(0)
-    """From where on it has borne it; 0 where no other did before."""
+    """The number from which on the table has had the name; 0 if no other table did before."""
     stands: Seq | None = None
-    """What the versions here have of the table's records; None where they are another's, or of an earlier time under the name."""
+    """The position of these versions in the table's records; None if they are another table's, or an earlier era's."""
 
     @classmethod
     def begin(
@@ -186,7 +185,7 @@ class _Fold:
         return cls(layout, schema, upto, sizes, opened, path=path, entered_us=entered_us)
 
     def all(self) -> FoldOutcome:
-        """As many commits as it takes."""
+        """Run as many commits as it takes."""
         done = self.run()
         while done.commit.n < self.upto:
             done = self.begin(self.layout, self.schema, self.upto, self.sizes, self.path, self.entered_us).run()
@@ -199,7 +198,7 @@ class _Fold:
         history = open_history(self.layout, self.schema)
         newest = newest_schema(history)
         if newest.table_id != self.schema.table_id:
-            return self._standing(self.upto)  # another table bears the name by now: the versions are that one's
+            return self._standing(self.upto)  # another table has the name by now, and the versions are its versions
         self.schema, self.history = newest, history
         self.columns = _own_columns(newest, history)
         opened = self.opened = with_features(self.layout, opened or self._create(), self.columns)
@@ -227,7 +226,7 @@ class _Fold:
         return self._write(opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, step, exact=exact)
 
     def folded(self, tail: pa.Table, *, whole: bool) -> Versions | None:
-        """The records folded; None where there are none."""
+        """Return the folded records; None if there are none."""
         if not tail.num_rows:
             return None
         assert self.opened is not None
@@ -247,15 +246,15 @@ class _Fold:
         return replace(found, closed=self._under_the_name(found.closed, tail.column("__seq")))
 
     def _under_the_name(self, closed: pa.Table, seqs: pa.ChunkedArray) -> pa.Table:
-        """Versions that have ended, without those of the table that another name saw: they have no length at the moment of its entry."""
+        """Drop ended versions that only existed under another name: they have no length at the moment of entry."""
         if self.entered_us is None:
             return closed
-        # At its first fold, versions of the table before end too.
+        # In its first fold, versions of the previous table end too.
         mine = pc.is_in(closed.column(BEGAN_BY.name), seqs) if self.stands is None else True
         return closed.filter(pc.invert(pc.and_(at_entry(closed, self.entered_us, self.since), mine)))
 
     def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
-        """The records of this commit, and the cut that they end at."""
+        """Return the records of this commit, and the cut that they end at."""
         step = fold_step(
             self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema.table_id
         )
@@ -266,7 +265,7 @@ class _Fold:
         begins = _copy_begins(tail)
         if begins is None:
             return step, tail
-        # Where such a copy ends, no record tells; that `upto` isn't inside of it, the caller knows.
+        # No record marks the end of such a copy; the caller ensures that `upto` isn't inside of one.
         before = cuts_between(self.layout, after, Seq(begins - 1))
         earlier = tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1]))) if before else tail.slice(0, 0)
         if earlier.num_rows:
@@ -274,7 +273,7 @@ class _Fold:
         return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema.table_id)
 
     def _look_up(self, leaves: Leaves, keys: Keys) -> pa.Table:
-        """Open versions that may have one of the keys."""
+        """Return open versions that may have one of the keys."""
         shape = pa.schema([*self.columns, EXACT, VALID_FROM, BEGAN_BY])
         hit, _ = leaves.holding(keys)
         read = (conform(self._files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
@@ -283,7 +282,7 @@ class _Fold:
     # --- from current ------------------------------------------------------------------------------------------
 
     def _current(self, gone: Seq) -> tuple[OpenTable, datetime]:
-        """`current`, which has what history lost up to `gone`, and the time of the cut that it stands at."""
+        """Return `current`, which has what history lost up to `gone`, and the time of its cut."""
         assert self.history is not None
         path = self.layout.table_path("current", self.schema)
         current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
@@ -299,7 +298,7 @@ class _Fold:
         return current, cut.commit_ts_max or cut.committed_at
 
     def _go_on_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
-        """A commit over records that history lost: the rows of `current` as a later copy would bring them, which confirms or ends what is open."""
+        """Commit `current`'s rows as a later copy, in place of lost records; it confirms or ends open versions."""
         current, began = self._current(gone)
         assert current.n is not None, "said above"
         files = TableFiles(self.layout, current.path)
@@ -313,7 +312,7 @@ class _Fold:
         )
 
     def _begin_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
-        """The first commit where history lacks its beginning: the rows of `current` as open versions."""
+        """Make the first commit if history lacks its beginning: the rows of `current` as open versions."""
         current, began = self._current(gone)
         assert current.n is not None, "said above"
         path = current.path
@@ -344,7 +343,7 @@ class _Fold:
         target = self._table_columns(exact=exact)
         clock = None if found is None else found.clock_us
         if _widened(have, target) or not set(self._bounded) <= set(bounded_columns(opened)):
-            # Not every reader reads older files' types as the new ones; and a column has bounds in all files or in none.
+            # Not every reader reads older files' types as the new ones; a column has bounds in all files or in none.
             self._rewrite_all(opened, target, exact=exact)
             return self._again(upto)
         if not set(target.names) <= set(have.names):
@@ -381,7 +380,7 @@ class _Fold:
         )
 
     def _end_rest(self, path: str, found: Versions, extra: _Ended) -> Keys:
-        """End a leaf's versions that the run left open and the table's end took; returns the keys to take out of it."""
+        """End a leaf's versions that the run left open and the table's end closed; return the keys to delete."""
         rows = conform(self._files.read(path), self._file_columns(exact=True))
         keys = Keys.of(rows, self.schema.key)
         have, gone, kept = key_codes([keys, found.gone, found.kept])
@@ -392,7 +391,7 @@ class _Fold:
         return keys.take(np.flatnonzero(~stays))
 
     def _rewrite_all(self, opened: OpenTable, target: pa.Schema, *, exact: bool) -> None:
-        """Write every file anew in wider columns, as a commit of its own that changes no version."""
+        """Rewrite every file in wider columns, as a commit of its own that changes no version."""
         columns = self._file_columns(exact=exact)
         written = []
         for folder in (OPEN_FOLDER, ENDED_FOLDER):
@@ -416,7 +415,7 @@ class _Fold:
         return self.begin(self.layout, self.schema, upto, self.sizes, self.path).run()
 
     def replace_by(self, beside: OpenTable) -> FoldOutcome:
-        """Put the files of a table that was built beside this one in the place of all of its own."""
+        """Replace all of this table's files by those of a separately built table."""
         history = self.history = open_history(self.layout, self.schema)
         self.schema, self.since = newest_schema(history), taken_since(history)
         self.columns = _own_columns(self.schema, history)
@@ -436,12 +435,12 @@ class _Fold:
         return self._commit(opened, written, [], self.upto, clock_of(beside), anew=True, exact=exact)
 
     def _of_another(self, opened: OpenTable, columns: pa.Schema, entered_us: int) -> list[NewFile]:
-        """Versions of before the table took over the name, written anew; what is still open of them ends there."""
+        """Rewrite versions from before the table took over the name; those that are still open end at that moment."""
         kept = _Ended(self._files, columns, opened.version + 1)
         moment = pa.scalar(entered_us, pa.int64()).cast(INSTANT)
         for folder in (ENDED_FOLDER, OPEN_FOLDER) if self.stands is None else (ENDED_FOLDER,):
             for leaf in Leaves(opened, self.schema.key, partition=folder).files:
-                with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # somebody deleted it: it can't be had again
+                with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # a deleted file, which can't be restored
                     rows = conform(self._files.read(leaf.path), columns)
                     ends = pc.fill_null(rows.column(VALID_TO.name), moment)
                     rows = rows.set_column(rows.schema.get_field_index(VALID_TO.name), VALID_TO, ends)
@@ -496,7 +495,7 @@ class _Fold:
     @property
     def _bounded(self) -> tuple[str, ...]:
         names = (*boundable(self.columns, self.schema.key), VALID_FROM.name, BEGAN_BY.name)
-        # Those of an earlier key keep theirs.
+        # Columns of an earlier key keep their bounds.
         before = () if self.opened is None else bounded_columns(self.opened)
         return (*names, *(name for name in before if name not in names))
 
@@ -511,13 +510,13 @@ class _Fold:
         )
 
     def _table_columns(self, *, exact: bool) -> pa.Schema:
-        """The table's columns: the key's and those that make versions first, where statistics reach."""
+        """Return the table's columns: the key's and the version columns first, within reach of statistics."""
         key = [column for column in self.columns if column.name in self.schema.key]
         rest = [column for column in self.columns if column.name not in self.schema.key]
         return pa.schema([*key, *VERSION_COLUMNS, *rest, *([EXACT] if exact else [])])
 
     def _file_columns(self, *, exact: bool) -> pa.Schema:
-        """The same without the one that partitions."""
+        """Return the same columns without the partition column."""
         return pa.schema([column for column in self._table_columns(exact=exact) if column.name != IS_CURRENT.name])
 
     def _create(self) -> OpenTable:
@@ -553,14 +552,14 @@ class _Ended:
         self.written: list[NewFile] = []
 
     def add(self, rows: pa.Table) -> None:
-        """Take rows; files are written as there are enough of them."""
+        """Add rows; files are written once there are enough."""
         if rows.num_rows:
             self._held.append(conform(rows, self._columns))
         if sum(held.num_rows for held in self._held) >= _CLOSED_ROWS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the held rows."""
         if self._held:
             rows = pa.concat_tables(self._held)
             self._held = []
@@ -570,7 +569,7 @@ class _Ended:
 
 
 def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
-    """The columns that history keeps of the table, those of the key first; dropped ones stay, since older versions have them."""
+    """Return the columns that history keeps of the table, key first, including dropped ones of older versions."""
     columns = [column for column in history.schema() if column.name not in RECORD_COLUMNS]
     ours = {column.name for column in VERSION_COLUMNS}
     clash = [column.name for column in columns if column.name.lower() in ours]
@@ -587,7 +586,7 @@ def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
 
 
 def _copy_begins(tail: pa.Table) -> Seq | None:
-    """The first record of a copy that follows an earlier one; None where none begins among these records."""
+    """Return the first record of a copy that follows an earlier one; None if none begins among these records."""
     marker = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
     found = pc.min(tail.filter(marker).column("__seq")).as_py()
     return None if found is None else Seq(found)

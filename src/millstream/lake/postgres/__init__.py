@@ -1,5 +1,6 @@
-"""A lake in a PostgreSQL database: event tables that are read in order of `seq`, and tables that hold the source's rows.
+"""A lake in a PostgreSQL database: event tables, read in order of `seq`, and tables that hold the source's rows.
 
-All that a batch brings for all tables is one transaction there, positions included: readers see whole transactions of the source,
-and what is landed again after a crash adds nothing. Runs in executors, as the rest of the lake does; it needs psycopg beside the core.
+One transaction there lands a batch's data for all tables, positions included. So readers see whole
+transactions of the source, and landing a batch again after a crash adds nothing. Runs in executors,
+as the rest of the lake does; it needs psycopg in addition to the core.
 """

@@ -1,8 +1,9 @@
-"""`current` in PostgreSQL: the source's rows under the source's names and types, brought up to each batch by one MERGE.
+"""`current` in PostgreSQL: the source's rows under the source's names and types, updated for each batch by one MERGE.
 
-The records of a batch are folded to one a key first, as every `current` is; what they leave unchanged comes from the table.
-Values go in and out as PostgreSQL's text, which its own types hold exactly. A type that means something in its own database
-only (an enum, a domain, a composite, an extension's, names of catalog objects) is text here.
+The records of a batch are first folded to one a key, as for every `current`; columns that they
+leave unchanged come from the table. Values go in and out as PostgreSQL's text, which its own types
+hold exactly. A type with meaning only in its own database (an enum, a domain, a composite, an
+extension's type, names of catalog objects) is text here.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
 
 MERGE_VERSION_MIN: Final = 150000
 _TELLS_VERSION_MIN: Final = 160000
-"""From here on a server tells whether a type takes a text."""
+"""From this version on a server can report whether a type accepts a text (pg_input_is_valid)."""
 _LAYOUT: Final = 1
 _LINES: Final = 8192
 
-# Built-in, and yet text: they name objects of their own database, can't be put in, or need a library that servers may lack.
+# Built-in, and yet text: they name objects of their own database, can't be inserted, or need a
+# library that servers may lack.
 _TEXT: Final = frozenset(
     {
         *("regproc", "regprocedure", "regoper", "regoperator", "regclass", "regtype", "regconfig", "regdictionary"),
@@ -65,11 +67,11 @@ _OF_ARROW: Final = (
     (pa.types.is_date32, "date"),
     (pa.types.is_binary, "bytea"),
 )
-"""Of columns that applications wrote."""
+"""Types of columns that applications wrote."""
 
 
 def check_can_merge(connection: Connection, target: PostgresTarget) -> None:
-    """`DestinationError` where `current` is asked of a server that is too old for it."""
+    """Raise `DestinationError` if `current` is requested on a server that is too old for it."""
     if "current" in target.views and connection.info.server_version < MERGE_VERSION_MIN:
         raise DestinationError(
             f"{target.place} is PostgreSQL {connection.info.server_version // 10000}: `current` tables take 15 or newer",
@@ -86,20 +88,20 @@ def merge_current(
     copying: bool,
     live: Collection[TableId],
 ) -> None:
-    """Bring a table's rows up to a batch. Within a transaction.
+    """Update a table's rows to a batch. Within a transaction.
 
     Args:
         connection: to the destination.
-        target: what it is.
+        target: the destination.
         schema: the newest of the records.
         batches: the records, none of which was merged before.
-        copying: whether the table's copy isn't whole yet: a record may then leave a column unchanged of a row that hasn't come; it is
-            null until the row comes.
-        live: tables that the source still has: another table that stood under this one's name is kept if it is among them.
+        copying: whether the table's copy isn't complete yet. A record may then leave a column unchanged in a row that
+            hasn't come; the column is null until the row comes.
+        live: tables that the source still has; another table that had this one's name is kept if it is among them.
 
     Raises:
         LakeTableForeign, LakeHistoryLost: see `check_owner`.
-        LakeSchemaConflict: the values that are there don't fit a column's new type.
+        LakeSchemaConflict: existing values don't fit a column's new type.
     """
     place = place_of(target, "current", schema)
     holder = registered_at(connection, place)
@@ -109,10 +111,10 @@ def merge_current(
         and schema.table_id not in live
         and holder.table_id in live
     ):
-        return  # a late record of a table that is gone, whose name another has
+        return  # a late record of a dropped table, whose name another table has
     mixed = [at for at, (version, _) in enumerate(batches) if version.key != schema.key]
     if mixed:
-        # What came under another key is copied again behind it.
+        # Records with another key are copied again behind it.
         batches = batches[mixed[-1] + 1 :]
     owner = _take_name(connection, target, place, holder, schema.table_id, live)
     relation = relation_at(connection, place)
@@ -120,7 +122,7 @@ def merge_current(
     have: dict[str, str] = {} if relation is None else relation.columns
     wanted = column_types(connection, schema.columns)
     if schema.source == 0 and owner is not None:
-        # Another writer's records have had more columns: in these they are null.
+        # Records of another writer had more columns: in these records they are null.
         more = [name for name in owner.columns if name in have and name not in wanted]
         schema = replace(schema, columns=(*schema.columns, *(Column(name, pa.string()) for name in more)))
         wanted |= {name: have[name] for name in more}
@@ -144,7 +146,7 @@ def merge_current(
         _create(connection, place, wanted, schema.key)
     else:
         if folded.truncated or emptied:
-            # A copy follows a change of the key. Not TRUNCATE: who reads meanwhile goes on seeing the rows.
+            # A copy follows a change of the key. Not TRUNCATE: concurrent readers keep seeing the rows.
             connection.execute(f"DELETE FROM {place.quoted}".encode())
         assert owner is not None, "its owner was checked"
         _evolve(connection, place, owner, have, wanted, schema.key)
@@ -155,7 +157,7 @@ def merge_current(
 
 
 def column_types(connection: Connection, columns: Sequence[Column]) -> dict[str, str]:
-    """The destination's type for each column."""
+    """Return the destination's type for each column."""
     asked = [column for column in columns if column.pg is not None and _same_everywhere(column.pg.oid)]
     found = connection.execute(
         "SELECT format_type(o, m) FROM unnest(%s::oid[], %s::int[]) WITH ORDINALITY AS a (o, m, at) ORDER BY at",
@@ -195,13 +197,13 @@ def _take_name(
     table_id: TableId,
     live: Collection[TableId],
 ) -> Registered | None:
-    """Have the table stand under its name of now, where it was renamed; the `holder` of that name, if it is another, steps aside."""
+    """Rename a table to its current name, if it was renamed; another `holder` of that name is moved aside."""
     if holder is not None and (holder.table_id == table_id or (holder.stream, holder.pipeline) != target.owner):
         return holder
     ours = [r for r in registered_of(connection, target, "current") if r.table_id == table_id]
     if holder is not None:
         if TableId(holder.table_id) in live:
-            # It was renamed too, and takes its own new name with its next record.
+            # It was renamed too, and gets its own new name with its next record.
             aside = Place("current", place.namespace, short(f"{place.name}__{holder.table_id}"))
             _rename(connection, place, aside)
         else:
@@ -239,7 +241,7 @@ def _create(connection: Connection, place: Place, types: dict[str, str], key: Se
     primary = [f"PRIMARY KEY ({_names(key)})"] if key else []
     connection.execute(f"CREATE TABLE {place.quoted} ({', '.join(columns + primary)})".encode())
     if not key:
-        # Where somebody publishes the destination, its rows can still be taken out.
+        # If the destination is published, its rows can still be deleted.
         connection.execute(f"ALTER TABLE {place.quoted} REPLICA IDENTITY FULL".encode())
 
 
@@ -303,13 +305,13 @@ def _same(names: Iterable[str], one: str, other: str) -> str:
 
 
 def _rows_of(connection: Connection, place: Place, keys: Keys, there: Sequence[str], types: dict[str, str]) -> pa.Table:
-    """Rows of the table by their keys, every value as its text."""
+    """Return rows of the table by their keys, every value as its text."""
     import psycopg
     from psycopg import pq
 
     _make_temporary(connection, "asked", {name: types[name] for name in keys.names})
     copy_in(connection, f"COPY pg_temp.asked ({_names(keys.names)}) FROM STDIN", _lines(keys.to_table()))
-    # Past psycopg's own reading of types: what the server prints is what is wanted.
+    # Bypass psycopg's parsing of types: the server's text is wanted.
     result = connection.pgconn.exec_(
         f"SELECT {_names(there, 'c.')} FROM {place.quoted} c JOIN pg_temp.asked a ON {_same(keys.names, 'c', 'a')}".encode()
     )
@@ -328,7 +330,7 @@ def _rows_of(connection: Connection, place: Place, keys: Keys, there: Sequence[s
 
 
 def _completed(found: pa.Table | None, keys: Keys, columns: pa.Schema, *, missing_allowed: bool) -> pa.Table:
-    """What was found, with all columns; and rows of nothing but their keys for those that weren't, while they may yet come."""
+    """Return the rows found, with all columns, and rows of only their keys for rows that may yet come."""
     length = 0 if found is None else found.num_rows
     parts = []
     if found is not None:
@@ -353,12 +355,13 @@ class _Rows:
     connection: Connection
     place: Place
     types: dict[str, str]
-    """Of the source's columns."""
+    """Types of the source's columns."""
     key: tuple[str, ...]
     has_exact: bool
-    """Whether the table has `__exact`: once a row has needed it."""
+    """Whether the table has `__exact`, which it gets once a row needs it."""
     copying: bool
-    """Whether its copy isn't whole: that of a table without a key begins by emptying it, so that rows may go that never came."""
+    """Whether its copy is incomplete. The copy of a table without a key begins by emptying it, so that
+    deletes may find no row."""
 
     @property
     def names(self) -> list[str]:
@@ -366,7 +369,7 @@ class _Rows:
         return [*self.types, EXACT.name] if self.has_exact else [*self.types]
 
     def put(self, folded: Folded) -> None:
-        """Take out and put in what a fold says."""
+        """Delete and insert the rows of a fold."""
         if self.key:
             self._merge(folded)
         else:
@@ -380,7 +383,7 @@ class _Rows:
         gone = folded.gone.take(np.flatnonzero(~np.isin(met, put)))
         run = self.connection.execute
         if len(gone):
-            # First: keys of other texts may be equal to one that is put in, as 1.0 and 1.00 are.
+            # Deletes first: keys of other texts may be equal to an inserted key, as 1.0 and 1.00 are.
             _make_temporary(self.connection, "leaving", {name: self.types[name] for name in self.key})
             into = f"COPY pg_temp.leaving ({_names(gone.names)}) FROM STDIN"
             copy_in(self.connection, into, _lines(gone.to_table()))
@@ -397,7 +400,7 @@ class _Rows:
         run(b"DROP TABLE pg_temp.staged")
 
     def _swap(self, folded: Folded) -> None:
-        """Rows without a key: each that goes takes out one that is equal, to the last character."""
+        """For rows without a key, each deleted row removes one that is equal, to the last character."""
         run, quoted = self.connection.execute, self.place.quoted
         if len(folded.gone):
             gone = folded.gone.to_table().select(list(self.types))
@@ -417,7 +420,7 @@ class _Rows:
         run(b"DROP TABLE pg_temp.staged")
 
     def _stage(self, rows: pa.Table) -> None:
-        """Rows in a temporary table of the columns that are written; where the table has `__exact`, that too."""
+        """Put rows in a temporary table of the written columns, including `__exact` if the table has it."""
         import psycopg
 
         exact = {EXACT.name: "jsonb"}
@@ -438,10 +441,10 @@ class _Rows:
             copy_in(self.connection, f"COPY pg_temp.staged ({_names([*self.types, EXACT.name])}) FROM STDIN", whole)
 
     def _set_apart(self, rows: pa.Table) -> Iterator[tuple[Any, ...]] | None:
-        """The rows with their `__exact`: values that the destination doesn't take, of which there may be some that the source has.
+        """Return the rows with their `__exact`: source values that the destination doesn't accept.
 
         Returns:
-            None where no value can be set apart: the server can't tell which (it is older than 16), or it is a key's.
+            None if no value can be separated: the server can't identify it (it is older than 16), or it is in a key.
         """
         if self.connection.info.server_version < _TELLS_VERSION_MIN:
             return None
@@ -475,13 +478,13 @@ def _make_temporary(connection: Connection, name: str, types: dict[str, str]) ->
 
 
 def _free(name: str, types: Collection[str]) -> str:
-    """A name of our own that no column bears."""
+    """Return a name of our own that no column has."""
     while name in types:
         name += "_"
     return name
 
 
 def _lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
-    """Rows as tuples, some thousand of them in memory at once."""
+    """Yield rows as tuples, some thousand of them in memory at once."""
     for batch in rows.to_batches(max_chunksize=_LINES):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)

@@ -1,4 +1,4 @@
-"""The last cut of a lake in PostgreSQL: as far as all of its tables that aren't set aside have got."""
+"""The last cut of a lake in PostgreSQL: the position that all of its tables have reached, except those set aside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def last_cut(target: PostgresTarget) -> Cut | None:
-    """The last cut; None before the first. Makes nothing.
+    """Return the last cut; None before the first. Makes nothing.
 
     Raises:
         DestinationError: the database can't be used, or doesn't answer.
@@ -30,7 +30,7 @@ def last_cut(target: PostgresTarget) -> Cut | None:
 
 
 def held_there(target: PostgresTarget) -> dict[TableId, Seq]:
-    """Tables that the last cut left out, with how far each was landed."""
+    """Return the tables that the last cut left out, with each one's landed position."""
     with target.connect("cut") as connection, translated(target.place):
         row = connection.execute(
             "SELECT held::text FROM millstream_lake.cuts WHERE (stream, pipeline) = (%s, %s)", list(target.owner)
@@ -47,16 +47,16 @@ def commit_cut(
     commit_ts_max: datetime | None = None,
     held: Mapping[TableId, Seq] = MappingProxyType({}),
 ) -> Cut:
-    """Commit that every table has everything up to `n`; returns the cut, or the later one that is there already.
+    """Commit that every table has everything up to `n`; return the cut, or the later one that is already there.
 
     Args:
-        target: where; `begin` has been there.
-        n: what the batch ends at.
-        commits: what writes since the last cut returned.
+        target: the destination, prepared by `begin`.
+        n: the end of the batch.
+        commits: the results of writes since the last cut.
         committed_at: now, with a time zone.
-        commit_ts_max: the greatest commit time of the batch, where it had any.
-        held: tables that are set aside, with how far each was landed. It lies beside what it is true of: restored from a backup, the
-            database still knows.
+        commit_ts_max: the greatest commit time of the batch, if it had any.
+        held: tables that are set aside, with each one's landed position. It is stored with the tables, so that a
+            database restored from a backup still has it.
     """
     with target.connect("cut") as connection, translated(target.place):
         last = _last(connection, target)
@@ -66,7 +66,7 @@ def commit_cut(
         times = [time for time in (commit_ts_max, None if last is None else last.commit_ts_max) if time is not None]
         cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables)
         if last is not None and (last.n, last.tables) == (n, tables):
-            cut = last  # only what is held may be new
+            cut = last  # only `held` may be new
         connection.execute(
             "INSERT INTO millstream_lake.cuts VALUES (%s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (stream, pipeline) DO UPDATE SET "
             "number = excluded.number, n = excluded.n, committed_at = excluded.committed_at, "

@@ -1,8 +1,9 @@
 """Event tables: one row a record, read in order of `seq`.
 
-One transaction at a time writes to a stream's tables, so that numbers become visible in their order: a reader that asks for
-`seq > the last one it saw` misses nothing. `row` and `before` are JSON by column, numbers where JSON holds them exactly, all
-else PostgreSQL's text: `jsonb_populate_record` makes a typed row of them.
+One transaction at a time writes to a stream's tables, so that numbers become visible in order: a
+reader that asks for `seq > the last one it saw` misses nothing. `row` and `before` are JSON by
+column: numbers if JSON holds them exactly, else PostgreSQL's text. `jsonb_populate_record` makes a
+typed row of them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from millstream.lake.postgres.target import Connection
 
 LAYOUT: Final = 2
-"""Of event tables. In layout 1, `seq` held the commit's LSN and `(seq, record_pk)` was unique, so that several changes of one row in
-one transaction were one event; there were neither `commit_lsn` nor `commit_index`."""
+"""Layout of event tables. In layout 1, `seq` held the commit's LSN and `(seq, record_pk)` was unique, so that several
+changes of one row in one transaction were one event. It had neither `commit_lsn` nor `commit_index`."""
 
 _OWN: Final = {
     "op": "text NOT NULL",
@@ -70,15 +71,15 @@ class EventTable:
 
     place: Place
     old_upto: int | None
-    """The greatest commit LSN among events of an older layout; None where there are none."""
+    """The greatest commit LSN among events of an older layout; None if there are none."""
 
 
 def ensure_events(connection: Connection, target: PostgresTarget, schema: TableSchema) -> EventTable:
-    """The table's events, made or brought to this layout where they have to be. Within a transaction.
+    """Return the table's events, created or migrated to this layout if necessary. Within a transaction.
 
     Raises:
         LakeTableForeign: something else has the name.
-        LakeHistoryLost: the table was ours, and somebody dropped it.
+        LakeHistoryLost: the table was ours, and was dropped.
     """
     place = place_of(target, "changes", schema)
     owner, relation = registered_at(connection, place), relation_at(connection, place)
@@ -90,14 +91,14 @@ def ensure_events(connection: Connection, target: PostgresTarget, schema: TableS
         register(connection, target, place, int(schema.table_id), layout=LAYOUT)
         return EventTable(place, None)
     if owner.table_id != schema.table_id:
-        # Events lie by name: another table bears it now, and its events follow those of the one before.
+        # Events are stored by name: another table has it now, and its events follow the previous table's.
         register(connection, target, place, int(schema.table_id), layout=owner.layout, old_upto=owner.old_upto)
     _check_shape(place, owner, relation)
     return EventTable(place, owner.old_upto)
 
 
 def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Iterable[TableSchema]) -> None:
-    """Bring event tables of an older layout to this one, each in a transaction of its own."""
+    """Migrate event tables of an older layout to this one, each in a transaction of its own."""
     import psycopg
 
     with translated(target.place):
@@ -106,7 +107,7 @@ def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Iterab
         place = place_of(target, "changes", schema)
         if place in known:
             continue
-        # One that can't be now is tried again with its first batch, and set aside alone.
+        # A table that can't be migrated now is retried with its first batch, and set aside alone.
         with contextlib.suppress(psycopg.Error), connection.transaction():
             relation = relation_at(connection, place)
             if relation is not None and registered_at(connection, place) is None and _is_first_layout(relation):
@@ -122,9 +123,10 @@ def _is_first_layout(relation: Relation) -> bool:
 def _bring_up(
     connection: Connection, target: PostgresTarget, place: Place, table_id: int, relation: Relation
 ) -> EventTable:
-    """Give a table of layout 1 what it lacks. Its events stay as they are, and new ones are numbered above them.
+    """Migrate a table of layout 1. Its events stay as they are, and new ones are numbered above them.
 
-    Nothing is rewritten, and the unique index stays where it isn't the primary key: `seq` is unique from here on, and readers page by it.
+    Nothing is rewritten. The unique index stays if it isn't the primary key. `seq` is unique from
+    here on, and readers page by it.
     """
     quoted = place.quoted
     connection.execute(f"LOCK TABLE {quoted} IN ACCESS EXCLUSIVE MODE".encode())
@@ -132,7 +134,7 @@ def _bring_up(
     if relation.key == ("seq", "record_pk"):
         constraint = next(name for name, columns in relation.uniques.items() if columns == relation.key)
         changes.append(f"DROP CONSTRAINT {quote_ident(constraint)}")
-    # What it has and events of today don't: nobody fills it any more.
+    # Columns of the old layout that current events lack: they are no longer filled.
     changes += [f"ALTER {quote_ident(name)} DROP NOT NULL" for name in relation.columns if name not in {"seq", "op"}]
     connection.execute(f"ALTER TABLE {quoted} {', '.join(changes)}".encode())
     if relation.key == ("seq", "record_pk"):
@@ -169,7 +171,7 @@ def _index(connection: Connection, quoted: str) -> None:
 
 
 def _check_shape(place: Place, owner: Registered, relation: Relation | None) -> None:
-    """Refuse a table whose columns somebody changed."""
+    """Reject a table whose columns were changed."""
     assert relation is not None, "its owner was checked"
     has = relation.columns | {
         name: "jsonb" for name in ("row", "before") if relation.columns.get(name) in {"json", "jsonb"}
@@ -185,7 +187,7 @@ def _check_shape(place: Place, owner: Registered, relation: Relation | None) -> 
 
 
 def append_events(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> None:
-    """Append records, in order of their numbers; those that are there already, by `(source, commit_lsn, commit_index)`, add nothing."""
+    """Append records, in order of their numbers; skip existing ones, by `(source, commit_lsn, commit_index)`."""
     quoted = table.place.quoted
     rows = (row for schema, batch in in_order(batches) for row in _rows(schema, batch))
     if not _may_be_there(connection, table, batches):
@@ -197,20 +199,20 @@ def append_events(connection: Connection, table: EventTable, batches: Sequence[V
     known = "e.source = a.source AND e.commit_lsn = a.commit_lsn AND e.commit_index = a.commit_index AND a.commit_index IS NOT NULL"
     connection.execute(f"DELETE FROM pg_temp.arriving a USING {quoted} e WHERE {known}".encode())
     if table.old_upto is not None:
-        # Events of the older layout are known by their commit and the row alone.
+        # Events of the older layout are identified only by their commit and row.
         same = "e.seq = (a.commit_lsn - '0/0')::bigint AND e.record_pk IS NOT DISTINCT FROM a.record_pk AND e.log_seq IS NULL"
         connection.execute(
             f"DELETE FROM pg_temp.arriving a USING {quoted} e WHERE a.commit_index IS NOT NULL AND {same}".encode()
         )
     connection.execute(
-        # Numbers are given in the order of the subquery: the sort is beneath what calls nextval.
+        # Numbers are given in the order of the subquery: the sort is beneath the node that calls nextval.
         f"INSERT INTO {quoted} ({_NAMES}) SELECT * FROM (SELECT {_NAMES} FROM pg_temp.arriving ORDER BY log_seq) s".encode()
     )
     connection.execute(b"DROP TABLE pg_temp.arriving")
 
 
 def _may_be_there(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> bool:
-    """Whether some of the records may be there: the table has events of their sources at or above the first of them."""
+    """Whether some records may exist already: the table has events of their sources at or above the first of them."""
     first: dict[int, int] = {}
     for _, batch in batches:
         indexed = batch.filter(pc.is_valid(batch.column("__commit_index")))
@@ -232,9 +234,9 @@ def _may_be_there(connection: Connection, table: EventTable, batches: Sequence[V
 
 
 def in_order(batches: Sequence[Versioned], rows_max: int = 8192) -> Iterator[Versioned]:
-    """The records by their numbers, in slices of a few thousand: what is made of them needn't be in memory all at once.
+    """Yield the records by their numbers, in slices of a few thousand, to bound the memory of results.
 
-    Those of a captured table come in order; an application's may lie in several shards.
+    Records of a captured table come in order; an application's may lie in several shards.
     """
     if not batches:
         return
@@ -251,7 +253,7 @@ def in_order(batches: Sequence[Versioned], rows_max: int = 8192) -> Iterator[Ver
 
 
 def _rows(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """Records as rows of an event table, in the order of `_OWN`."""
+    """Yield records as rows of an event table, in the order of `_OWN`."""
     told = row_values(schema, batch)
     keys = _keys(schema, batch)
     ops, seqs = batch.column("__op").to_pylist(), batch.column("__seq").to_pylist()
@@ -275,7 +277,7 @@ def _rows(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...
 
 
 def _keys(schema: TableSchema, batch: pa.RecordBatch) -> list[str | None]:
-    """The text of each row's key; of several columns a JSON array of texts. None for rows without one."""
+    """Return the text of each row's key; for several columns a JSON array of texts. None for rows without a key."""
     if not schema.key:
         return [None] * batch.num_rows
     columns = [column_texts(schema, batch, name).to_pylist() for name in schema.key]
@@ -293,5 +295,5 @@ def _json(values: dict[str, Any] | None) -> str | None:
 
 
 def _is_negative_zero(value: Any) -> bool:
-    """Which jsonb's numbers don't have: it is text."""
+    """Whether a value is -0.0, which jsonb's numbers don't have: it is text."""
     return isinstance(value, float) and value == 0 and copysign(1, value) < 0

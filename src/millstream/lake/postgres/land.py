@@ -1,7 +1,8 @@
-"""Landing a batch in PostgreSQL: one transaction for all of its tables, with their positions.
+"""Landing of a batch in PostgreSQL: one transaction for all of its tables, with their positions.
 
-A table that fails is taken back alone, to a savepoint: the others land. Writers of one stream wait for each other, so that `seq`
-becomes visible in its order, and a task that was thought dead finds that the batch is there.
+A table that fails is rolled back alone, to a savepoint: the others land. Writers of one stream wait
+for each other, so that `seq` becomes visible in order. A task that was thought dead finds the batch
+already landed.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class Loaded:
     """One table's records of a batch."""
 
     schema: TableSchema
-    """Of the last of them."""
+    """Schema of the last record."""
     batches: list[Versioned]
 
 
 @dataclass(frozen=True, slots=True)
 class LandedTable:
-    """What became of one table: a commit, or why there is none."""
+    """One table's result: a commit, or the error."""
 
     commit: TableCommit | None
     error: Exception | None = None
@@ -60,23 +61,23 @@ def land(
 ) -> dict[TableId, LandedTable]:
     """Land records up to `upto`, exactly once, in one transaction.
 
-    Records at or below what a table has already are dropped, so that other batch bounds, a second call and a call by a task that was
-    thought dead do no harm.
+    Records at or below a table's position are dropped. So other batch bounds, a second call, and a
+    call by a task that was thought dead are harmless.
 
     Args:
-        target: where to.
-        tables: by table, what loads its records: one table's at a time are in memory.
+        target: the destination.
+        tables: by table, a function that loads its records; one table's at a time are in memory.
         upto: the cut that the batch ends at.
         cut: the last one that was committed there.
-        copying: tables whose copy isn't whole yet (see `merge_current`).
+        copying: tables whose copy isn't complete yet (see `merge_current`).
         live: tables that the source still has.
         history_only: tables whose rows weren't copied, and so have no `current`.
 
     Returns:
-        For each table a commit or its own error; the same error for all where the transaction came to nothing.
+        For each table a commit or its own error; the same error for all if the transaction failed.
 
     Raises:
-        DestinationWentBack: it hasn't got the last cut any more; a batch behind that would leave a gap.
+        DestinationWentBack: the last cut is gone; a batch behind it would leave a gap.
     """
     import psycopg
 
@@ -110,12 +111,12 @@ def land(
 
 
 def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]] = ()) -> None:
-    """What has to be so before a pipeline lands anything: its own tables are there, and event tables have this version's layout.
+    """Prepare a destination for a pipeline: make its own tables, and migrate event tables to this version's layout.
 
     Args:
-        target: where to land.
-        schemas: of the stream's tables, as they are now.
-        sources: system identifier and database of what the stream captures.
+        target: the destination.
+        schemas: the current schemas of the stream's tables.
+        sources: system identifier and database of each source of the stream.
 
     Raises:
         DestinationError: the database can't be used, or is the one that the stream captures.
@@ -129,10 +130,10 @@ def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Colle
 
 
 def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: Iterable[TableSchema] = ()) -> str:
-    """Look whether a pipeline could land there, and say so; makes nothing. Arguments as of `begin`.
+    """Check whether a pipeline could land there, and describe the result; makes nothing. Arguments as of `begin`.
 
     Raises:
-        DestinationError: it couldn't; the hint says what to run.
+        DestinationError: it couldn't; the hint names what to run.
     """
     with target.connect("look") as connection:
         check_is_another(connection, target, sources)
@@ -163,7 +164,7 @@ def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: 
 
 
 def _namespaces(target: PostgresTarget, schemas: Iterable[TableSchema]) -> list[str]:
-    """The schemas that tables will lie in, as far as tables are known; before that, those of `public`."""
+    """Return the schemas for tables, as far as tables are known; before that, those of `public`."""
     known = [schema for schema in schemas if schema.kind is TableKind.TABLE]
     views = [view for view in target.views if view == "current" or known]
     found = {place_of(target, view, schema).namespace for view in views for schema in known}
@@ -173,7 +174,7 @@ def _namespaces(target: PostgresTarget, schemas: Iterable[TableSchema]) -> list[
 
 
 def check_is_another(connection: Connection, target: PostgresTarget, sources: Collection[tuple[int, str]]) -> None:
-    """Refuse the database that is captured: what lands would be captured, and land."""
+    """Reject the database that is captured: landed rows would be captured, and land again."""
     with translated(target.place):
         row = connection.execute("SELECT system_identifier, current_database() FROM pg_control_system()").fetchone()
     if row is not None and (int(row[0]), str(row[1])) in sources:
@@ -217,7 +218,8 @@ def _land_one(
 ) -> TableCommit:
     schema = loaded.schema
     if schema.source == 0:
-        # Writers learn of a new column when they need one, so that versions go to and fro among an application's records.
+        # Writers see a new column only when they need one, so that versions alternate among an
+        # application's records.
         schema = max([schema, *(version for version, _ in loaded.batches)], key=lambda version: version.version)
     table_id = schema.table_id
     row = connection.execute(

@@ -1,7 +1,8 @@
-"""What Millstream keeps of its own in a destination, and under which names tables lie there.
+"""Millstream's own tables in a destination, and the names of landed tables.
 
-The schema `millstream_lake` holds who owns which table (`tables`), how far each stands (`positions`) and the last cut (`cuts`).
-A table that isn't in `tables` is somebody else's, whatever it is called: it is never written to.
+The schema `millstream_lake` holds the owner of each table (`tables`), each one's position
+(`positions`) and the last cut (`cuts`). A table that isn't in `tables` belongs to someone else,
+whatever its name, and is never written to.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from millstream.lake.postgres.target import Connection
 
 VERSION: Final = 1
-"""Of the tables here; event tables have layouts of their own (`events`)."""
+"""Version of the tables here; event tables have layouts of their own (`events`)."""
 _LOCK: Final = 0x6D73_6C61_6B65
-"""An advisory lock's key, of those who make or migrate what is here."""
+"""Key of the advisory lock for making or migrating these tables."""
 _NAME_BYTES_MAX: Final = 63
 
 _FIRST: Final = """
@@ -45,7 +46,7 @@ INSERT INTO millstream_lake.layout VALUES (1);
 
 
 def prepare(connection: Connection, place: str) -> None:
-    """Make `millstream_lake`, or bring it up to this version. Harmless beside others that do the same.
+    """Make `millstream_lake`, or migrate it to this version. Safe to run concurrently.
 
     Raises:
         DestinationError: a newer Millstream made it, or this user may not.
@@ -65,7 +66,7 @@ def prepare(connection: Connection, place: str) -> None:
 
 
 def short(name: str) -> str:
-    """A name that PostgreSQL doesn't cut: what is too long ends in a hash of the whole."""
+    """Return a name that PostgreSQL doesn't truncate: a name that is too long ends in a hash of the whole."""
     encoded = name.encode()
     if len(encoded) <= _NAME_BYTES_MAX:
         return name
@@ -75,7 +76,7 @@ def short(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one view of one table lies."""
+    """The place of one view of one table."""
 
     view: TargetView
     namespace: str
@@ -88,7 +89,10 @@ class Place:
 
 
 def place_of(target: PostgresTarget, view: TargetView, schema: TableSchema) -> Place:
-    """`orders` of `public` has its rows in `public.orders` and its events in `public_changes.orders`, behind the prefix."""
+    """Return a view's place behind the prefix.
+
+    The rows of `public.orders` are in `public.orders`, its events in `public_changes.orders`.
+    """
     namespace = "millstream" if schema.kind is TableKind.MESSAGES else schema.namespace
     name = "messages" if schema.kind is TableKind.MESSAGES else schema.name
     return Place(view, short(target.schema_prefix + namespace + ("_changes" if view == "changes" else "")), name)
@@ -96,7 +100,7 @@ def place_of(target: PostgresTarget, view: TargetView, schema: TableSchema) -> P
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What `tables` says of one."""
+    """A row of `tables`."""
 
     place: Place
     stream: str
@@ -104,18 +108,18 @@ class Registered:
     table_id: int
     layout: int
     columns: tuple[str, ...]
-    """Those that Millstream made; a column that somebody added is left alone."""
+    """Columns that Millstream made; a column that a user added is left alone."""
     key: tuple[str, ...]
-    """Of `current`: the source's key, by which its rows are told apart."""
+    """The source's key of `current`, which identifies its rows."""
     old_upto: int | None
-    """Of events taken over from an older layout: the greatest commit LSN among them."""
+    """The greatest commit LSN among events taken over from an older layout."""
 
 
 _COLUMNS: Final = "view, namespace, name, stream::text, pipeline, table_id, layout, columns, key, old_upto"
 
 
 def registered_at(connection: Connection, place: Place) -> Registered | None:
-    """Who owns a name; None: nobody of ours."""
+    """Return the owner of a name; None if it is no table of ours."""
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM millstream_lake.tables WHERE (view, namespace, name) = (%s, %s, %s)",
         [place.view, place.namespace, place.name],
@@ -124,7 +128,7 @@ def registered_at(connection: Connection, place: Place) -> Registered | None:
 
 
 def registered_of(connection: Connection, target: PostgresTarget, view: TargetView) -> list[Registered]:
-    """All of a view's tables of this stream and pipeline."""
+    """Return all of a view's tables of this stream and pipeline."""
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM millstream_lake.tables WHERE (view, stream, pipeline) = (%s, %s, %s) ORDER BY table_id",
         [view, *target.owner],
@@ -149,7 +153,7 @@ def register(
     key: Sequence[str] = (),
     old_upto: int | None = None,
 ) -> None:
-    """Note a table as ours, or what is new about it."""
+    """Record a table as ours, or a change of its facts."""
     stream, pipeline = target.owner
     connection.execute(
         "INSERT INTO millstream_lake.tables VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (view, namespace, name) "
@@ -172,20 +176,20 @@ def register(
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A relation as the destination has it."""
+    """A relation of the destination."""
 
     kind: str
-    """`r` of an ordinary table."""
+    """`r` for an ordinary table."""
     columns: dict[str, str]
     """By name, the type as `format_type` prints it."""
     key: tuple[str, ...]
-    """Of its primary key."""
+    """Columns of its primary key."""
     uniques: dict[str, tuple[str, ...]]
-    """By name of a unique index, its columns; the primary key's too."""
+    """By name of a unique index, its columns; including the primary key's index."""
 
 
 def relation_at(connection: Connection, place: Place) -> Relation | None:
-    """What stands under a name; None where nothing does."""
+    """Return the relation with a name; None if there is none."""
     found = connection.execute(
         "SELECT c.oid, c.relkind FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
         "WHERE n.nspname = %s AND c.relname = %s",
@@ -212,11 +216,11 @@ def relation_at(connection: Connection, place: Place) -> Relation | None:
 
 
 def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, relation: Relation | None) -> None:
-    """Refuse what isn't this stream's, and what was and is gone.
+    """Reject a relation that isn't this stream's, and a missing one that was.
 
     Raises:
         LakeTableForeign: something else has the name.
-        LakeHistoryLost: the table was ours, and somebody dropped it.
+        LakeHistoryLost: the table was ours, and was dropped.
     """
     where = f"{place.quoted} of {target.place}"
     if owner is None and relation is not None:
@@ -242,7 +246,7 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
 
 
 def make_schema(connection: Connection, place: Place) -> None:
-    """Have the schema of a table there, where the user may make it."""
+    """Create the schema of a table if it is missing."""
     found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [place.namespace]).fetchone()
     if found is None:
         connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote_ident(place.namespace)}".encode())

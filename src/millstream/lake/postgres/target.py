@@ -1,4 +1,4 @@
-"""The database that a stream's tables land in: its address, a session in it, and its errors as ours."""
+"""The database that a stream's tables land in: its address, its sessions, and its errors as ours."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     Connection = psycopg.Connection[tuple[Any, ...]]
 
 TargetView = Literal["changes", "current"]
-"""What readers get: `changes` has an event a record, `current` the source's rows."""
+"""The views that readers get: `changes` has an event a record, `current` the source's rows."""
 
 VERSION_MIN: Final = 140000
 _PINNED_TOO: Final = b"""
     SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
     UNION ALL SELECT set_config(name, '0', false) FROM pg_settings WHERE name = 'transaction_timeout'
 """
-"""A commit that is told of has to last; a batch takes as long as it takes (17 and newer have the second)."""
+"""A reported commit has to be durable, and a batch has no time limit (17 and newer have the second setting)."""
 _LOCK_PATIENCE: Final = "'30s'"
-"""How long a change of a table's definition waits for its readers before it is tried again."""
+"""How long a change of a table's definition waits for its readers before it is retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +45,24 @@ class PostgresTarget:
     pipeline: str = "lake"
     views: tuple[TargetView, ...] = ("changes",)
     schema_prefix: str = ""
-    """Before the names of all schemas that tables lie in."""
+    """Prefix of the names of all schemas that tables are in."""
 
     @property
     def place(self) -> str:
-        """Where it is, for people: without secrets."""
+        """The place as shown to people: without secrets."""
         return describe_parameters(_parameters(self.dsn))
 
     @property
     def owner(self) -> tuple[str, str]:
-        """Whose positions and tables: the stream's id and the pipeline's name."""
+        """The owner of positions and tables: the stream's id and the pipeline's name."""
         return str(self.stream_id), self.pipeline
 
     def connect(self, purpose: str) -> Connection:
         """Open a connection with a pinned session, in autocommit; the caller closes it.
 
         Raises:
-            DestinationUnavailable: nobody answers.
-            DestinationError: the address is none, or this user isn't let in.
+            DestinationUnavailable: the server doesn't answer.
+            DestinationError: the address is invalid, or this user isn't let in.
         """
         try:
             import psycopg
@@ -99,7 +99,7 @@ def _parameters(dsn: str) -> dict[str, Any]:
 
 
 def _refused(error: Exception, place: str) -> DestinationError:
-    """The error of a connection that wasn't had: libpq gives no SQLSTATE, only words."""
+    """Return the error for a failed connection attempt: libpq gives no SQLSTATE, only text."""
     text = one_line(error)
     known = ("authentication failed", "no password supplied", "pg_hba.conf", "does not exist", "permission denied")
     if any(part in text for part in known):
@@ -110,8 +110,8 @@ def _refused(error: Exception, place: str) -> DestinationError:
 
 
 _PASSES: Final = ("08", "57", "58", "53", "40", "55P03", "25006")
-"""Classes of SQLSTATE after which the same may succeed: connections, shutdowns, resources (a full disk), serialization, locks, a
-database that takes no writes."""
+"""Classes of SQLSTATE after which a retry may succeed: connections, shutdowns, resources (a full
+disk), serialization, locks, a read-only database."""
 _HINTS: Final = {
     "25006": "The destination takes no writes: it is a standby, or default_transaction_read_only is on. It is tried again.",
     "53100": "The destination's disk is full. It is tried again.",
@@ -120,7 +120,7 @@ _HINTS: Final = {
 
 
 def translate(error: psycopg.Error, place: str) -> MillstreamError:
-    """Our error for one of psycopg's on an open connection."""
+    """Return our error for one of psycopg's on an open connection."""
     import psycopg
 
     state, text = error.sqlstate or "", one_line(error)
@@ -136,7 +136,7 @@ def translate(error: psycopg.Error, place: str) -> MillstreamError:
 
 @contextmanager
 def translated(place: str) -> Iterator[None]:
-    """Within it, psycopg's errors become ours."""
+    """Translate psycopg's errors within the block to ours."""
     import psycopg
 
     try:
@@ -146,12 +146,12 @@ def translated(place: str) -> Iterator[None]:
 
 
 def literal(text: str) -> str:
-    """An SQL string, in a session whose strings are standard."""
+    """Return an SQL string, for a session with standard strings."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def copy_in(connection: Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
-    """Put rows in by a COPY … FROM STDIN."""
+    """Insert rows by a COPY … FROM STDIN."""
     with connection.cursor().copy(statement.encode()) as copy:
         for row in rows:
             copy.write_row(row)

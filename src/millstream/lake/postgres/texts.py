@@ -1,4 +1,4 @@
-"""Records with every value as PostgreSQL's text: exact whatever the type, and what PostgreSQL takes in."""
+"""Records with every value as PostgreSQL's text: exact whatever the type, and in the form that PostgreSQL accepts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SLICE_ROWS: Final = 1 << 15
 _KEPT: Final = ("__op", "__seq", "__unchanged", "__before")
 
 Versioned = tuple[TableSchema, pa.RecordBatch]
-"""Records in `record_schema` of the version that stands beside them."""
+"""A version's schema, and records in its `record_schema`."""
 
 
 def column_texts(schema: TableSchema, batch: pa.RecordBatch, name: str) -> pa.Array:
-    """PostgreSQL's text of a column's values; null for NULL, and where a record doesn't have the value."""
+    """Return PostgreSQL's text of a column's values; null for NULL, and if a record doesn't have the value."""
     column, array = schema.column(name), batch.column(name)
     if column.pg is None and pa.types.is_binary(column.arrow):
         column = Column(name, column.arrow, _BYTEA)
@@ -32,7 +32,7 @@ def column_texts(schema: TableSchema, batch: pa.RecordBatch, name: str) -> pa.Ar
 
 
 def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
-    """Records as a fold takes them, with the columns of `schema` as text; one that a version lacked is null.
+    """Return records as a fold takes them, with the columns of `schema` as text, null if a version lacked them.
 
     Args:
         schema: the newest.
@@ -52,14 +52,17 @@ def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
 
 
 def _slices(batches: Sequence[Versioned]) -> Iterator[Versioned]:
-    """Some ten thousand records at a time: their texts are Python's for a moment."""
+    """Yield some ten thousand records at a time: their texts are Python objects for a moment."""
     for version, batch in batches:
         for start in range(0, batch.num_rows, _SLICE_ROWS):
             yield version, batch.slice(start, _SLICE_ROWS)
 
 
 def text_schema(schema: TableSchema) -> pa.Schema:
-    """The columns of `text_records`: what a fold needs of a record, `__exact` (null: texts are exact), and the table's own."""
+    """Return the schema of `text_records`.
+
+    It has a fold's record columns, `__exact` (null: texts are exact), and the table's own.
+    """
     kept = [field for field in RECORD_PREFIX if field.name in _KEPT]
     exact = pa.field("__exact", TEXT_BY_COLUMN)
     return pa.schema([*kept, exact, *(pa.field(column.name, pa.string()) for column in schema.columns)])

@@ -1,8 +1,9 @@
-"""What SQL that others send may take: memory, room on the disk beside it, and time. Each has an error of its own.
+"""Bounds of other users' SQL: memory, disk space for spilling, and time. Each has an error of its own.
 
-DuckDB holds its memory and its own files within bounds by itself. What it has none for is looked at from a thread of the session's: the time,
-and what lies in its scratch folder altogether. What was found stands until the session ends: DuckDB forgets an interrupt with the statement that
-it ended, and a session may have others before the one that was asked for.
+DuckDB itself bounds its memory and its own files. A thread of the session checks the rest: the
+time, and the total size of its scratch folder. A failed check stands until the session ends.
+DuckDB's own interrupt ends with the interrupted statement, and a session may run others before the
+requested one.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ _SPILL_WORDS: Final = ("max_temp_directory_size", "failed to offload")
 
 @dataclass(frozen=True, slots=True)
 class QueryBounds:
-    """What one session may take."""
+    """The bounds of one session."""
 
     memory_bytes: int
-    """Of DuckDB; what doesn't fit goes to the disk."""
+    """Memory of DuckDB in bytes; larger data spills to disk."""
     spill_bytes: int
-    """On the disk, in `folder`."""
+    """Bytes on disk, in `folder`."""
     time_s: float
-    """From its beginning to its end."""
+    """Seconds from the session's beginning to its end."""
     folder: Path
-    """Where it makes a folder of its own, which it takes away again."""
+    """The folder in which it makes a folder of its own, which it removes again."""
 
     def settings(self) -> tuple[str, ...]:
-        """What to SET in DuckDB. Given with `connect`, the second one is without effect."""
+        """Return DuckDB's settings for SET. If passed to `connect`, the second one has no effect."""
         return f"memory_limit = '{self.memory_bytes}B'", f"max_temp_directory_size = '{self.spill_bytes}B'"
 
 
 class Watch:
-    """Ends what a session does once it has taken what it may, or was given up.
+    """Ends a session's work once it exceeds its bounds, or is given up.
 
     Args:
         bounds: None for none.
         scratch: the session's folder.
-        interrupt: ends the statement that runs; called again and again.
+        interrupt: ends the running statement; called repeatedly.
 
     Concurrency: `give_up` from any thread, the others from the session's.
     """
@@ -64,21 +65,21 @@ class Watch:
             self._thread.start()
 
     def check(self) -> None:
-        """Raise what the session was ended for.
+        """Raise the error that the session was ended with.
 
         Raises:
-            QueryTimeout, QuerySpillFull: it took what it may.
-            MillstreamError: what it was given up with.
+            QueryTimeout, QuerySpillFull: it exceeded a bound.
+            MillstreamError: the error of `give_up`.
         """
         if self._failure is not None:
             raise self._failure
 
     def told(self, said: str, *, out_of_memory: bool) -> MillstreamError | None:
-        """What an error of DuckDB's is in our words, where it comes of the bounds.
+        """Return our error for an error of DuckDB, if the bounds caused it.
 
         Args:
             said: its message.
-            out_of_memory: whether it says that of itself.
+            out_of_memory: whether it is an out-of-memory error by type.
         """
         if self._failure is not None:
             return self._failure
@@ -90,12 +91,15 @@ class Watch:
         return QueryMemoryFull(f"the query needs more than {size} bytes of memory at once", size_max=size)
 
     def give_up(self, error: MillstreamError) -> None:
-        """End what the session does, now and from here on: it raises the error. Nothing happens in a session without bounds."""
+        """End the session's work, now and from here on: it raises the error.
+
+        Does nothing in a session without bounds.
+        """
         self._failure = self._failure or error
         self._changed.set()
 
     def end(self) -> None:
-        """Look no more; nothing is interrupted from here on."""
+        """Stop checking; nothing is interrupted from here on."""
         self._ended.set()
         self._changed.set()
         if self._thread is not None:
@@ -125,7 +129,7 @@ class Watch:
 
 
 def _bytes_in(folder: str) -> int:
-    """The size of all files below a folder that is being written to."""
+    """Return the size of all files below a folder that is being written to."""
     size = 0
     for parent, _folders, files in os.walk(folder):
         for file in files:

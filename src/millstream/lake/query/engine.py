@@ -1,7 +1,8 @@
-"""DuckDB as the engine of `query`: a private connection that reads a lake and nothing else, and how it scans Delta tables.
+"""DuckDB as the engine of `query`: a private connection that reads only a lake, and its scans of Delta tables.
 
-DuckDB decodes a local table's files by itself, which is up to four times as fast as through a dataset; it gets their bytes from `HandedFiles`.
-The files of an object store come by way of a pyarrow dataset. The connection has a scratch folder of the machine's files and nothing else.
+DuckDB itself decodes a local table's files, up to four times as fast as through a dataset; it gets their bytes from
+`HandedFiles`. The files of an object store come by way of a pyarrow dataset. The connection can use only a scratch
+folder among the machine's files.
 """
 
 from __future__ import annotations
@@ -25,36 +26,36 @@ if TYPE_CHECKING:
     import duckdb
 
 _COPY: Final = re.compile(r"copy", re.IGNORECASE)
-"""A statement without the word copies nothing, however it is written."""
+"""A statement without this word copies nothing, whatever its form."""
 _COPIES: Final = '"type":"COPY'
-"""In a statement's tree as JSON, where nobody's text has bare quotes."""
+"""In a statement's tree as JSON, in which no text has bare quotes."""
 _EXPLAINED: Final = re.compile(r"\s*explain\s+(analyze\b)?\s*(\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 def quote(name: str) -> str:
-    """An SQL identifier, quoted whatever it holds."""
+    """Return an SQL identifier, quoted whatever it holds."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def literal(text: str) -> str:
-    """An SQL string."""
+    """Return an SQL string."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def names(columns: Sequence[str], table: str = "") -> str:
-    """A list of columns for a SELECT."""
+    """Return a list of columns for a SELECT."""
     return ", ".join(f"{table}{quote(name)}" for name in columns)
 
 
 class Engine:
-    """A private DuckDB connection that reads a lake. For one thread, but for `interrupt` of the connection."""
+    """A private DuckDB connection that reads a lake. For one thread, except `interrupt` of the connection."""
 
     def __init__(self, scratch: str, bounds: QueryBounds | None = None) -> None:
-        """Begin to connect, which takes as long as finding out what to read: both go on at once.
+        """Begin to connect, which takes as long as determining what to read: both run at once.
 
         Args:
             scratch: a folder of its own.
-            bounds: what it may take.
+            bounds: its bounds.
 
         Raises:
             MissingExtra: DuckDB, or fsspec, by which it reads the lake's files, isn't installed.
@@ -87,43 +88,43 @@ class Engine:
         return self._connected.result()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.watch.end()
         self.connection.close()
 
     def register(self, data: object) -> str:
-        """Give Arrow data a name in the connection."""
+        """Register Arrow data in the connection; return its name."""
         self._named += 1
         name = f"__millstream_{self._named}"
         self.connection.register(name, data)
         return name
 
     def keep(self, data: pa.Table) -> str:
-        """The same as a temporary table."""
+        """Copy Arrow data to a temporary table; return its name."""
         source = self.register(data)
         self.connection.execute(f"CREATE TEMP TABLE {source}_kept AS FROM {source}")
         self.connection.unregister(source)
         return f"{source}_kept"
 
     def scratch_file(self, suffix: str) -> str:
-        """A path for a new file of the session's."""
+        """Return a path for a new file of the session's."""
         self._named += 1
         return f"{self._scratch}/{self._named}{suffix}"
 
     def fetch(self, sql: str) -> pa.Table:
-        """The result of a query of ours."""
+        """Return the result of a query of ours."""
         return self.connection.sql(sql).to_arrow_table()
 
     def type_of(self, registered: str, column: str) -> str:
-        """DuckDB's name for the type of a registered column."""
-        # fetchall ends the result: an open one keeps the connection from registering more.
+        """Return DuckDB's name for the type of a registered column."""
+        # fetchall ends the result: an open result keeps the connection from registering more.
         found = self.connection.execute(
             f"SELECT typeof({quote(column)}) FROM (SELECT 1) LEFT JOIN {registered} ON false"
         ).fetchall()
         return str(found[0][0])
 
     def view(self, namespace: str, name: str, sql: str) -> None:
-        """Make one view; DuckDB ignores case, so that of two names that differ by case only one can be had."""
+        """Make one view. DuckDB ignores case, so only one of two names that differ by case can exist."""
         import duckdb
 
         try:
@@ -133,7 +134,7 @@ class Engine:
             raise LakeError("differs from another table by capitals alone: name one of them in a statement") from error
 
     def drop_views(self, namespace: str, name: str) -> None:
-        """Drop a table's views: of its rows, its records and its versions. Capitals don't matter, to DuckDB neither."""
+        """Drop a table's views: of its rows, its records and its versions. Case doesn't matter, as in DuckDB."""
         found = self.connection.execute(
             "SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal AND"
             " (lower(schema_name) = $1 AND lower(view_name) = $2 OR lower(view_name) = $1 || '.' || $2)",
@@ -143,14 +144,14 @@ class Engine:
             self.connection.execute(f"DROP VIEW {quote(schema)}.{quote(view)}")
 
     def has_view(self, namespace: str, name: str) -> bool:
-        """Whether there is one of that name."""
+        """Whether there is a view of that name."""
         found = self.connection.execute(
             "SELECT 1 FROM duckdb_views() WHERE NOT internal AND schema_name = ? AND view_name = ?", [namespace, name]
         )
         return found.fetchone() is not None
 
     def keywords(self) -> frozenset[str]:
-        """The words that can't stand for a column everywhere unless they are quoted."""
+        """Return the words that can't stand for a column everywhere unless they are quoted."""
         found = self.connection.execute(
             "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'"
         )
@@ -163,7 +164,7 @@ class Engine:
             self.connection.execute(f"DROP VIEW {quote(namespace)}.{quote(view)}")
 
     def statements(self, sql: str) -> list[str]:
-        """The statements of a text, each one that only reads.
+        """Return the statements of a text, each of which only reads.
 
         Raises:
             InvalidQuery: DuckDB can't parse it, or it would do more than read.
@@ -189,13 +190,14 @@ class Engine:
         return [statement.query for statement in found]
 
     def _may_copy(self, statement: str) -> bool:
-        """Whether a SELECT has a COPY in its WITH, as DuckDB itself parses it. It may if it has the word and DuckDB can't tell its tree (PIVOT).
+        """Whether a SELECT has a COPY in its WITH, as DuckDB parses it; assumed if it has the word and no tree (PIVOT).
 
-        This gives a clear error early, and no safety: a statement can hold another one as text. No statement writes what the connection can't write.
+        This gives a clear error early, and no safety: a statement can hold another one as text. No
+        statement can write what the connection can't write.
         """
         if _COPY.search(statement) is None:
             return False
-        # fetchall ends the result: an open one keeps the connection from other work.
+        # fetchall ends the result: an open result keeps the connection from other work.
         ((tree,),) = self.connection.execute("SELECT json_serialize_sql(?)", [statement]).fetchall()
         return _COPIES in tree or not tree.startswith('{"error":false')
 
@@ -207,16 +209,16 @@ class Engine:
         *,
         alike: Sequence[str] | None = None,
     ) -> tuple[str, list[str]]:
-        """What to write after FROM to read some of a table's files, and which of the needed columns that has.
+        """Return the text behind FROM that reads some of a table's files, and which of the needed columns it has.
 
         Args:
             opened: the Delta table.
             paths: the files, within the table's folder, in order; None for all.
             needed: the columns that may be asked for.
-            alike: where the files are known to have the same columns, these: then they needn't all be opened to find out.
+            alike: the columns of the files, if known to be the same: then not all files need opening to find out.
 
         Returns:
-            An empty text where there are no files.
+            An empty text if there are no files.
 
         Raises:
             LakeUnavailable: files of it are gone.
@@ -242,23 +244,23 @@ class Engine:
         return source, [name for name in needed if name in have]
 
     def parquet(self, paths: Sequence[str], *, by_name: bool = False) -> str:
-        """The text after FROM that reads local files.
+        """Return the text behind FROM that reads local files.
 
         Args:
             paths: in order.
-            by_name: whether their columns may differ, and are put together by name.
+            by_name: whether their columns may differ, and are matched by name.
         """
         listed = ", ".join(literal(self.files.hand_over(path)) for path in paths)
         return f"read_parquet([{listed}], {'union_by_name = true, ' if by_name else ''}hive_partitioning = false)"
 
     def take_failure(self) -> MillstreamError | None:
-        """Why a file couldn't be read or written since this was asked last; None where all could."""
+        """Return the reason why a file couldn't be read or written since the last call; None if all could."""
         failure, self.files.failure = self.files.failure, None
         return failure
 
 
 def unavailable(opened: OpenTable, error: Exception) -> LakeUnavailable:
-    """What to raise where a table's files went between looking and reading."""
+    """Return the error for a table's files that disappeared between opening and reading."""
     return LakeUnavailable(
         f"{opened.path}: files of version {opened.version} are gone: {error}",
         hint="Ask again; where it stays, somebody deleted files of the lake: `millstream pipeline rebuild` builds the table anew.",
@@ -267,7 +269,10 @@ def unavailable(opened: OpenTable, error: Exception) -> LakeUnavailable:
 
 
 def _connect(scratch: str, bounds: QueryBounds | None, files: HandedFiles) -> duckdb.DuckDBPyConnection:
-    """A private connection that reads what is registered and the files handed over, and writes into its scratch folder alone."""
+    """Open a private connection that reads registered data and files handed over.
+
+    It writes only into its scratch folder.
+    """
     import duckdb
 
     connection = duckdb.connect(
@@ -285,7 +290,7 @@ def _connect(scratch: str, bounds: QueryBounds | None, files: HandedFiles) -> du
         *(() if bounds is None else bounds.settings()),
         "TimeZone = 'UTC'",
         f"search_path = '{DEFAULT_SCHEMA},main'",
-        # A folder that may be read may be written: none of the lake's is among them.
+        # A readable folder is also writable: none of the lake's is among them.
         f"allowed_directories = [{literal(scratch + '/')}, {literal(PREFIX)}]",
         "enable_external_access = false",
         "lock_configuration = true",

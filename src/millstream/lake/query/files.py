@@ -1,7 +1,8 @@
-"""The files of a lake that DuckDB may read: handed over one by one, under names that mean nothing elsewhere, and only to read.
+"""The files of a lake that DuckDB may read: handed over one by one, read only, under names with no meaning elsewhere.
 
-DuckDB's own access to files is switched off, since it doesn't tell reading from writing: a folder that it may read it may also write. It gets
-a file system instead that opens what was handed over, and has no way to write.
+DuckDB's own access to files is switched off, because it doesn't distinguish reading from writing: a
+folder that it may read it may also write. Instead it gets a file system that opens only files
+handed over, and can't write.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class HandedFiles:
         """The error of the last attempt that failed; DuckDB reports it with a traceback, as text."""
 
     def hand_over(self, path: str) -> str:
-        """The name under which DuckDB may read a local file from now on. It has no character of a pattern."""
+        """Return the name under which DuckDB may read a local file from now on. It has no pattern characters."""
         name = self._names.get(path)
         if name is None:
             name = self._names[path] = f"{PREFIX}{len(self._paths) + 1}"
@@ -62,7 +63,7 @@ class HandedFiles:
         return name in self._paths
 
     def path_of(self, name: str) -> str:
-        """The path of a file that was handed over; InvalidQuery if it wasn't."""
+        """Return the path of a file that was handed over; raises `InvalidQuery` if it wasn't."""
         path = self._paths.get(name)
         if path is None:
             self.failure = InvalidQuery(f"a query reads the lake's tables and no other files: {name}")
@@ -70,7 +71,7 @@ class HandedFiles:
         return path
 
     def stat(self, name: str) -> os.stat_result:
-        """Size and times of a file that was handed over; raises as `open`."""
+        """Return size and times of a file that was handed over; raises as `open`."""
         path = self.path_of(name)
         try:
             return Path(path).stat()
@@ -78,7 +79,7 @@ class HandedFiles:
             raise self.failed(path, error) from error
 
     def failed(self, path: str, error: OSError) -> MillstreamError:
-        """Remember that a file can't be read; returns what to raise."""
+        """Record that a file can't be read; return the error to raise."""
         gone = isinstance(error, FileNotFoundError)
         self.failure = LakeUnavailable(
             f"a file of the lake {'is gone' if gone else 'could not be read'}: {path}: {error.strerror}",
@@ -89,7 +90,7 @@ class HandedFiles:
 
 
 class _OpenFile:
-    """One file, for DuckDB's threads: each has a place of its own in it, since DuckDB seeks and reads in two calls."""
+    """One file, for DuckDB's threads: each has a position of its own, because DuckDB seeks and reads in two calls."""
 
     def __init__(self, files: HandedFiles, path: str) -> None:
         self._files, self._path = files, path
@@ -98,7 +99,7 @@ class _OpenFile:
         self._at: dict[int, int] = {}
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Move; returns where to, in bytes."""
+        """Move; return the new position, in bytes."""
         thread = get_ident()
         if whence == os.SEEK_CUR:
             position += self._at.get(thread, 0)
@@ -108,11 +109,11 @@ class _OpenFile:
         return position
 
     def tell(self) -> int:
-        """Where the calling thread is, in bytes."""
+        """Return the calling thread's position, in bytes."""
         return self._at.get(get_ident(), 0)
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes; fewer than asked for at the end, and where the system reads fewer."""
+        """Return the next bytes; fewer than asked for at the end, or if the system reads fewer."""
         position = self.tell()
         try:
             if size < 0:
@@ -128,17 +129,17 @@ class _OpenFile:
         return True
 
     def close(self) -> None:
-        """Close the file; a second time is without effect."""
+        """Close the file; a second call has no effect."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     __del__ = close
-    """DuckDB lets go of a file without closing it."""
+    """DuckDB drops a file without closing it."""
 
 
 def file_system(files: HandedFiles) -> AbstractFileSystem:
-    """The files as DuckDB takes a file system. Everything that writes, moves or deletes is undefined and raises NotImplementedError."""
+    """Return the files as a file system for DuckDB. All writing, moving and deleting raises `NotImplementedError`."""
     from fsspec import AbstractFileSystem
 
     class ReadOnlyFiles(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types

@@ -1,7 +1,8 @@
-"""Tables whose names differ by capitals alone: DuckDB takes them for one, so that a statement is shown the one that it names.
+"""Tables whose names differ only by case: DuckDB takes them for one, so each statement sees the table that it names.
 
-A session has the view of one of them at a time. A statement names a table exactly if its letters stand there in double quotes, or if the name is
-in lower case and stands there without quotes, whatever its case: the rule of every command.
+A session has the view of one such table at a time. A statement names a table exactly if the name
+stands there with its letters in double quotes. A lower-case name may also stand without quotes, in
+any case: the rule of every command.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _NAMES: Final = re.compile(
 
 
 def names_written(sql: str) -> set[tuple[str, ...]]:
-    """The identifiers of a text, with their parts; those without quotes in lower case. Strings and comments have none."""
+    """Return the identifiers of a text, with their parts; those without quotes in lower case.
+
+    Strings and comments have none.
+    """
     found = (match["name"] for match in _NAMES.finditer(sql))
     return {
         tuple(
@@ -42,10 +46,10 @@ def names_written(sql: str) -> set[tuple[str, ...]]:
 
 
 class Namesakes:
-    """Which of a session's tables have its views, where their names differ by capitals alone."""
+    """The tables of a session that currently have views, among those whose names differ only by case."""
 
     def __init__(self, engine: Engine) -> None:
-        """No view is made yet.
+        """Start without views.
 
         Args:
             engine: has the views.
@@ -56,15 +60,17 @@ class Namesakes:
     def choose(
         self, sql: str, cut: Mapping[str, CutTable], known: Callable[[], Iterable[KnownTable]]
     ) -> tuple[set[str], set[str]]:
-        """Choose the tables that a statement is shown, and drop the views of those that it must not be shown.
+        """Choose the tables that a statement sees, and drop the views of those that it must not see.
 
         Args:
             sql: the statement.
             cut: the lake's tables, by folder.
-            known: gives those that capture knows. Asked only if the statement names a table of the lake in other capitals.
+            known: returns the tables that capture knows. Called only if the statement names a table of the lake in
+                other case.
 
         Returns:
-            The folders that the statement doesn't mean, and those whose views were dropped and have to be made again once one means them.
+            The folders that the statement doesn't mean, and those whose views were dropped and must be made again on
+            demand.
 
         Raises:
             InvalidQuery: it names two tables that DuckDB would take for one.
@@ -101,7 +107,7 @@ class Namesakes:
 def _are_others(
     key: Name, table: Name, written: Collection[tuple[str, ...]], known: Callable[[], Iterable[KnownTable]]
 ) -> bool:
-    """Whether the text names a table that the lake hasn't, and the source has."""
+    """Whether the text names a table that the source has and the lake doesn't."""
     named = {(known_table.namespace, known_table.name) for known_table in known()} - {table}
     return any((other[0].lower(), other[1].lower()) == key and _stands_in(other, written) for other in named)
 

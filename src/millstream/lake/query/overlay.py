@@ -1,8 +1,9 @@
-"""What a run of history does to rows that stood before it, told without reading the rows' values.
+"""The effect of a run of history on the rows before it, computed without reading the rows' values.
 
-A query may want one row or one column of a tail that has ten; so only keys and the records' own columns are read here, and
-what comes out says *which* records are rows now. Their values are read by the engine that runs the query, where it needs
-them. Only rows that take columns from their past (moved, or with unchanged large values) are built, since DuckDB can't.
+A query may want one row or one column of a tail that has ten. So only keys and the records' own
+columns are read here, and the result names the records that *are* rows now. The engine that runs
+the query reads their values as needed. Only rows that take columns from their past (moved, or with
+unchanged large values) are built here, because DuckDB can't.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from millstream.model.schema import TableSchema
 
 SEQ: Final = "__seq"
 Read = Callable[[Sequence[str], "pa.Array | None"], pa.Table]
-"""The run's records with some columns, where they have them: all, or those of some `__seq`."""
+"""Reads the run's records with some columns, as far as they have them: all records, or those of some `__seq`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Rows to put in, over those that are left."""
+    """Rows to insert, on top of the rows that are left."""
 
     winners: pa.Table
-    """`__seq` of the records that are rows as they stand, and their key columns."""
+    """`__seq` and key columns of the records that are rows as they stand."""
     built: pa.Table
-    """Rows of which no one record is the whole: columns and `__exact`."""
+    """Rows that no single record holds whole: columns and `__exact`."""
     gone: Keys
-    """Rows with these keys are left out of what stood before; of length 0 where none stood."""
+    """Rows with these keys are removed from the earlier rows; of length 0 if there were none."""
     truncated: bool
     exact: bool
     """Whether any of these rows needs `__exact`."""
 
 
 def overlay(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup, *, stood: bool) -> Overlay:
-    """What a keyed table's records do.
+    """Return the effect of a keyed table's records.
 
     Args:
-        read: reads them; in order of `__seq` it is quickest.
+        read: reads them; fastest in order of `__seq`.
         schema: the table's schema at the end of the run: its key.
         columns: the row's columns, in the lake's types.
-        lookup: rows that stood before, by key; asked once at most.
+        lookup: rows that stood before, by key; called at most once.
         stood: whether any row stood before.
 
     Raises:

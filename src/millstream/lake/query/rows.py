@@ -1,6 +1,6 @@
-"""A table's rows at a position, as SQL: `current`, less what records since then take out, and what they put in.
+"""A table's rows at a position, as SQL: `current`, without rows that later records delete, with those they insert.
 
-Each function gives a SELECT with the schema's columns, and `__exact` where a row needs it.
+Each function returns a SELECT with the schema's columns, and `__exact` if a row needs it.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Run:
         ]
         self._found = sorted(found, key=lambda file: file.low or 0)
         self.rows = sum(file.rows for file in found)
-        """At most so many."""
+        """Maximum number of records."""
         self._alike: Sequence[str] | None = None
         """The files' columns, once all have been read and had the same."""
 
     def scan(self, needed: Sequence[str]) -> tuple[str, list[str]]:
-        """What to write after FROM, and which columns it has."""
+        """Return the text behind FROM, and which columns it has."""
         return self._engine.scan(self._history, [file.path for file in self._found], needed, alike=self._alike)
 
     def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
-        """See `overlay.Read`. All records are read past the engine: their files are many and small, and it takes its time with each."""
+        """Read as `overlay.Read`. All records are read outside of the engine, which is slow with many small files."""
         if seqs is None or not self._found:
             return self._read_all(needed)
         source, have = self.scan(needed)
@@ -69,7 +69,7 @@ class Run:
         try:
             for file in self._found:
                 with self._files.open(file.path) as opened:
-                    # Of small files it is over sooner without threads.
+                    # Small files are read faster without threads.
                     rows = opened.read(columns=shape.names, use_threads=file.rows >= ROW_GROUP_ROWS)
                     schemas.append(opened.schema)
                     if self._alike is None and len(schemas) == 1:
@@ -82,7 +82,7 @@ class Run:
         return pa.concat_tables(tables)
 
     def _inside(self, file: LiveFile, rows: pa.Table) -> pa.Table:
-        """Those of a file's rows that are the run's."""
+        """Return those of a file's rows that are in the run."""
         spans = self._share.spans(file.path)
         if spans != ALL:
             rows = rows.filter(within(rows.column(SEQ), spans))
@@ -93,7 +93,7 @@ class Run:
 
 
 def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
-    """The rows that records put in, under those of `current` that they leave."""
+    """Return the rows that records insert, on top of the rows of `current` that they leave."""
     stood = base is not None
 
     def lookup(keys: Keys) -> pa.Table:
@@ -108,7 +108,7 @@ def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSch
         shown.append(EXACT.name)
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
     parts = []
-    # Tables of DuckDB's own, which it probes faster than Arrow's: ten million times, for a query over everything.
+    # DuckDB's own tables, which it probes faster than Arrow's: ten million times, for a query over everything.
     winners = engine.keep(over.winners) if over.winners.num_rows else ""
     if source:
         kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
@@ -126,14 +126,17 @@ def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSch
 
 
 def _winners_sql(engine: Engine, run: Run, winners: str, schema: TableSchema, shown: Sequence[str], types: str) -> str:
-    """The records that are rows. Keys come from memory, so that a condition on them spares reading the files."""
+    """Return the records that are rows. Keys come from memory, so that a condition on them avoids reading the files."""
     source, have = run.scan([*shown, SEQ])
     values = [f"w.{quote(name)}" if name in schema.key else filled(engine, [name], have, "h", types) for name in shown]
     return f"SELECT {', '.join(values)} FROM {winners} w JOIN {source} h ON h.{SEQ} = w.{SEQ}"
 
 
 def bag_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
-    """The rows of a table without a key: those of `current`, less as many equal ones as went, and those that came."""
+    """Return the rows of a table without a key.
+
+    They are those of `current`, less as many equal ones as were deleted, and new ones.
+    """
     folded = fold_records(run.read(tail_columns(columns), None), schema, columns, _nothing)
     source, have = "", list[str]()
     if base is not None and not folded.truncated:
@@ -153,7 +156,7 @@ def bag_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchem
 
 
 def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: TableSchema, upto: Seq) -> str:
-    """The rows of a table whose name another has taken over, from what it left in history: its `current` went with the name.
+    """Return the rows of a table that lost its name to another, from its history: its `current` went with the name.
 
     Raises:
         BeyondRetention: it lacks its beginning.
@@ -171,7 +174,7 @@ def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: Tab
 
 
 def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema, columns: pa.Schema) -> str:
-    """A large table's rows from all of its history, through a scratch file."""
+    """Return a large table's rows from all of its history, through a scratch file."""
     import pyarrow.parquet as pq
 
     parts, exact = plan_build(history, schema, upto, part_bytes=DEFAULT_SIZES.build_bytes)
@@ -186,7 +189,7 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
 
 
 def _rows_of(engine: Engine, base: OpenTable | None, keys: Keys, columns: pa.Schema) -> pa.Table:
-    """Rows of `current` that may have one of the keys."""
+    """Return rows of `current` that may have one of the keys."""
     shape = pa.schema([*columns, EXACT])
     source, have = ("", []) if base is None else engine.scan(base, None, shape.names)
     if not source:
@@ -200,7 +203,7 @@ def _rows_of(engine: Engine, base: OpenTable | None, keys: Keys, columns: pa.Sch
 
 
 def filled(engine: Engine, shown: Sequence[str], have: Sequence[str], table: str, types: str) -> str:
-    """A SELECT's list of columns, NULL for those that the files lack."""
+    """Return a SELECT's list of columns, NULL for those that the files lack."""
     return ", ".join(
         f"{table}.{quote(name)}" if name in have else f"NULL::{engine.type_of(types, name)} AS {quote(name)}"
         for name in shown
@@ -208,26 +211,29 @@ def filled(engine: Engine, shown: Sequence[str], have: Sequence[str], table: str
 
 
 def _nothing(keys: Keys) -> pa.Table:
-    """For bags, which ask for no row's past."""
+    """Look up rows for bags, which never need a row's past."""
     return keys.to_table()
 
 
 def _without(kept: str, gone: str, shown: list[str], columns: pa.Schema) -> str:
-    """A bag's rows without as many equal ones as `gone` has; 0 and -0, equal in SQL, are told apart by their texts."""
+    """Return a bag's rows without as many equal ones as `gone` has.
+
+    The texts distinguish 0 and -0, which are equal in SQL.
+    """
     signs = "".join(f", CAST({quote(f.name)} AS VARCHAR)" for f in columns if pa.types.is_floating(f.type))
     both = " EXCEPT ALL ".join(f"SELECT {names(shown)}{signs} FROM ({rows})" for rows in (kept, gone))
     return f"SELECT {names(shown)} FROM ({both})"
 
 
 def gone_table(gone: Keys) -> pa.Table:
-    """Keys as a table: the typed columns, `__exact`, and each column's text beside it."""
+    """Return keys as a table: the typed columns, `__exact`, and each column's text."""
     exact = [pa.nulls(len(gone), pa.string()) if e is None else e for e in gone.exact]
     arrays = [*gone.columns, text_maps(gone.names, exact, len(gone)), *exact]
     return pa.table(arrays, names=[*gone.names, EXACT.name, *(f"__exact.{name}" for name in gone.names)])
 
 
 def same_key(gone: Keys, *, with_exact: bool) -> str:
-    """Whether a row of `current` (`c`) has a key of `gone` (`g`)."""
+    """Return the condition that a row of `current` (`c`) has a key of `gone` (`g`)."""
     if gone.typed:
         return " AND ".join(f"c.{quote(name)} = g.{quote(name)}" for name in gone.names)
     same = []

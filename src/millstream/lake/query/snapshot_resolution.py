@@ -1,4 +1,4 @@
-"""Where a session of SQL stands: the position that a moment or a token asks for, and the cut at or below it."""
+"""The position of an SQL session: the one that a moment or a token asks for, and the cut at or below it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream.model.schema import TableSchema
 
 
 def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut | None]:
-    """The position to show, which parts no operation, and the last cut at or below it.
+    """Return the position to show, which splits no operation, and the last cut at or below it.
 
     Raises:
         TokenFromFuture, TimeFromFuture, BeyondRetention: as `LakeSession`.
@@ -48,7 +48,10 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
 
 
 def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: bool) -> BeyondRetention:
-    """That a table can't be shown at a position: its records up to another one are gone, dropped or with a history that was begun anew."""
+    """Return the error for a table that can't be shown at a position.
+
+    Its records up to another position were dropped, or its history was begun again.
+    """
     cut = cut_from(layout, gone)
     when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
     at, begins = (StreamToken.scalar(layout.stream_id, position) for position in (n, gone))
@@ -63,7 +66,10 @@ def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: 
 
 
 def rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
-    """That a table's history was begun anew, and the copy that it begins with hasn't landed; `known` says what that waits for."""
+    """Return the error for a table whose history was begun again, and whose first copy hasn't landed.
+
+    `known` gives what the copy waits for.
+    """
     waits = next((table.waits for table in known if table.table_id == schema.table_id), "")
     return LakeBehind(
         f"{schema.full_name} is being rebuilt from its source: {waits or 'its copy has yet to land'}",

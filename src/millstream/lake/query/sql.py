@@ -1,12 +1,12 @@
 """SQL over all tables of a stream at one token, fresh: `current` at its last fold, under history's tail since then.
 
-The token is that of the last commit cut, or of an earlier one. For each table it is found which records since the fold are
-rows now, and a DuckDB view lays them over `current`; so a query sees what the last batch brought, whatever the table's size,
-and never half a transaction. Nothing is written to the lake, and the SQL reaches the lake's own files and nothing else.
+The token is that of the last commit cut, or of an earlier one. For each table, the session finds the records since
+the fold that are rows now, and a DuckDB view lays them over `current`. So a query sees the last batch, whatever the
+table's size, and never half a transaction. Nothing is written to the lake, and SQL reaches only the lake's files.
 
-Views: `schema.table` for the rows, `history."schema.table"` for the records, `history._messages` for logical messages,
-`scd2."schema.table"` for the versions of rows, where the lake keeps them.
-Only tables whose name stands in the SQL are prepared. DuckDB is imported when a session opens.
+Views: `schema.table` for the rows, `history."schema.table"` for the records, `history._messages` for logical
+messages, `scd2."schema.table"` for the versions of rows, if the lake keeps them. Only tables whose name stands in the
+SQL are prepared. DuckDB is imported when a session opens.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ if TYPE_CHECKING:
 HISTORY: Final = "history"
 SCD2: Final = "scd2"
 OVERLAY_ROWS_MAX: Final = 3_000_000
-"""Records that lie over no `current`: more are built into a scratch file, in bounded memory."""
+"""Records without a `current` below them: more are built into a scratch file, in bounded memory."""
 _STREAM_ROWS: Final = 1 << 16
 
 
 class LakeSession:
     """A stream's tables at one token, as views of a private DuckDB connection.
 
-    Use it from one thread. It stands at the last cut of the moment it was opened, or at an earlier one; open another to see
-    more. Files that folds replace meanwhile stay for some minutes: a session that is older than that may have to be opened anew.
+    Use it from one thread. It stands at the last cut when it was opened, or at an earlier one. Files that folds
+    replace stay for some minutes, so an older session may have to be opened again.
     """
 
     def __init__(
@@ -82,22 +82,22 @@ class LakeSession:
 
         Args:
             layout: where the lake is.
-            as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after it.
-                Tables are then shown with the columns that they had. None for the last cut. A position inside an operation
-                stands for the last one in front of it.
-            held: gives the tables that are set aside, by name, with the reason. Asked at most once, and only where a table
-                of a query has got nothing lately: that may take longer than the query.
-            known: gives the source's tables as capture knows them. Asked at most once, where a query names one that the lake hasn't,
-                or may list all: those without a record are then empty, and those renamed since can be named as they are called now.
-            landed_by: the other node that lands the stream's tables, for people; None where this one does.
-            bounds: what it may take; None for all that there is.
+            as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after
+                it. Tables then have their columns of that time. None for the last cut. A position inside an operation
+                means the position before the operation.
+            held: returns the tables that are set aside, by name, with the reason. Called at most once, and only if a
+                table of a query has received nothing lately: the call may take longer than the query.
+            known: returns the source's tables as capture knows them. Called at most once, if a query names a table that
+                the lake lacks, or may list all. Tables without a record are then empty; renamed ones have new names.
+            landed_by: the other node that lands the stream's tables, for messages; None if this one does.
+            bounds: the session's bounds; None for none.
 
         Raises:
             MissingExtra: DuckDB isn't installed.
             TokenFromFuture: the lake hasn't reached `as_of`.
-            TimeFromFuture: nor has the clock.
+            TimeFromFuture: the clock hasn't reached `as_of`.
             BeyondRetention: the lake begins after `as_of`.
-            LakeTableForeign: somebody else wrote into `_commits`.
+            LakeTableForeign: another program wrote into `_commits`.
         """
         self._layout = layout
         folder = None if bounds is None else bounds.folder
@@ -105,7 +105,7 @@ class LakeSession:
         self._engine = Engine(self._scratch.name, bounds)
         self._past = as_of is not None
         self.landed_by: Final = landed_by
-        """The other node that lands the tables; None where this one does."""
+        """The other node that lands the tables; None if this one does."""
         try:
             self._n, self._cut = standing_at(layout, as_of)
             moved = as_of is not None and not isinstance(as_of, datetime) and as_of != self._n
@@ -126,7 +126,7 @@ class LakeSession:
         self._records_left = set(self._tables)
         self._versions_left = set(self._tables)
         self._behind: dict[str, Seq] = {}
-        """Tables that queries may have named and whose history ends below the token, with where."""
+        """Tables that queries may have named and whose history ends below the token, with its end."""
         self._failures: dict[str, MillstreamError] = {}
 
     def __enter__(self) -> Self:
@@ -144,17 +144,17 @@ class LakeSession:
 
     @property
     def token(self) -> StreamToken:
-        """Where all tables stand."""
+        """The position of all tables."""
         return StreamToken.scalar(self._layout.stream_id, self._n)
 
     @property
     def moved_from(self) -> StreamToken | None:
-        """The token that was asked for, where it lies inside an operation: `token` is the last one that parts none."""
+        """The requested token, if it lies inside an operation: `token` is the last one before it that splits none."""
         return None if self._asked is None else StreamToken.scalar(self._layout.stream_id, self._asked)
 
     @property
     def cut(self) -> Cut | None:
-        """The cut that the session stands at; None where nothing has landed yet."""
+        """The session's cut; None if nothing has landed yet."""
         return self._cut
 
     def is_newest(self) -> bool:
@@ -168,7 +168,7 @@ class LakeSession:
         return sorted(table.name for folder, table in self._tables.items() if folder != MESSAGES)
 
     def name_of(self, table_id: TableId) -> str | None:
-        """What a table is called here, whatever it is called now; None where the lake has no record of it."""
+        """Return a table's name in this session, whatever its current name; None if the lake has no record of it."""
         return next((table.name for table in self._tables.values() if table.table_id == table_id), None)
 
     @property
@@ -178,12 +178,12 @@ class LakeSession:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether the tables lie in a folder, and another node lands them: it may be a folder of this machine, in which nothing lands any more."""
+        """Whether another node lands the tables, and they are in a folder, in which nothing may land any longer."""
         return self.landed_by is not None and "://" not in self._layout.location
 
     @property
     def held_back(self) -> Mapping[str, str]:
-        """Tables that queries so far may have named and that are set aside, with the reason and where their rows stand."""
+        """Tables that queries may have named and that are set aside, with the reason and their rows' position."""
         if self._behind and self._held is not None:
             self._asked_held, self._held = dict(self._held()), None
         return {
@@ -193,20 +193,20 @@ class LakeSession:
         }
 
     def query(self, sql: str) -> pa.Table:
-        """The result of one SQL statement.
+        """Return the result of one SQL statement.
 
         Raises:
-            InvalidQuery: DuckDB refuses it, with DuckDB's message; or it would do more than read.
+            InvalidQuery: DuckDB rejects it, with DuckDB's message; or it would do more than read.
             BeyondRetention: a table's past doesn't reach back so far.
-            LakeTableForeign: somebody else wrote into a table.
-            LakeUnavailable: files that the session stood on were deleted meanwhile: open another.
+            LakeTableForeign: another program wrote into a table.
+            LakeUnavailable: files of the session's cut were deleted since: open another session.
         """
         return self.stream(sql).read_all()
 
     def stream(self, sql: str, *, batch_rows: int = _STREAM_ROWS) -> pa.RecordBatchReader:
-        """The same, while it is computed: batches of at most so many rows. Errors may come with any of them.
+        """Return the same result while it is computed, in batches of at most so many rows.
 
-        Take it to its end, or close it, before the session's next query.
+        Each batch may raise an error. Read it to its end, or close it, before the session's next query.
         """
         import duckdb
 
@@ -221,7 +221,7 @@ class LakeSession:
             raise self._translated(error) from error
 
     def statements(self, sql: str) -> list[str]:
-        """The statements that a text holds, each one that only reads.
+        """Return the statements of a text, each of which only reads.
 
         Raises:
             InvalidQuery: DuckDB can't parse it, or it would do more.
@@ -236,14 +236,14 @@ class LakeSession:
             raise InvalidQuery(error.message, hint=hint) from error
 
     def _columns_in(self, sql: str) -> set[str]:
-        """The columns of the tables that a text may name."""
+        """Return the columns of the tables that a text may name."""
         folders = [folder for folder in self._tables if self._stands_in(folder, sql.lower())]
         with suppress(MillstreamError):
             return {name for folder in folders for name in self._history(folder).schema().names}
         return set()
 
     def columns(self, table: str) -> list[tuple[str, str]]:
-        """Names and DuckDB's types of a table's columns.
+        """Return names and DuckDB's types of a table's columns.
 
         Raises:
             InvalidQuery: there is no such table.
@@ -252,16 +252,16 @@ class LakeSession:
         return [(column["column_name"], column["column_type"]) for column in found]
 
     def connection(self) -> duckdb.DuckDBPyConnection:
-        """The connection itself, with every table's views: for programs that go on from there."""
+        """Return the connection itself, with every table's views, for programs that continue with it."""
         self._prepare(None)
         return self._engine.connection
 
     def interrupt(self) -> None:
-        """End the query that runs, from another thread or a signal handler."""
+        """End the running query, from another thread or a signal handler."""
         self._engine.connection.interrupt()
 
     def give_up(self) -> None:
-        """End what a session with bounds does, now and from here on; from another thread."""
+        """End the work of a session with bounds, now and from here on; from another thread."""
         self._engine.watch.give_up(LakeError("the query was given up: nobody waits for it"))
 
     def _run(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
@@ -279,7 +279,7 @@ class LakeSession:
             if not (self._past and self._old_versions and gone):
                 raise
             self._engine.take_failure()
-        # Upkeep came first: all from history, then.
+        # Upkeep came first: read everything from history, then.
         self._engine.forget_views()
         self._rows_left, self._records_left = set(self._tables), set(self._tables)
         self._versions_left = set(self._tables)
@@ -290,13 +290,13 @@ class LakeSession:
     def _reader(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
         self._engine.watch.check()
         relation = self._engine.connection.sql(sql)
-        # What gives no rows gives no relation, though DuckDB's stubs say that there always is one.
+        # A statement without rows gives no relation, although DuckDB's stubs promise one.
         if relation is None:
             return pa.table({}).to_reader()  # type: ignore[unreachable]
         return relation.to_arrow_reader(batch_rows)
 
     def _checked(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        """The batches, with DuckDB's errors in ours; pyarrow passes them on as its own."""
+        """Yield the batches, with DuckDB's errors as ours; pyarrow passes them on as its own."""
         import duckdb
 
         try:
@@ -333,12 +333,12 @@ class LakeSession:
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
                 hint = None if self.landed_by is None else self._where_they_land(self.landed_by)
                 return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
-        # In our words, for DuckDB's guesses are its own tables.
+        # In our words, because DuckDB's suggestions are its own tables.
         others = same_bare(table.partition(".")[2], [parse_qualified_name(name) for name in self.tables])
         return InvalidQuery(f"there is no table {table} in the lake", hint=name_in_full(others) or self._hint())
 
     def _later(self, said: str) -> InvalidQuery | None:
-        """What to say of a table that is in the lake, and wasn't, or under another name, at the token; None of any other."""
+        """Return the error for a table in the lake that wasn't there, or so named, at the token; None for any other."""
         last = last_cut(self._layout)
         for folder, table in ({} if last is None else last.tables).items():
             if folder == MESSAGES or not is_meant(said, table.name):
@@ -372,7 +372,7 @@ class LakeSession:
         return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
 
     def _since_the_cut(self) -> None:
-        """Add the tables that came, or took another name, between the cut below the token and the token itself."""
+        """Add the tables that came, or were renamed, between the cut below the token and the token itself."""
         later = cut_from(self._layout, self._n)
         for folder, table in ({} if later is None else later.tables).items():
             if folder in self._tables or folder == MESSAGES:
@@ -414,7 +414,7 @@ class LakeSession:
             self._learn()
 
     def _hide_namesakes(self, sql: str) -> set[str]:
-        """Return the folders of tables that a statement doesn't mean, though DuckDB would take them for one that it means."""
+        """Return the folders of tables that DuckDB would take for ones that the statement means, but that aren't."""
         hidden, dropped = self._namesakes.choose(sql, self._tables, self._capture_knows)
         for left in (self._rows_left, self._records_left, self._versions_left):
             left.update(dropped)
@@ -424,13 +424,13 @@ class LakeSession:
         return hidden
 
     def _capture_knows(self) -> list[KnownTable]:
-        """The source's tables, asked for once."""
+        """Return the source's tables, asked for once."""
         if self._known is not None:
             self._asked_known, self._known = list(self._known()), None
         return self._asked_known
 
     def _learn(self) -> bool:
-        """Make views of what the lake lacks and capture knows: whether there is more than before. Of now alone: the past is the lake's."""
+        """Make views of tables that capture knows now and the lake lacks; return whether there were any."""
         if self._learned or self._past:
             return False
         self._learned = True
@@ -457,7 +457,7 @@ class LakeSession:
         return more
 
     def _rename(self, table: CutTable, known: KnownTable) -> None:
-        """Let a table be named as it is called now; its next record brings it a folder of that name."""
+        """Let a table be named by its current name; its next record brings it a folder of that name."""
         folder = next(folder for folder, other in self._tables.items() if other is table)
         bare = f"{known.namespace}.{known.name}"
         for left, make in (
@@ -479,7 +479,7 @@ class LakeSession:
                 )
 
     def _make_empty(self, known: KnownTable, schema: TableSchema) -> None:
-        """A table that has never had a record."""
+        """Make views of a table that has never had a record."""
         records = self._engine.register(empty_records(schema, self._layout.types))
         self._engine.view(HISTORY, f"{known.namespace}.{known.name}", f"FROM {records}")
         if has_current(schema):
@@ -506,7 +506,7 @@ class LakeSession:
         return opened
 
     def _era(self, folder: str, history: OpenTable) -> Era:
-        """What the table is at the token."""
+        """Return the table's schema and start at the token."""
         if folder == MESSAGES:
             return Era(newest_schema(history), Seq(0))
         era = era_at(history, self._n)
@@ -517,16 +517,16 @@ class LakeSession:
         return Era(newest_schema(history), first_told(history))
 
     def _make_records(self, folder: str) -> None:
-        """`history."schema.table"`: every record up to the token."""
+        """Make `history."schema.table"`: every record up to the token."""
         history = self._history(folder)
         schema = self._era(folder, history).schema
         name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
-        # A dataset, for the partition's column isn't in the files.
+        # A dataset, because the partition's column isn't in the files.
         source = self._engine.register(history.table.to_pyarrow_dataset())
         self._engine.view(HISTORY, name, f"SELECT * FROM {source} WHERE {SEQ} <= {int(self._n)}")
 
     def _make_versions(self, folder: str) -> None:
-        """`scd2."schema.table"`: every version that the table's rows have had up to the token."""
+        """Make `scd2."schema.table"`: every version of the table's rows up to the token."""
         table = self._tables[folder]
         if folder == MESSAGES or table.scd2 < 0:
             return  # the lake keeps no versions of it
@@ -549,7 +549,7 @@ class LakeSession:
         )
 
     def _make_rows(self, folder: str) -> None:
-        """`schema.table`: the rows at the token."""
+        """Make `schema.table`: the rows at the token."""
         if folder == MESSAGES:
             return
         history = self._history(folder)
@@ -578,12 +578,12 @@ class LakeSession:
         self._engine.view(schema.namespace, schema.name, sql)
 
     def _base(self, folder: str, schema: TableSchema, history: OpenTable) -> OpenTable | None:
-        """`current` at or below the token; None where all must come from history."""
+        """Return `current` at or below the token; None if everything must come from history."""
         path, app = f"{self._layout.root}/current/{folder}", self._layout.app_id("current", schema.table_id)
         opened = open_table(self._layout, path, app)
         if opened is None:
             return None
-        # The folder may have gone over to another table.
+        # The folder may belong to another table now.
         if holds(opened, history) and opened.n is not None and opened.n <= self._n:
             return opened
         table = self._tables[folder]
@@ -596,5 +596,5 @@ class LakeSession:
                 return None
             self._engine.scan(old, None, ())
         except LakeUnavailable:
-            return None  # its log entry or its files have gone
+            return None  # its log entry or its files are gone
         return old

@@ -1,4 +1,4 @@
-"""A table's versions at a position, as SQL: those of the last fold, under what records since then begin and end."""
+"""A table's versions at a position, as SQL: those of the last fold, under those that later records begin and end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millstream.model.schema import TableSchema
 
 
 def versions_sql(engine: Engine, layout: LakeLayout, schema: TableSchema, opened: OpenTable, upto: Seq) -> str:
-    """A SELECT of a table's versions, with its columns, those that make versions, and `__exact` where a row needs it."""
+    """Return a SELECT of a table's versions, with its columns, the version columns, and `__exact` if a row needs it."""
     found, columns = unfolded_versions(layout, schema, opened, upto)
     have = opened.schema()
     shown = [name for name in have.names if name != EXACT.name]
@@ -25,7 +25,7 @@ def versions_sql(engine: Engine, layout: LakeLayout, schema: TableSchema, opened
     fresh: list[pa.Table] = [] if found is None else [found.closed, found.opened]
     if EXACT.name in have.names or any(rows.column(EXACT.name).null_count < rows.num_rows for rows in fresh):
         shown.append(EXACT.name)
-    # A dataset, for the partition's column isn't in the files.
+    # A dataset, because the partition's column isn't in the files.
     base = engine.register(opened.table.to_pyarrow_dataset())
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
     listed = filled(engine, shown, have.names, "c", types)
@@ -47,7 +47,7 @@ def versions_sql(engine: Engine, layout: LakeLayout, schema: TableSchema, opened
 
 
 def _joined(engine: Engine, kind: str, rows: str, keys: Keys, *, exact: bool) -> str:
-    """The rows that have one of the keys (`SEMI`), or those that have none (`ANTI`)."""
+    """Return the rows that have one of the keys (`SEMI`), or those that have none (`ANTI`)."""
     if not len(keys):
         return rows if kind == "ANTI" else f"SELECT * FROM ({rows}) WHERE false"
     return f"SELECT c.* FROM ({rows}) c {kind} JOIN {engine.keep(gone_table(keys))} g ON {same_key(keys, with_exact=exact)}"

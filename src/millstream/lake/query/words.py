@@ -1,4 +1,4 @@
-"""Words in SQL that mean more than they say: lists of tables, and names that DuckDB takes for keywords."""
+"""Words in SQL with special effects: lists of tables, and names that DuckDB takes for keywords."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LISTED: Final = (
     """ ELSE '"' || replace(part, '"', '""') || '"' END FOR part IN [schema_name, view_name]], 'string_agg', '.') AS name"""
     " FROM duckdb_views() WHERE NOT internal AND NOT temporary ORDER BY schema_name, view_name"
 )
-"""What `SHOW TABLES` gives here: DuckDB's own also has what views are made of, and no schemas."""
+"""The result of `SHOW TABLES` here: DuckDB's own also lists the data behind views, and no schemas."""
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 
 
 def words_to_quote(sql: str, keywords: Collection[str], columns: Collection[str]) -> list[str]:
-    """The columns whose names are keywords and stand in a text without quotes, in its order."""
+    """Return the columns whose names are keywords and stand in a text without quotes, in its order."""
     bare = {name.lower(): name for name in columns if name.lower() in keywords}
     found = (bare.get(word.lower()) for word in _WORD.findall(TEXTS.sub(" ", sql)))
     return list(dict.fromkeys(name for name in found if name is not None))
