@@ -253,8 +253,8 @@ class HighWater(Protocol):
     def begin(self, newest: GroupNumber) -> None:
         """Set the last commit group of the log that was opened.
 
-        A place that reports more than this group now has another log. It doesn't count until it
-        reports a position within this one.
+        A place that reports more than this group now has another log. It doesn't count until its
+        report changes.
         """
 
     def look(self) -> Holdings:

@@ -93,7 +93,7 @@ class Document:
     """A document outside the log that a promoted node needs. The newest version counts, as a whole."""
 
     name: str
-    """`catalog`, `sessions`, or `lineage`: which nodes have led from which group on, the first
+    """`catalog`, `sessions`, or `lineage` (which nodes have led from which group on), the first
     document on a connection."""
     version: int
     """Version number; grows with each change."""

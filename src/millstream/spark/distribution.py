@@ -1,7 +1,7 @@
 """The Spark started on this machine: pyspark's own, without the zipped Python modules that its workers would read.
 
 Spark puts `python/lib/pyspark.zip` at the front of the path of every Python process that it starts.
-Python keeps no byte code for a zip, so each process compiled pyspark again. That took two thirds of
+Python keeps no byte code for a zip, so each process compiled pyspark again. It took two thirds of
 a second of a core, five times between a start and the first batch, out of the ten seconds that
 Spark gives a Python process to answer. Without that file, workers import the package that this
 process imported.

@@ -28,7 +28,7 @@ from millstream.spark.schedule import FoldHistory
 
 RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
-"""Maximum (and first) time until a table that was set aside is retried. A person's repair takes
+"""The first and the maximum pause before a table that was set aside is retried. A person's repair takes
 minutes, and each attempt reads up to a batch of the log."""
 RETRY_FOLD_S_MAX: Final = 300.0
 _NO_VERSION: Final = SchemaVersion(0)
