@@ -1,1 +1,1 @@
-"""How records enter a log: the queue, commit groups, segments, marks, and recovery before all of it."""
+"""The write path of a log: the queue, commit groups, segments and marks, and recovery, which comes first."""

@@ -1,10 +1,12 @@
 """Appends that are durable here, and wait until other machines have them as well.
 
-The writer goes on meanwhile: commit groups follow one another at this machine's pace, and wait here in their order. One thread looks at what others
-hold while anything waits (`HighWater`), shows readers what they may see by now, and then tells those who waited: what was acknowledged can be read. Appends
-that ask for more than the stream's level wait in an order of their own, so that they hold nobody else up.
+The writer goes on: commit groups follow one another at this machine's pace, and wait here in their
+order. While anything waits, one thread polls what the others hold (`HighWater`). It first shows
+readers what they may see, then answers the waiters: what was acknowledged can be read. Appends that
+ask for more than the stream's level wait in separate queues, so that they delay no other append.
 
-What waits keeps its room in the writer's queue: so it is bounded by bytes, together with what hasn't been written yet.
+A waiting append keeps its room in the writer's queue, so one bound in bytes covers it together with
+what isn't written yet.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ _Raised = TypeVar("_Raised", BlockedAtLevel, PromisedAtLevel, AwaitedAtLevel)
 _LOOK_FIRST_S: Final = 0.0002
 _LOOK_MAX_S: Final = 0.001
 _LOOK_LATE_S: Final = 0.02
-"""How often it looks: a fraction of the time that a network takes; what has waited for a second isn't about to come."""
+"""Interval between polls: a fraction of a network round trip. After a second's wait, the answer isn't about to come."""
 _LATE_S: Final = 1.0
 _TELL_AFTER_S: Final = 10.0
 _TELL_EVERY_S: Final = 60.0
 
 
 NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=OPERATION_SCHEMA), ())
-"""Who appends it waits for all that there was before."""
+"""An append of nothing: it is acknowledged once everything before it is."""
 
 
 def check_level(level: AckLevel, high_water: HighWater | None, reach: Reach | None = None, *, shared: bool) -> None:
-    """`AckLevelUnavailable` where nobody can say whether the level holds, or it never will."""
+    """Raise `AckLevelUnavailable` if the level can't be observed here, or can never be reached."""
     if level == LOCAL:
         return
     if shared:
@@ -76,34 +78,34 @@ class _Held:
     waiting: Waiting
     ack: Ack
     group: GroupNumber
-    """The last that must be held: its own, or all that there was."""
+    """Last group that must be held: the submission's group, or the newest one before it."""
     upto: Seq | None
-    """Of what was written before, and is only told again: the number that must be held."""
+    """For a repeated write, whose outcome is only reported again: the number that must be held."""
     since_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Awaiting:
-    """What waits, for those who look after it."""
+    """The appends that wait, as shown in status and metrics."""
 
     submissions: int = 0
     size_bytes: int = 0
     longest_s: float = 0.0
-    """How long the first of them has waited."""
+    """Time in seconds that the oldest of them has waited."""
     behind: tuple[str, ...] = ()
-    """The followers, or the object store, that haven't what it waits for."""
+    """Names of the followers, or of the object store, that lack what it waits for."""
 
 
 class LevelWaits:
-    """Those who wait for more than this machine.
+    """The appends that wait for more than this machine.
 
     Args:
-        high_water: tells what others hold.
+        high_water: reports what the others hold.
         default: the stream's level.
         committer: makes groups durable; with a level other than local it hides them.
-        queue: where what waits keeps its room.
+        queue: holds the room of what waits.
         stream: its name or id, for messages.
-        shown_upto: up to which number readers see the log, whoever writes it.
+        shown_upto: returns the number up to which readers see the log, whichever writer wrote it.
 
     Concurrency: `hold` by the thread that writes; the others by any.
     """
@@ -126,11 +128,13 @@ class LevelWaits:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._held: dict[AckLevel, deque[_Held]] = {}
-        """By level, in the order of their groups."""
+        """Waiting appends by level, in the order of their groups."""
         self._repeats: dict[AckLevel, deque[_Held]] = {}
-        """What was written before: each may be told as soon as that is held, whatever waits in front."""
+        """Repeats of earlier writes: each is answered as soon as that write is held, regardless of
+        the appends before it.
+        """
         self._expires_s = float("inf")
-        """No deadline is before it."""
+        """Lower bound of all deadlines."""
         self._asleep = False
         self._closing = False
         self._holdings = Holdings()
@@ -145,7 +149,7 @@ class LevelWaits:
     # --- for the thread that writes ----------------------------------------------------------------------------------
 
     def hold(self, group: Iterable[tuple[Waiting, Ack]]) -> None:
-        """A commit group is durable here: tell those of whom nothing more is asked, and the others once they may be."""
+        """Take a commit group that is durable here: answer appends that ask for nothing more, and hold the others."""
         now = time.monotonic()
         newest = self._committer.group
         told: list[tuple[Waiting, Outcome]] = []
@@ -173,7 +177,7 @@ class LevelWaits:
     # --- for any thread ----------------------------------------------------------------------------------------------
 
     def awaited(self) -> Awaiting:
-        """What waits now."""
+        """Return what waits now."""
         with self._lock:
             held = [one for kept in self._all() for one in kept]
             if not held:
@@ -187,12 +191,13 @@ class LevelWaits:
             )
 
     def close(self, patience_s: float, why: str, *, goes_on: bool) -> None:
-        """Wait for so long; who waits then still is told that others are missing. Nothing more may come.
+        """Wait for so long, then answer the remaining appends: other machines lack them. Nothing more may come.
 
         Args:
-            patience_s: how long.
-            why: what they are told.
-            goes_on: another process of this machine goes on with the log: who has a deadline waits until that, after this returns, and not for `patience_s`.
+            patience_s: how long to wait.
+            why: the reason in that answer.
+            goes_on: another process of this machine continues the log: an append with a deadline
+                then waits until it, beyond the return of this call, and `patience_s` doesn't apply.
         """
         end = time.monotonic() + (0.0 if goes_on else patience_s)
         with self._lock:
@@ -210,7 +215,7 @@ class LevelWaits:
         answer([(one.waiting, self._missing(one, why)) for one in left_over])
 
     def _handed_over(self, left: Sequence[_Held]) -> list[_Held]:
-        """Have those wait on that have a deadline; the others."""
+        """Hand over the appends that have a deadline, and return the others."""
         waits = [
             HandedOver(
                 one.waiting, one.ack, one.waiting.level or self._default, one.waiting.until_s, one.group, one.upto
@@ -249,7 +254,7 @@ class LevelWaits:
                 time.sleep(pause_s)
 
     def _step(self) -> bool:
-        """Look once; whether anything came of it."""
+        """Poll once; return whether that changed anything."""
         shown, failure = self._look(), None
         try:
             moved = shown and self._show()
@@ -272,7 +277,7 @@ class LevelWaits:
         return moved or bool(ready)
 
     def _look(self) -> bool:
-        """Learn what others hold; whether that is something else than before."""
+        """Read what the others hold; return whether it changed."""
         before = self._holdings
         try:
             self._holdings = self._high_water.look()
@@ -289,7 +294,7 @@ class LevelWaits:
         return shown is not None and shown.show(self._holdings.group_reached(self._default))
 
     def _reached(self, level: AckLevel) -> tuple[GroupNumber, Seq]:
-        """What is held as the level says, and as the stream's does."""
+        """Return what is held as the level requires, and also as the stream's level requires."""
         of_level = self._holdings.group_reached(level), self._holdings.seq_reached(level)
         if self._committer.shown is None or level == self._default:
             return of_level
@@ -312,7 +317,7 @@ class LevelWaits:
         return ready
 
     def _take_late(self, now: float) -> list[_Held]:
-        """Those whose deadline is over."""
+        """Remove and return the appends whose deadline has passed."""
         if now < self._expires_s:
             return []
         late: list[_Held] = []
@@ -390,7 +395,7 @@ def _missing(level: AckLevel, group: GroupNumber, holdings: Holdings, why: str) 
 
 
 def _too_few(level: AckLevel, holdings: Holdings) -> str:
-    """Why a level isn't reached that nobody lags behind of whom it is known."""
+    """Return why a level isn't reached although no known follower lags behind."""
     if level.kind is AckKind.OBJECT:
         return "no object store has taken anything yet"
     known = [place.name for place in holdings.places if not place.is_store]
@@ -398,14 +403,14 @@ def _too_few(level: AckLevel, holdings: Holdings) -> str:
 
 
 class LevelsOfWriter:
-    """What a writer's callers ask for beyond this machine. Where nobody asks for anything, that is all there is of it.
+    """The acknowledgement levels of a writer's callers. If no caller asks for more than this machine, it does nothing.
 
     Args:
         committer, queue: the writer's.
         options: its level, and its patience.
         stream: for messages.
-        high_water: tells what others hold; None: nothing can be asked for.
-        shown_upto: up to which number readers see the log, whoever writes it.
+        high_water: reports what the others hold; None: no level beyond `local` is available.
+        shown_upto: returns the number up to which readers see the log, whichever writer wrote it.
 
     Concurrency: `tell` by the thread that writes, `close` once; the others by any.
     """
@@ -429,7 +434,7 @@ class LevelsOfWriter:
         self._beginning = threading.Lock()
         self._waits: LevelWaits | None = None
         self.is_asked = options.acks != LOCAL
-        """Whether every append has to be somewhere else, too."""
+        """Whether every append has to be held elsewhere too."""
         if self.is_asked:
             self._begun()
 
@@ -449,10 +454,12 @@ class LevelsOfWriter:
             return self._waits
 
     def raised(self, waiting: _Raised, acks: AckLevel | None, deadline_s: float | None) -> _Raised | None:
-        """The submission, which waits for what it asks for, or for the stream's level; None where it waits for this machine alone.
+        """Return the submission with the level that it waits for, its own or the stream's.
+
+        Return None if it waits for this machine alone.
 
         Raises:
-            AckLevelUnavailable: nobody can say whether what it asks for holds, or it never will.
+            AckLevelUnavailable: the level can't be observed here, or can never be reached.
         """
         level = self._options.acks
         if acks is not None and not level.covers(acks):
@@ -466,7 +473,7 @@ class LevelsOfWriter:
         return waiting
 
     def tell(self, group: Sequence[Waiting], acks: Sequence[Ack]) -> None:
-        """A commit group is durable here."""
+        """Answer a commit group that is durable here, or hold it until others have it."""
         if self._waits is None:
             answer(zip(group, acks, strict=True))
         else:
@@ -481,13 +488,17 @@ class LevelsOfWriter:
         self._ends_as, self._goes_on = why, goes_on
 
     def close(self) -> None:
-        """Have everybody answered, whom the level reaches within the writer's patience and whom it doesn't; or left to `wait_elsewhere`."""
+        """Answer every append that waits, or hand it to `wait_elsewhere`.
+
+        An append that doesn't reach its level within the writer's patience is answered with an
+        error.
+        """
         if self._waits is not None:
             self._waits.close(self._options.acks_patience_s, self._ends_as, goes_on=self._goes_on)
 
 
 def _repeated_upto(ack: Ack) -> Seq | None:
-    """Where nothing of a submission was appended now: the last number of what it was told again. None where something was, or it had none."""
+    """Return the last number of repeated writes, if a submission appended nothing; None if it did, or repeats none."""
     if ack.seqs.count:
         return None
     given = [outcome.given.seqs.last for outcome in ack.each if isinstance(outcome, Repeated)]

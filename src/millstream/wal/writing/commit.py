@@ -1,14 +1,14 @@
 """Commit groups: from submissions to durable frames on all shards of a writer, and what happens when the disk fails.
 
-Everything here is blocking and runs on one thread; `writer` puts a queue and that thread around it. One group at a time is
-numbered, written as one run of frames a shard, fsynced (the shards side by side), and shown by the marks; only then are
-its callers answered.
+Everything here blocks and runs on one thread; `writer` provides the queue and that thread. One group at a time is
+numbered, written as one run of frames per shard, fsynced (the shards in parallel), and shown by the marks. Only then
+are its callers answered.
 
 When the disk fails:
 
-- for want of space before any fsync: what was written is cut back durably, the callers get `DiskFull`, the writer goes on;
-- any other failed write, and every failed fsync: the writer is *poisoned*. The group's outcome is unknown, nothing is tried
-  again on the same files, and only recovery, by a new writer, decides.
+- No space, before any fsync: what was written is cut back durably, the callers get `DiskFull`, the writer goes on.
+- After any other failed write, and every failed fsync, the writer is *poisoned*. The group's outcome is unknown,
+  nothing is retried on the same files, and only recovery, by a new writer, decides.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CommitCounts:
 
 
 class GroupCommitter:
-    """The shards of one writer. Made by `open`; used by one thread (positions may be read by any)."""
+    """The shards of one writer. `open` makes one; one thread uses it (any thread may read positions)."""
 
     def __init__(
         self,
@@ -94,21 +94,21 @@ class GroupCommitter:
         """Whether the next recovery has all the space that it may need."""
         self._is_settled = False
         self.group = recovered.last_group
-        """The last one that is durable."""
+        """Last durable group."""
         self.shown: ShownMarks | None = None
-        """Where readers are shown only what others hold, too."""
-        # Among several writers the first marks of a joining one show its position at once: readers were shown as much by the others'.
+        """Marks that readers go by, if they may see only what other machines hold too."""
+        # A joining writer's first marks show its position at once: the other writers' marks already did.
         self._shown = numbers.position if numbers.shared else recovered.shown
         self._shown_elsewhere = numbers.elsewhere
         self.times = GroupTimes(clock, recovered.hybrid_ns)
         self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
         self.persisted_upto = numbers.position
-        """Every number of this writer up to it is durable or will never be."""
+        """Greatest number up to which every number of this writer is durable or never will be."""
         self.reached: Mapping[SourceId, Lsn] = dict(recovered.reached)
         """For each source, the commit end LSN up to which the durable log has everything."""
         self.failure: MillstreamError | None = None
-        """Why nothing more is taken; None while all is well."""
+        """Reason why nothing more is taken; None while the writer works."""
         self.counts = CommitCounts(recovered_cut_bytes=recovered.cut_bytes)
 
     @classmethod
@@ -125,18 +125,18 @@ class GroupCommitter:
         side_by_side: bool = True,
         hides: bool = False,
     ) -> GroupCommitter:
-        """Take the locks, recover, begin a new segment on each shard, show what is there.
+        """Take the locks, recover, begin a new segment on each shard, and show what is there.
 
         Args:
-            folder: the stream's; made where it isn't there.
-            identity: who writes.
-            shards: all of this writer's; those that it has in the folder already are opened too.
+            folder: the stream's; made if it doesn't exist.
+            identity: the writer's.
+            shards: all of this writer's; its shards already in the folder are opened too.
             numbers: where the groups' numbers come from.
             files: the file system.
             clock: for ages and creation times.
             options: sizes and bounds.
-            side_by_side: fsync several shards by several threads; without, in order, for tests that count.
-            hides: whether what is durable is shown only as `shown` is told; else at once.
+            side_by_side: fsync several shards in parallel threads; otherwise in order, for tests that count.
+            hides: whether durable records are shown only as `shown` allows; otherwise at once.
 
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
@@ -153,7 +153,7 @@ class GroupCommitter:
                 recovered = recover(
                     files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
                 )
-                # A catalog that is older than the log shows by any writer's mark.
+                # If the catalog is older than the log, any writer's mark shows it.
                 reserved_to = max(recovered.reserved_to, greatest_known(files, folder) if numbers.shared else Seq(0))
                 numbers.begin(reserved_to=reserved_to, persisted_upto=recovered.persisted_upto)
                 opened = {}
@@ -176,7 +176,7 @@ class GroupCommitter:
                 if not hides:
                     show_all(files, folder, marks)
                 with suppress(CatalogError):
-                    committer.follow()  # the marks stand; if the catalog is away, the first draw tells the other writers
+                    committer.follow()  # the marks stand; if the catalog is away, the first draw reports the position
         except BaseException as error:
             for mark in marks.values():
                 mark.close()
@@ -200,7 +200,7 @@ class GroupCommitter:
         return self._shards[shard].segment.end_offset
 
     def add_shards(self, shards: Sequence[ShardId]) -> None:
-        """Begin shards beside those that there are: durable, and empty, when it returns. Raises `DiskFull`, and as `commit`."""
+        """Begin more shards: durable, and empty, when it returns. Raises `DiskFull`, and as `commit`."""
         if self.failure is not None:
             raise WriterClosed("the log's writer has failed") from self.failure
         assert not self._numbers.shared, "each of several writers has its own shards from the beginning"
@@ -234,17 +234,17 @@ class GroupCommitter:
             raise self.poison("new shards couldn't be made", error) from error
 
     def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
-        """Make a commit group durable and readable; one Ack for each submission.
+        """Make a commit group durable and readable; return one Ack for each submission.
 
         Args:
             submitted: in order; a `SpilledOp` stands alone.
 
         Raises:
-            DiskFull: nothing of it is in the log, the next group may be.
-            ShardLocked: of several writers: another one hangs with the folder's lock in its hands while a segment is due; the same.
-            AppendOutcomeUnknown: the disk failed, or another writer took over meanwhile; nothing more is taken.
+            DiskFull: nothing of it is in the log; the next group may succeed.
+            ShardLocked: another writer hangs while it holds the folder's lock, and a segment is due; as `DiskFull`.
+            AppendOutcomeUnknown: the disk failed, or another writer took over; nothing more is taken.
             WriterClosed: it failed before.
-            StaleEpoch: another writer has taken over; nothing of it is in the log, and nothing more is taken.
+            StaleEpoch: another writer took over earlier; nothing of it is in the log, and nothing more is taken.
             InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of the group is in the log.
         """
         if self.failure is not None:
@@ -298,9 +298,10 @@ class GroupCommitter:
         return acks_of(submitted, given.first, starts)
 
     def _confirm(self, touched: frozenset[ShardId]) -> None:
-        """What was fsynced belongs to the log: a mark that is still in its place says so, as who replaces it reads the log only then.
+        """Check that what was fsynced belongs to the log: the touched shards' marks are still in place.
 
-        The lease says as much by clocks, which the store's server may have stepped.
+        An incarnation that takes over replaces the marks before it reads the log. The lease proves as much by clocks,
+        but the store's server may have stepped its clock.
         """
         self._numbers.confirm()
         if self._numbers.shared and not all(
@@ -309,7 +310,7 @@ class GroupCommitter:
             raise StaleEpoch("another incarnation of this writer has taken its shards", epoch=int(self._identity.epoch))
 
     def roll(self) -> None:
-        """Seal what is large or old enough, and begin the next segment. A failure is in `failure`, or the next append's."""
+        """Seal segments that are large or old enough, and begin the next. If it fails, the next append raises the error."""
         self.uninterrupted(self._roll)
 
     def _roll(self) -> None:
@@ -321,13 +322,13 @@ class GroupCommitter:
         ]
         if due:
             self._seal(due)
-            # The next append tries again, or finds the failure.
+            # The next append tries again, or raises the failure.
             with suppress(DiskFull, AppendOutcomeUnknown, ShardLocked, StaleEpoch):
                 self._open_segments()
                 self._keep_spares()
 
     def close(self) -> None:
-        """Seal what holds records, give up the locks. After a failure the files are left as they are."""
+        """Seal segments that hold records, and release the locks. After a failure the files are left as they are."""
         if self.failure is None:
             self._seal([shard.segment for shard in self._shards.values()])
         if self.failure is None and self._numbers.shared:
@@ -337,10 +338,10 @@ class GroupCommitter:
         self.abandon()
 
     def follow(self) -> LedgerView | None:
-        """Tell other writers where this one stands, and let readers pass what was given to others; None where it has no others.
+        """Report this writer's position, and let readers pass numbers given to other writers; None without others.
 
         Raises:
-            StaleEpoch: another one has taken over; nothing more is taken.
+            StaleEpoch: another incarnation has taken over; nothing more is taken.
             CatalogError, CatalogBusy: the store can't be asked now; nothing was changed.
         """
         if self.failure is not None:
@@ -356,7 +357,7 @@ class GroupCommitter:
         return view
 
     def sign(self) -> LedgerView | None:
-        """As `follow`, from another thread than the one that writes; only a sign of life."""
+        """As `follow`, from a thread other than the one that writes; it only renews the lease."""
         return None if self.failure is not None else self._numbers.sign()
 
     def _show_position(self) -> None:
@@ -366,18 +367,18 @@ class GroupCommitter:
             raise self.poison("the mark of what is durable couldn't be moved", error) from error
 
     def abandon(self) -> None:
-        """Give up the locks and close the files, as the end of the process would."""
+        """Release the locks and close the files, as the end of the process would."""
         if self._syncers is not None:
             self._syncers.shutdown()
         self._close_files()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, whose copy this is: nothing is written by it. That lets go of no lock that the parent holds."""
+        """Disable this copy in a forked child: it writes nothing, and doesn't release locks that the parent holds."""
         self.failure = WriterClosed(
             "this process was forked from the one that opened the log's writer, and may not write by it",
             hint="Open the home or the writer after the fork, in the process that appends.",
         )
-        self._syncers = self.shown = None  # its threads are the parent's, and so may be who holds a lock
+        self._syncers = self.shown = None  # its threads exist only in the parent, and one of them may hold a lock
         self._close_files()
 
     def _close_files(self) -> None:
@@ -388,7 +389,7 @@ class GroupCommitter:
             shard.mark.close()
 
     def uninterrupted(self, step: Callable[[], _Found]) -> _Found:
-        """Take a step that leaves files and counts at odds where it is broken off, by Ctrl-C in a thread that writes for itself."""
+        """Run a step, and poison the writer if Ctrl-C interrupts it: files and counts may then be inconsistent."""
         try:
             return step()
         except Exception:
@@ -416,7 +417,7 @@ class GroupCommitter:
             raise
 
     def _stage(self, group: Sequence[WriteOps | SpilledOp], facts: GroupFacts, first_seq: Seq) -> None:
-        """Write the group's frames behind the last ones of its shards."""
+        """Write the group's frames after the last ones of its shards."""
         base = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
         if isinstance(group[0], SpilledOp):
             assert len(group) == 1
@@ -434,7 +435,7 @@ class GroupCommitter:
             self._shards[shard].segment.stage(facts, frames, more=False)
 
     def _stage_spilled(self, op: SpilledOp, facts: GroupFacts, own: SeqRange, base: dict[ShardId, Offset]) -> None:
-        """Write one large operation chunk by chunk. One chunk a shard waits, until it's known whether more follows."""
+        """Write one large operation chunk by chunk. One chunk per shard waits until it's known whether more follow."""
         next_seq: dict[tuple[ShardId, TableId], Seq] = {}
         number = own.first
         for key, count in op.counts.items():
@@ -463,7 +464,7 @@ class GroupCommitter:
             self._shards[shard].segment.stage(facts, frames, more=False)
 
     def _sync(self, segments: Sequence[OpenSegment]) -> None:
-        """fsync all, side by side; return when all are durable."""
+        """Fsync all segments in parallel; return when all are durable."""
         try:
             if self._syncers is None or len(segments) == 1:
                 for segment in segments:
@@ -477,7 +478,7 @@ class GroupCommitter:
             raise self.poison("an fsync of the log failed", error) from error
 
     def _show(self, touched: Sequence[OpenSegment], facts: GroupFacts, given: SeqRange) -> None:
-        """The group is durable on all its shards: it belongs to the log, and readers may see it."""
+        """Show the group to readers: it is durable on all its shards, so it belongs to the log."""
         for segment in touched:
             before = segment.byte_end
             segment.keep()
@@ -493,7 +494,7 @@ class GroupCommitter:
             raise self.poison("the mark of what is durable couldn't be moved", error) from error
 
     def _undo(self, segments: Sequence[OpenSegment], error: Exception) -> None:
-        """Cut a group back that wasn't written whole. Raises where the disk is at fault, or won't do that either."""
+        """Cut back a group that wasn't written whole. Raises if the disk is at fault, or if the cut fails too."""
         if isinstance(error, WriteFailed) and error.cause.errno not in NO_SPACE:
             raise self.poison("a write to the log failed", error.cause) from error.cause
         try:
@@ -505,13 +506,13 @@ class GroupCommitter:
             raise DiskFull(f"the disk has no space for the group: {error.cause}") from error.cause
 
     def poison(self, what: str, error: BaseException) -> AppendOutcomeUnknown:
-        """Take nothing more; the error to raise."""
+        """Take nothing more; return the error to raise."""
         why = str(error) or type(error).__name__
         self.failure = AppendOutcomeUnknown(f"{what}: {why}; whether the group is durable is unknown")
         return self.failure
 
     def _move_marks(self, *, anchor: bool = False) -> None:
-        """Show what is durable: with several shards all positions first, then what is complete up to them."""
+        """Show what is durable: with several shards, first all positions, then what is complete up to them."""
         if len(self._shards) > 1:
             for shard in self._shards.values():
                 shard.mark.move(self._mark(shard, self._shown))
@@ -541,7 +542,7 @@ class GroupCommitter:
     # --- segments --------------------------------------------------------------------------------------------------
 
     def _seal(self, segments: Sequence[OpenSegment]) -> None:
-        """Seal those that hold records. For want of space one stays open, to be sealed later."""
+        """Seal the segments that hold records. Without space, a segment stays open, to be sealed later."""
         for segment in segments:
             if segment.sealed_hash is not None or not segment.holds_records:
                 continue
@@ -559,7 +560,7 @@ class GroupCommitter:
                     return
 
     def _open_segments(self) -> None:
-        """Begin the next segment wherever the last one is sealed. Raises `DiskFull`, `AppendOutcomeUnknown`, `ShardLocked`, `StaleEpoch`."""
+        """Begin segments after sealed ones. Raises `DiskFull`, `AppendOutcomeUnknown`, `ShardLocked`, `StaleEpoch`."""
         if all(shard.segment.sealed_hash is None for shard in self._shards.values()):
             return
         with self._in_own_folder():
@@ -578,7 +579,7 @@ class GroupCommitter:
                     raise self.poison("a new segment couldn't be made", error) from error
 
     def _keep_spares(self) -> None:
-        """Reserve again what a full disk had no room for. No record is in a spare."""
+        """Reserve again the space that a full disk had no room for. A spare holds no records."""
         if self._has_spares:
             return
         with suppress(OSError), self._in_own_folder():
@@ -587,7 +588,7 @@ class GroupCommitter:
 
     @contextmanager
     def _in_own_folder(self) -> Iterator[None]:
-        """For what is done by path: of several writers one at a time, and only one whose shards weren't taken from it."""
+        """Guard work done by path: one writer of several at a time, and only while it still holds its shards."""
         if not self._numbers.shared:
             yield
             return

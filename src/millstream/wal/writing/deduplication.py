@@ -1,8 +1,9 @@
-"""Writes of applications that can be told apart: appended once, however often they are sent.
+"""Application writes with a session or an idempotency key: appended once, however often they are sent.
 
-Beside the committer, on the thread that writes: so the state is always what the durable log has, in its order, and a second call of a write
-whose first one is being written finds that one's outcome. Nothing more is fsynced for it: what tells writes apart stands in the log's operations,
-from which the state is made anew when a writer opens, behind the last copy of it (`session_file`).
+This runs with the committer, on the thread that writes. So the state always matches the durable
+log, in its order, and a second call of a write that is still being written gets the first call's
+outcome. Deduplication needs no extra fsync: the log's operations hold the sessions and keys. A
+writer that opens rebuilds the state from the last copy (`session_file`) and the log after it.
 """
 
 from __future__ import annotations
@@ -37,27 +38,31 @@ from millstream.wal.writing.submissions import parts_of
 logger = structlog.get_logger("millstream.wal")
 
 COPY_EVERY_BYTES: Final = 64 << 20
-"""Of the log, at the least: what a writer that opens has to look through. Behind a large copy, four times its size."""
+"""Least bytes of log between two copies: a writer that opens reads the log after the copy. For a
+large copy, four times its size.
+"""
 COPY_EVERY_S: Final = 3600.0
 _LARGE_COPIES: Final = 4
 _SMALL_COPY_BYTES: Final = 1 << 20
-"""What can be made anew whenever retention waits for it."""
+"""Size in bytes of a copy that is small enough to write again whenever retention waits for it."""
 
 
 class KeyedCommits:
-    """Commit groups of one writer, without the writes that its log has. Used by the thread that writes; `facts` by any.
+    """Commit groups of one writer, without the writes that its log already has.
+
+    Used by the thread that writes; any thread may call `facts`.
 
     Args:
         committer: makes groups durable.
-        sessions: what the log has.
+        sessions: the session state of the log.
         files: the file system.
         clock: the writes' time.
         folder: the stream's.
         stream: its id.
-        upto: the last number that the copy in the folder knows of; None where there is none.
-        every_bytes: how much of the log is written between two copies …
-        every_s: … or how much time goes by, where a segment was sealed meanwhile.
-        in_background: whether copies are written by a thread of their own.
+        upto: the last number that the copy in the folder covers; None if there is no copy.
+        every_bytes: bytes of log between two copies …
+        every_s: … or seconds between them, if a segment was sealed in that time.
+        in_background: whether a separate thread writes the copies.
     """
 
     def __init__(
@@ -85,15 +90,15 @@ class KeyedCommits:
         self._every_ns = int(every_s * 1e9)
         self._in_background = in_background
         self._written_at = committer.counts.bytes_written
-        """What had been written when the last copy was made …"""
+        """Bytes that had been written when the last copy was made …"""
         self._sealed_at = committer.counts.segments_sealed
-        """… how many segments had been sealed …"""
+        """… the number of segments sealed by then …"""
         self._made_ns = clock.now_ns()
-        """… and when that was."""
+        """… and the time."""
         self._copy_bytes = 0
         self._copying: threading.Thread | None = None
         self._changing = threading.Lock()
-        """Held while the state changes, for who looks at it from other threads."""
+        """Held while the state changes, for readers on other threads."""
 
     @classmethod
     def open(
@@ -109,18 +114,19 @@ class KeyedCommits:
         every_s: float = COPY_EVERY_S,
         in_background: bool = True,
     ) -> KeyedCommits:
-        """What the recovered log has: the copy, and the operations behind it.
+        """Load the recovered log's session state: the copy, and the operations after it.
 
         Raises:
-            CorruptWal: the copy is damaged, or the log.
-            UnsupportedFormat: the copy is of a newer version.
+            CorruptWal: the copy or the log is damaged.
+            UnsupportedFormat: a newer version wrote the copy.
         """
         copy = read_copy(files, folder, stream)
         persisted = committer.persisted_upto
         if copy is not None and copy.upto > persisted:
             logger.warning("sessions: the log was taken back", known_upto=int(copy.upto), log_upto=int(persisted))
             copy = None
-            # Where none can be written in its place, it would be taken for the log's own once that has come as far again.
+            # If the replacement can't be written, this copy would pass for the log's own once the
+            # log reaches its number again.
             remove_copy(files, folder)
         try:
             sessions = Sessions(limits) if copy is None else Sessions.restored(copy.state, limits)
@@ -151,14 +157,14 @@ class KeyedCommits:
             in_background=in_background,
         )
         if copy is None or persisted > upto:
-            # From here on the folder says that it was looked through.
+            # From here on the copy in the folder records that the log was read to its end.
             opened._copy(beside=False)
         return opened
 
     # --- committing ------------------------------------------------------------------------------------------------
 
     def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
-        """As `GroupCommitter.commit`, without what the log has."""
+        """Commit as `GroupCommitter.commit` does, but skip the writes that the log already has."""
         if not any(isinstance(ops, WriteOps) and ops.keys is not None for ops in submitted):
             return self._committer.commit(submitted)
         return self._committer.uninterrupted(lambda: self._commit(submitted))
@@ -172,22 +178,23 @@ class KeyedCommits:
             with self._changing:
                 return group.settle(acks, now_us, Seq(self._committer.persisted_upto + 1))
         except Exception as error:
-            # The group is durable, and the state doesn't know of it: the next writer's will.
+            # The group is durable, but this state lacks it. The next writer reads it from the log.
             self._committer.poison("noting what was written failed", error)
             raise
 
     def facts(self, session: str) -> SessionFacts:
-        """What the durable log has of a session."""
+        """Return what the durable log has of a session."""
         with self._changing:
             return self._sessions.facts(session)
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
     def after_group(self) -> None:
-        """Make a copy where enough was written since the last, or where there is none: without one retention keeps nothing for it.
+        """Make a copy if enough was written since the last, or if there is none.
 
-        Where little is written, segments are sealed by their age, and retention waits for a copy that knows what they hold: so there is
-        one some time after a seal, too.
+        Without a copy, retention keeps nothing for it. If little is written, segments are sealed by
+        age, and retention waits for a copy that covers them. So a copy is also made some time after
+        a seal.
         """
         counts = self._committer.counts
         if (
@@ -201,7 +208,10 @@ class KeyedCommits:
             self._copy(beside=self._in_background)
 
     def copy_for_retention(self) -> None:
-        """Make a copy, which is all that retention waits for; a large one is made when it's due only. For who holds up the writing."""
+        """Make a copy if retention waits for nothing else; a large copy is made only when due.
+
+        Blocks the writing.
+        """
         if (
             self._copy_bytes <= _SMALL_COPY_BYTES
             and self._committer.failure is None
@@ -210,7 +220,7 @@ class KeyedCommits:
             self._copy(beside=self._in_background)
 
     def close(self) -> None:
-        """Make a last copy, before the locks are given up."""
+        """Make a last copy, before the locks are released."""
         if self._copying is not None:
             self._copying.join()
         if self._committer.failure is None and self._committer.persisted_upto != self._upto:
@@ -230,7 +240,8 @@ class KeyedCommits:
                 self._copy_bytes = write_copy(self._files, self._folder, self._stream, upto, pieces())
                 self._upto = upto
             except OSError as error:
-                # The log has it all: the one before does, and retention keeps what it lacks.
+                # The log has everything: the previous copy covers a part, and retention keeps the
+                # rest.
                 logger.warning("sessions: no copy could be written", folder=self._folder, error=str(error))
             failpoints.hit("wal.after_session_copy")
 
@@ -242,13 +253,15 @@ class KeyedCommits:
 
 
 class _Group:
-    """One commit group: which of its writes are new."""
+    """One commit group, with its new writes told from repeated ones."""
 
     def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:
         self._sessions = sessions
         self._submitted = submitted
         self._told: list[dict[int, Repeated | int | MillstreamError]] = []
-        """Of each submission, by place, what isn't to be appended; a number: as the one of that number, over all submissions."""
+        """For each submission, by index: the outcome of an operation that isn't appended. A number
+        refers to the operation with that index over all submissions, whose outcome it shares.
+        """
         self._left: list[Submitted | None] = []
         asked = AskedWrites(sessions)
         before = 0
@@ -264,20 +277,20 @@ class _Group:
             self._left.append(ops if not told or not isinstance(ops, WriteOps) else without(ops, told))
 
     def left(self) -> list[Submitted]:
-        """What is to be appended."""
+        """Return the operations to append."""
         return [ops for ops in self._left if ops is not None]
 
     def settle(self, acks: Iterator[Ack], now_us: int, nothing: Seq) -> list[Ack]:
-        """Note what was appended; what became of each submission.
+        """Note what was appended; return the ack of each submission.
 
         Args:
-            acks: of `left`.
+            acks: the acks of `left`.
             now_us: the writes' time.
-            nothing: the number of an ack of no rows.
+            nothing: the number for an ack of no rows.
         """
         settled = []
         each: list[Outcome] = []
-        """Of all submissions that have keys."""
+        """Outcomes of all operations of submissions that have keys."""
         note = self._sessions.note
         for ops, left, told in zip(self._submitted, self._left, self._told, strict=True):
             ack = Ack({}, SeqRange(nothing, 0)) if left is None else next(acks)
@@ -299,13 +312,14 @@ class _Group:
 def _with_those_told(
     count: int, parts: Iterable[Ack], told: Mapping[int, Repeated | int | MillstreamError], before: Sequence[Outcome]
 ) -> list[Outcome]:
-    """A submission's outcomes: parts of what was appended, and what else was told, by place.
+    """Return a submission's outcomes by index: the parts of what was appended, and the outcomes known before.
 
     Args:
-        count: of its operations.
-        parts: of those that aren't in `told`.
-        told: a number is the place among all submissions' of the operation that was repeated.
-        before: of the submissions before this one.
+        count: the number of its operations.
+        parts: acks of the operations that aren't in `told`.
+        told: outcomes known before, by index; a number is the index, over all submissions, of the
+            operation that was repeated.
+        before: outcomes of the submissions before this one.
     """
     left = iter(parts)
     outcomes: list[Outcome] = []
@@ -321,7 +335,7 @@ def _with_those_told(
 
 
 def _told_of(keys: WriteKeys, asked: AskedWrites, before: int) -> dict[int, Repeated | int | MillstreamError]:
-    """What isn't to be appended of a submission behind so many writes, by place."""
+    """Return, by index, the outcomes of a submission's operations that aren't appended; `before` writes precede it."""
     told: dict[int, Repeated | int | MillstreamError] = {}
     for i, (write_id, digest) in enumerate(zip(keys.ids, keys.digests, strict=True)):
         if write_id is None:
@@ -337,7 +351,7 @@ def _told_of(keys: WriteKeys, asked: AskedWrites, before: int) -> dict[int, Repe
 
 
 def without(ops: WriteOps, places: Iterable[int]) -> WriteOps | None:
-    """The operations but for some; None where none is left."""
+    """Return the operations without those at some indexes; None if none is left."""
     keep = np.ones(ops.operations.num_rows, dtype=bool)
     keep[list(places)] = False
     if not keep.any():
@@ -354,7 +368,7 @@ def without(ops: WriteOps, places: Iterable[int]) -> WriteOps | None:
 
 
 def writes_of(group: Sequence[RecordsFrame]) -> Iterator[tuple[WriteId, int, Ack, int]]:
-    """A commit group's writes that can be told apart, in their order: id, digest, what they were given, time in µs since 1970."""
+    """Yield a commit group's writes that have keys, in order: id, digest, ack, and time in µs since 1970."""
     found: dict[WriteId, tuple[int, int, list[tuple[int, int, ShardId, int, int]]]] = {}
     for frame in group:
         operations = frame.operations
@@ -383,7 +397,7 @@ def writes_of(group: Sequence[RecordsFrame]) -> Iterator[tuple[WriteId, int, Ack
             digest = NO_DIGEST if fact["commit_end_lsn"] is None else int(fact["commit_end_lsn"])
             place = (int(lowest[i]), int(rows[i]), frame.header.shard, int(ends[i] - rows[i]), int(ends[i]))
             found.setdefault(write_id, (digest, times[i] or 0, []))[2].append(place)
-    # By their numbers: a shard's frames may lack some of them.
+    # In the order of their numbers, because a shard's frames may lack some of them.
     for write_id, (digest, now_us, places) in sorted(found.items(), key=lambda one: min(one[1][2])[0]):
         offsets: dict[ShardId, tuple[Offset, Offset]] = {}
         for _, _, shard, start, end in places:

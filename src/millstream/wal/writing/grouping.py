@@ -1,13 +1,15 @@
 """Numbers for a commit group: from appended rows to the plan of each shard's frames.
 
-Everything is whole columns: a group may hold tens of thousands of one-row operations, and no Python runs for each. Order:
+Everything is whole columns: a group may hold tens of thousands of one-row operations, and no Python
+runs for each. Order:
 
-- `seq`: operation by operation; in an operation table entry by table entry; in an entry row by row. An operation's own number,
-  where frames carry it (`Numbering`), is the first of them.
-- `offset`, per shard: operation by operation; in an operation by `__index`, over all its tables.
+- `seq`: operation by operation; within an operation, table entry by table entry; within an entry,
+  row by row. An operation's own number, if frames carry it (`Numbering`), is the first of them.
+- `offset`, per shard: operation by operation; within an operation, by `__index` over all its
+  tables.
 
-A *run* is the rows of one operation in one entry (`TableRows`): what becomes one entry of a frame's directory: an operation's
-batch of one table and partition.
+A *run* is the rows of one operation in one entry (`TableRows`). It becomes one entry of a frame's
+directory: an operation's batch of one table and partition.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class FramePlan:
-    """What one records frame will hold; only the header's facts of the whole group are missing."""
+    """Plan of one records frame; only the header fields of the whole group are missing."""
 
     first_offset: Offset
     count: int
@@ -65,7 +67,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One `TableRows` of the group, its runs numbered."""
+    """One `TableRows` of the group, with its runs numbered."""
 
     table: TableRows
     operations: Ints
@@ -75,7 +77,7 @@ class _Entry:
     run_operation: Ints
     run_seq: Ints
     order: int
-    """Place among the group's entries: the order of numbers inside an operation."""
+    """Index among the group's entries: the order of numbers within an operation."""
 
 
 def plan_group(
@@ -86,13 +88,14 @@ def plan_group(
     frame_bytes_max: int,
     numbering: Numbering = Numbering.BATCH,
 ) -> dict[ShardId, list[FramePlan]]:
-    """The frames of a group of submissions, by shard.
+    """Plan the frames of a group of submissions, by shard.
 
     Args:
         group: in order; at least one row in all.
-        first_seq: of as many numbers as there are rows.
+        first_seq: first of as many numbers as there are rows.
         base: the next offset of every shard that is touched.
-        frame_bytes_max: rows beyond it go into more frames (sizes are estimated by each table's mean row).
+        frame_bytes_max: bytes of rows after which a new frame begins (sizes are estimated by each
+            table's mean row).
         numbering: which numbers the frames carry.
     """
     tables, of_rows = _by_table(group)
@@ -118,7 +121,7 @@ def plan_group(
 def _operation_numbers(
     tables: Sequence[TableRows], of_rows: Sequence[Ints], operations: pa.RecordBatch, first_seq: Seq
 ) -> Ints:
-    """Each operation's first number."""
+    """Return each operation's first number."""
     of_row = np.concatenate(of_rows)
     counts = np.bincount(of_row, minlength=operations.num_rows)
     index = np.concatenate([table.rows.column("__index").to_numpy() for table in tables])
@@ -128,17 +131,18 @@ def _operation_numbers(
 
 
 def _check_indexes(index: Ints, counts: Ints | int) -> None:
-    """By an operation's number and their index, records must find their numbers among the operation's own."""
+    """Check that every record's index is within its operation, so that its number is one of the operation's own."""
     if (index >= counts).any() or (index < 0).any():
         raise AssertionError("the records of an operation must be numbered from 0 without gaps")
 
 
 def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
-    """The group's entries, and for each row its operation's place in the group.
+    """Return the group's entries, and for each row the index of its operation in the group.
 
-    Rows of one table, version, shard and partition that came in several submissions are made one entry: what follows costs by the entry,
-    and small submissions come by the hundred. Entries of a table then stand in the order of `_place`; a submission that has its own in
-    another order (a key's rows went from one partition to another and back) keeps all of the group as it is.
+    Rows of one table, version, shard and partition from several submissions become one entry: the
+    next steps cost per entry, and small submissions come by the hundred. A table's entries then
+    stand in the order of `_place`. If a submission has its own entries in another order (a key's
+    rows went from one partition to another and back), nothing in the group is merged.
     """
     if len(group) == 1:
         tables = [table for table in group[0].tables if table.rows.num_rows]
@@ -167,13 +171,16 @@ def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
 
 
 def _place(table: TableRows) -> tuple[TableId, SchemaVersion, ShardId, str]:
-    """What entries that are made one have in common; of a table, in the order in which an operation's are numbered."""
+    """Return the key of entries that become one.
+
+    Within a table, operations number their entries in the order of this key.
+    """
     partition = "" if table.partition is None else f"={table.partition}"
     return table.schema.table_id, table.schema.version, table.shard, partition
 
 
 def _rises(places: Sequence[tuple[TableId, SchemaVersion, ShardId, str]]) -> bool:
-    """Whether each table's entries stand in the order of their places, each place once."""
+    """Return whether each table's entries are in ascending order of their keys, each key once."""
     newest: dict[TableId, tuple[TableId, SchemaVersion, ShardId, str]] = {}
     for place in places:
         if newest.get(place[0], (place[0],)) >= place:
@@ -185,9 +192,9 @@ def _rises(places: Sequence[tuple[TableId, SchemaVersion, ShardId, str]]) -> boo
 def _plan_table(
     operations: pa.RecordBatch, table: TableRows, of_row: Ints, first_seq: Seq, base: Offset
 ) -> FramePlan | None:
-    """As `_plan`, for rows of one table in one frame: what a group's commonest cost is, at a fifth of the calls.
+    """As `_plan`, for rows of one table in one frame: the commonest group, planned with a fifth of the calls.
 
-    None where an operation has no rows: such ones are left out of a frame.
+    None if an operation has no rows: frames leave such operations out.
     """
     count = len(of_row)
     runs = operations.num_rows
@@ -215,7 +222,7 @@ def _plan_table(
 def _entries_of(
     table_id: TableId, version: SchemaVersion, partition: str | None, seqs: Ints, starts: Ints, count: int
 ) -> pa.RecordBatch:
-    """The directory's entries of runs of one table, one an operation, that begin at these rows of so many."""
+    """Return the directory's entries for one table's runs, one per operation, that begin at `starts`."""
     runs = len(starts)
     counts = np.empty(runs, dtype=np.int64)
     counts[:-1] = starts[1:] - starts[:-1]
@@ -231,15 +238,15 @@ def _entries_of(
     return pa.RecordBatch.from_arrays(columns, schema=BATCH_SCHEMA)
 
 
-@lru_cache(maxsize=64)  # small groups are of a few sizes: all but their numbers costs a tenth of making it
+@lru_cache(maxsize=64)  # small groups come in few sizes: filling in the numbers costs a tenth of making it
 def _entries_of_one_row(table_id: TableId, version: SchemaVersion, partition: str | None, runs: int) -> pa.RecordBatch:
-    """As `_entries_of`, of a row each; their numbers are to be put in."""
+    """As `_entries_of`, with one row each; the caller fills in their numbers."""
     rows = np.arange(runs, dtype=np.int64)
     return _entries_of(table_id, version, partition, rows, rows, runs)
 
 
 def _ints(values: Ints | npt.NDArray[np.int32]) -> pa.Array:
-    """Without a copy, and at half the cost of `pa.array`."""
+    """Return an Arrow array without a copy, at half the cost of `pa.array`."""
     kind = pa.int64() if values.dtype == np.int64 else pa.int32()
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
 
@@ -254,7 +261,9 @@ def plan_chunk(
     numbering: Numbering = Numbering.BATCH,
     own: SeqRange | None = None,
 ) -> dict[ShardId, list[FramePlan]]:
-    """The frames of one chunk of a spilled operation; `next_seq` moves on by the chunk's rows of each (shard, table).
+    """Plan the frames of one chunk of a spilled operation.
+
+    `next_seq` advances by the chunk's rows of each (shard, table).
 
     `own` is the range of the whole operation, for frames that carry its number.
     """
@@ -322,7 +331,7 @@ def _entries(tables: Sequence[TableRows], of_rows: Sequence[Ints], number: Calla
 
 
 def _offsets(entries: Sequence[_Entry], base: Offset) -> list[Ints]:
-    """Each entry's rows' offsets: dense over the entries by (operation, index)."""
+    """Return the offsets of each entry's rows: dense over the entries by (operation, index)."""
     sizes = [len(entry.operations) for entry in entries]
     if len(entries) == 1:
         return [np.arange(base, base + sizes[0], dtype=np.int64)]
@@ -334,7 +343,7 @@ def _offsets(entries: Sequence[_Entry], base: Offset) -> list[Ints]:
 
 
 def _frame_cuts(entries: Sequence[_Entry], offsets: Sequence[Ints], base: Offset, frame_bytes_max: int) -> list[int]:
-    """Offsets at which frames begin, and the end."""
+    """Return the offsets at which frames begin, and the end."""
     sizes = [entry.table.rows.nbytes for entry in entries]
     end = base + sum(len(of_entry) for of_entry in offsets)
     if sum(sizes) <= frame_bytes_max:
@@ -349,7 +358,7 @@ def _frame_cuts(entries: Sequence[_Entry], offsets: Sequence[Ints], base: Offset
 def _plan_frame(
     operations: pa.RecordBatch, entries: Sequence[_Entry], offsets: Sequence[Ints], low: int, high: int
 ) -> FramePlan:
-    """The frame of the rows with offsets `[low, high)`."""
+    """Plan the frame of the rows with offsets `[low, high)`."""
     pieces: dict[tuple[TableId, SchemaVersion], list[pa.RecordBatch]] = {}
     schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
     columns: list[tuple[Ints, Ints, Ints, Ints]] = []
@@ -409,7 +418,7 @@ def _plan_frame(
 
 
 def _in_order(pieces: Sequence[pa.RecordBatch], of_rows: Sequence[Ints]) -> pa.RecordBatch:
-    """Rows of one part as the directory names them: operation by operation, in each entry by entry."""
+    """Return the rows of one part in directory order: operation by operation, and within one, entry by entry."""
     whole = _one_batch(pieces, pieces[0].schema)
     if all(before[-1] <= after[0] for before, after in pairwise(of_rows)):
         return whole
@@ -417,7 +426,7 @@ def _in_order(pieces: Sequence[pa.RecordBatch], of_rows: Sequence[Ints]) -> pa.R
 
 
 def _numbered(plan: FramePlan, numbering: Numbering) -> FramePlan:
-    """The plan under a numbering; its bounds are those of all numbers that a reader may give its records."""
+    """Return the plan under a numbering; its bounds cover all numbers that a reader may give its records."""
     if numbering is Numbering.BATCH:
         return plan
     numbers = []
@@ -436,22 +445,22 @@ def _numbered(plan: FramePlan, numbering: Numbering) -> FramePlan:
 
 
 def _with_offsets(table: TableRows, offsets: Ints, start: int, end: int) -> pa.RecordBatch:
-    """Rows `[start, end)` as log rows: `__offset` stands where `__operation` stood."""
+    """Return rows `[start, end)` as log rows: `__offset` takes the place of `__operation`."""
     rows = table.rows if end - start == table.rows.num_rows else table.rows.slice(start, end - start)
     schema = _log_schema(table.schema)
     numbers = _ints(offsets[start:end])
-    made = rows.set_column(0, _OFFSET, numbers)  # a tenth of what a batch anew takes
+    made = rows.set_column(0, _OFFSET, numbers)  # a tenth of the cost of a new batch
     return (
         made if made.schema.equals(schema) else pa.RecordBatch.from_arrays([numbers, *rows.columns[1:]], schema=schema)
     )
 
 
 _log_schemas: dict[int, tuple[TableSchema, pa.Schema]] = {}
-"""By the id of a table's schema: that schema, kept so that its id stays its own, and that of its rows in the log."""
+"""Schemas of log rows by the `id` of a table's schema. That schema is kept too, so that its `id` isn't reused."""
 
 
 def _log_schema(schema: TableSchema) -> pa.Schema:
-    """`log_row_schema`, remembered. Appenders use one object for all rows of a schema version."""
+    """Return `log_row_schema`, cached. Appenders use one object for all rows of a schema version."""
     known = _log_schemas.get(id(schema))
     if known is not None and known[0] is schema:
         return known[1]

@@ -1,7 +1,8 @@
-"""Appends that wait for other machines still, when the writer that made them durable gives the log to another process of this machine.
+"""Appends that still wait for other machines when their writer hands the log to another process of this machine.
 
-What they wait for goes on without that writer: who ships the log tells what others hold (`HighWater`), and whoever writes now shows readers what they may see
-(the marks). So each goes on waiting until its deadline, and holds nobody up: neither the locks nor the next writer know of it.
+They don't need that writer: the process that ships the log reports what the others hold
+(`HighWater`), and the new writer shows readers what they may see (the marks). So each append waits
+on until its deadline. It delays no one: the locks and the next writer don't depend on it.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ _LOOK_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """One that waits."""
+    """One append that waits."""
 
     waiting: Waiting
     ack: Ack
     level: AckLevel
     until_s: float
-    """By `time.monotonic`."""
+    """Deadline, by `time.monotonic`."""
     group: GroupNumber
-    """The last that must be held."""
+    """Last group that must be held."""
     upto: Seq | None
-    """Of what was written before, and is only told again: the number that must be held."""
+    """For a repeated write, whose outcome is only reported again: the number that must be held."""
 
     def is_held(self, holdings: Holdings) -> bool:
-        """Whether others hold it."""
+        """Return whether the other machines hold it."""
         return self.group <= holdings.group_reached(self.level) or (
             self.upto is not None and self.upto <= holdings.seq_reached(self.level)
         )
 
     @property
     def last(self) -> Seq:
-        """The number that readers must be shown."""
+        """Number that readers must be shown."""
         return self.upto or (self.ack.seqs.last if self.ack.seqs.count else Seq(0))
 
 
@@ -61,14 +62,19 @@ def wait_elsewhere(
     shown_upto: Callable[[], Seq] | None,
     missing: Callable[[HandedOver, Holdings, str], Exception],
 ) -> None:
-    """Return, and answer each once others hold it and readers see it, or its deadline is over; or another node leads, so that nobody can say any more.
+    """Start a thread that answers each append once others hold it and readers see it, or with an error.
+
+    The error comes when its deadline passes, or when another node leads: the outcome is then
+    unknown. This call returns at once.
 
     Args:
-        left: those that wait.
-        high_water: tells what others hold; nobody else looks at it from here on.
-        last_seen: what it told last: what it tells next may be of another leader's history.
-        shown_upto: up to which number readers see the log; None where they see all that is durable.
-        missing: the error of one that isn't held, of what others hold, and why it waits no more.
+        left: the appends that wait.
+        high_water: reports what the others hold; only this thread polls it from here on.
+        last_seen: its last report: the next one may belong to another leader's history.
+        shown_upto: returns the number up to which readers see the log; None if they see everything
+            durable.
+        missing: makes the error of an append that isn't held, from what the others hold and the
+            reason why it waits no longer.
     """
     if left:
         work = _Waits(list(left), high_water, last_seen, shown_upto, missing)
@@ -95,7 +101,7 @@ class _Waits:
             while self._left:
                 self._step()
                 time.sleep(_LOOK_S)
-        except Exception as error:  # our bug: nobody else would ever answer them
+        except Exception as error:  # our bug: no other thread would ever answer them
             answer([(one.waiting, error) for one in self._left])
             raise
 
@@ -105,14 +111,14 @@ class _Waits:
             self._holdings = holdings = self._high_water.look()
             shown = Seq(0) if self._shown_upto is None else self._shown_upto()
         except (LogError, OSError):
-            holdings = Holdings()  # it may be just written, or begun: the next look tells
+            holdings = Holdings()  # the file may be half written, or just begun: the next poll reads it
         is_led_anew = bool(before.places) and self._holdings.promised != before.promised
         now = time.monotonic()
         told: list[tuple[Waiting, Outcome]] = []
         waits: list[HandedOver] = []
         for one in self._left:
             if is_led_anew:
-                # Numbers and groups may be another history's from here on.
+                # Numbers and groups may belong to another history from here on.
                 told.append((one.waiting, self._missing(one, before, "another node has led since")))
             elif one.is_held(holdings) and (self._shown_upto is None or one.last <= shown):
                 told.append((one.waiting, one.ack))

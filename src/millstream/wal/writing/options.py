@@ -1,4 +1,4 @@
-"""How a log is written."""
+"""Options of a log's writer."""
 
 from __future__ import annotations
 
@@ -10,37 +10,43 @@ from millstream.model.replication import LOCAL, AckLevel, Reach
 
 _MIB: Final = 1 << 20
 _SPARE_EXTRA_BYTES: Final = 4 * _MIB
-"""A tail may exceed its segment's size by its last group and its footer."""
+"""Bytes by which a tail may exceed its segment's size: its last group and its footer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """How a log is written."""
+    """Options of a log's writer."""
 
     segment_bytes: int = 64 * _MIB
-    """A segment is sealed once it has reached this size …"""
+    """Size in bytes at which a segment is sealed …"""
     segment_age_s: float = 3600.0
-    """… or this age, where it holds records."""
+    """… or its age in seconds, if it holds records."""
     queue_bytes_max: int = 64 * _MIB
-    """Memory of what waits; one larger submission may stretch it."""
+    """Bytes of queued submissions; one larger submission may exceed it."""
     group_bytes_max: int = 16 * _MIB
-    """Memory of the submissions that go into one commit group; a single one may stretch it."""
+    """Bytes of the submissions in one commit group; a single one may exceed it."""
     group_commit_delay_s: float = 0.0
-    """How long the first of a commit group waits for company. Without, a group is what waited while the last fsync ran."""
+    """Seconds that the first submission of a group waits for more. With 0, a group is what queued
+    during the last fsync.
+    """
     disk_used_max: float = 0.9
     """Share of the disk above which appends get `DiskFull`."""
     frame_bytes_max: int = 16 * _MIB
-    """Rows of a group beyond this go on in further frames."""
+    """Bytes of rows in a frame; further rows of a group go into further frames."""
     numbering: Numbering = Numbering.BATCH
-    """Which numbers frames carry. `BOTH` is for going back to a version that knows none but an operation's."""
+    """Numbers that frames carry. `BOTH` allows a downgrade to a version that reads only operation numbers."""
     acks: AckLevel = LOCAL
-    """Where an append has to be before it is acknowledged, at the least. With any other than `local` readers see nothing before that, either."""
+    """Minimum level that an append needs before it is acknowledged. With any level except `local`,
+    readers see it only then, too.
+    """
     reach: Reach | None = None
-    """Who may ever hold what is written; None: not known, so that a level which nobody reaches is waited for."""
+    """Followers and stores that may ever hold what is written. None: unknown, so appends wait even
+    for a level that none reaches.
+    """
     acks_patience_s: float = 5.0
-    """How long closing waits for what isn't there yet."""
+    """Seconds that closing waits for appends that haven't reached their level."""
 
     @property
     def spare_bytes(self) -> int:
-        """Space that a shard's recovery may need."""
+        """Bytes that a shard's recovery may need."""
         return self.segment_bytes + min(self.segment_bytes, _SPARE_EXTRA_BYTES)

@@ -1,4 +1,4 @@
-"""The shards that a writer holds open, and how more of them are begun beside those that take records already."""
+"""The shards that a writer holds open, and how it begins new shards while others already take records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millstream.wal.writing.segment import OpenSegment
 
 @dataclass(frozen=True, slots=True)
 class WriterIdentity:
-    """Who writes what."""
+    """Identity of a writer, with its stream, region and epoch."""
 
     stream: StreamId
     region: RegionId
@@ -30,7 +30,7 @@ class WriterIdentity:
 
 @dataclass(slots=True)
 class OwnShard:
-    """One that is open: its folder, its mark with its lock, and the segment that takes records."""
+    """One open shard: its folder, its mark with its lock, and the segment that takes records."""
 
     folder: str
     mark: MarkFile
@@ -40,7 +40,7 @@ class OwnShard:
 def next_header(
     identity: WriterIdentity, shard: ShardId, base: Offset, previous_hash: bytes, clock: Clock, numbering: Numbering
 ) -> SegmentHeader:
-    """The header of a shard's next segment."""
+    """Return the header of a shard's next segment."""
     return SegmentHeader(
         identity.stream,
         identity.region,
@@ -62,18 +62,21 @@ def begin_shards(
     mark: Callable[[OwnShard], DurableMark],
     spare_bytes: int,
 ) -> tuple[dict[ShardId, OwnShard], bool]:
-    """Make shards that aren't there, durable and empty. A crash in its midst leaves some of them, which the next open opens.
+    """Make shards that don't exist yet, durable and empty.
+
+    A crash on the way leaves some of them, which the next open opens.
 
     Args:
         files: the file system.
         folder: the stream's.
-        shards: which.
-        header: of a shard's first segment.
-        mark: of a new shard: of the group, and as far, as those of the others. A reader that meets them halfway is shown no less.
-        spare_bytes: what to keep for each one's recovery.
+        shards: the shards to make.
+        header: makes the header of a shard's first segment.
+        mark: makes a new shard's mark, with the group and the position of the other shards' marks.
+            A reader that sees only some of the new shards is therefore shown no less.
+        spare_bytes: bytes to reserve for each shard's recovery.
 
     Returns:
-        The shards, and whether there was space for all that their recovery may need.
+        The shards, and whether there was space for everything that their recovery may need.
 
     Raises:
         ShardLocked: another process has one.

@@ -1,7 +1,7 @@
-"""What waits for the log's writer: a queue in order of the calls, bounded by bytes.
+"""The queue of the log's writer: submissions in order of the calls, bounded by bytes.
 
-Callers wait for room as they can: threads by blocking, tasks by awaiting. The writer sleeps where nothing waits, and is woken then
-only: a wake-up that nobody needs costs as much as a small append.
+Callers wait for room: threads by blocking, tasks by awaiting. The writer sleeps while the queue is
+empty, and is woken only then: a needless wake-up costs as much as a small append.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NEVER: Final = sys.maxsize
 
 
 class SubmissionQueue:
-    """Bounded; any number of threads and event loops put, one thread at a time takes.
+    """Bounded queue; any number of threads and event loops put, one thread at a time takes.
 
     Args:
-        bytes_max: of what waits; one larger submission may stretch it.
-        group_bytes_max: of what `take` gives at once; a single submission may stretch it.
-        delay_s: how long what came first waits for company.
+        bytes_max: bound of the queued bytes; one larger submission may exceed it.
+        group_bytes_max: bound of what `take` returns at once; a single submission may exceed it.
+        delay_s: how long the first submission of a group waits for more.
     """
 
     def __init__(self, *, bytes_max: int, group_bytes_max: int, delay_s: float) -> None:
@@ -35,38 +35,40 @@ class SubmissionQueue:
         self._delay_s = delay_s
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        """For the taker."""
+        """Signals the taker."""
         self._room = threading.Condition(self._lock)
-        """For threads that wait for room."""
+        """Signals threads that wait for room."""
         self._blocked = 0
-        """How many these are."""
+        """Number of threads that wait for room."""
         self._visitors: dict[asyncio.Future[None], tuple[asyncio.AbstractEventLoop, int]] = {}
-        """Tasks that wait for room, in order: a future of the task's loop, the loop, and how many bytes it has."""
+        """Tasks that wait for room, in order: a future of the task's loop, the loop, and the
+        submission's size in bytes.
+        """
         self._waiting: deque[Waiting] = deque()
         self._spilled = 0
-        """Among them."""
+        """Number of spilled operations in `_waiting`."""
         self._came_s = 0.0
-        """When the first of them came, or before."""
+        """Time when the first of them was queued, or earlier."""
         self._wake_above_bytes = _NEVER
-        """The taker sleeps until more than this waits; `_NEVER` where it is awake."""
+        """Queued bytes above which the sleeping taker is woken; `_NEVER` while it is awake."""
         self._ended = False
-        """Nothing more is taken in."""
+        """Whether the queue takes nothing more in."""
         self._abandoned = False
-        """Nothing more is given out, either."""
+        """Whether the queue also gives nothing more out."""
         self._failure: MillstreamError | None = None
         self.queued_bytes = 0
-        """Of all that waits."""
+        """Size in bytes of everything queued."""
         self.held_bytes = 0
-        """Of what was taken, and keeps its room until it is let go: it waits for others than the taker."""
+        """Size in bytes of what was taken and keeps its room until `let_go`, because it waits for other machines."""
 
     # --- putting ---------------------------------------------------------------------------------------------------
 
     def put(self, waiting: Waiting, deadline_s: float | None) -> None:
-        """Put behind the others; blocks while there's no room.
+        """Append to the queue; block while there's no room.
 
         Raises:
-            Overloaded: there was none until the deadline.
-            WriterClosed: no more is taken in.
+            Overloaded: there was no room until the deadline.
+            WriterClosed: the queue takes nothing more in.
         """
         size = waiting.size_bytes
         with self._lock:
@@ -83,12 +85,15 @@ class SubmissionQueue:
             self._push(waiting)
 
     def offer(self, waiting: Waiting) -> bool:
-        """Put behind the others, where there is room and no task waits for it; `WriterClosed` where no more is taken in."""
+        """Append to the queue if there is room and no task waits for it.
+
+        Raise `WriterClosed` if the queue takes nothing more in.
+        """
         with self._lock:
             return self._offer(waiting, let_in=False)
 
     async def put_async(self, waiting: Waiting, deadline_s: float | None) -> None:
-        """As `put`, for a task: its event loop goes on meanwhile. Cancelled, it has put nothing."""
+        """As `put`, for a task: its event loop isn't blocked. If the task is cancelled, nothing was queued."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
@@ -104,7 +109,7 @@ class SubmissionQueue:
             raise self._overloaded() from None
 
     def _offer(self, waiting: Waiting, *, let_in: bool) -> bool:
-        """Put it where there is room, behind tasks that wait for theirs already: who takes what waits lets them in."""
+        """Append if there is room, but not before tasks that already wait for room: the taker lets those in."""
         self._check_open()
         if self._waiting or self.held_bytes:
             behind = self._visitors and not let_in
@@ -116,7 +121,7 @@ class SubmissionQueue:
     def _offer_or_visit(
         self, waiting: Waiting, loop: asyncio.AbstractEventLoop, *, let_in: bool
     ) -> asyncio.Future[None] | None:
-        """Put it; or a future that ends when it's worth to try again, before others where it was let in already."""
+        """Append, or return a future that ends when a retry is worthwhile. A task that was let in once goes first."""
         with self._lock:
             if self._offer(waiting, let_in=let_in):
                 return None
@@ -129,7 +134,7 @@ class SubmissionQueue:
             return room
 
     def _leave(self, room: asyncio.Future[None]) -> None:
-        """Wait for room no longer. Who was let in and didn't come leaves the room to the next."""
+        """Stop waiting for room. A task that was let in and didn't come leaves its room to the next."""
         with self._lock:
             self._visitors.pop(room, None)
             self._let_in()
@@ -164,13 +169,13 @@ class SubmissionQueue:
             self._hurry()
 
     def _hurry(self) -> None:
-        """Wake the taker, where it sleeps."""
+        """Wake the taker if it sleeps."""
         if self._wake_above_bytes != _NEVER:
             self._wake_above_bytes = _NEVER
             self._work.notify()
 
     def _let_in(self) -> None:
-        """Wake tasks for which there is room, in order; at the end all of them."""
+        """Wake tasks for which there is room, in order; all of them once the queue has ended."""
         free = self._bytes_max - self.queued_bytes - self.held_bytes
         nobody = not self._waiting and not self.held_bytes
         for room, (loop, size) in list(self._visitors.items()):
@@ -179,7 +184,7 @@ class SubmissionQueue:
             del self._visitors[room]
             try:
                 loop.call_soon_threadsafe(_end, room)
-            except RuntimeError:  # the loop is closed: nobody awaits there any more
+            except RuntimeError:  # the loop is closed, so no task awaits there
                 continue
             nobody = False
             free -= size
@@ -187,15 +192,15 @@ class SubmissionQueue:
     # --- taking ----------------------------------------------------------------------------------------------------
 
     def is_idle(self) -> bool:
-        """Whether nothing waits, and more is taken in."""
+        """Return whether nothing is queued, and the queue still takes in more."""
         return not self._waiting and not self._ended
 
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Return whether nothing is queued."""
         return not self._waiting
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to take, for as long as asked; False once there never will be."""
+        """Wait until there is something to take, at most `timeout_s`; return False once there never will be."""
         with self._lock:
             if not (self._waiting or self._ended):
                 self._sleep(0, timeout_s)
@@ -204,7 +209,7 @@ class SubmissionQueue:
             return not self._abandoned and (bool(self._waiting) or not self._ended)
 
     def _gather(self) -> None:
-        """Wait for company, until there's a group's worth of it, or somebody finds no room."""
+        """Wait for more submissions, until they fill a group or a caller finds no room."""
         enough = min(self._group_bytes_max, self._bytes_max)
         left_s = self._came_s + self._delay_s - time.monotonic()
         crowded = self._blocked or self._visitors or self.queued_bytes >= enough
@@ -217,7 +222,10 @@ class SubmissionQueue:
         self._wake_above_bytes = _NEVER
 
     def take(self) -> list[Waiting]:
-        """What waits, up to a group's bound, in order; empty where nothing does. A `SpilledOp` is a group of its own."""
+        """Take what is queued, up to a group's bound, in order; empty if nothing is.
+
+        A `SpilledOp` is a group of its own.
+        """
         with self._lock:
             if not self._spilled and self.queued_bytes <= self._group_bytes_max:
                 group = list(self._waiting)
@@ -248,12 +256,12 @@ class SubmissionQueue:
         return group
 
     def hold(self, size_bytes: int) -> None:
-        """What was taken goes on taking room."""
+        """Keep the room of submissions that were taken."""
         with self._lock:
             self.held_bytes += size_bytes
 
     def let_go(self, size_bytes: int) -> None:
-        """It doesn't any more."""
+        """Release the room that `hold` kept."""
         with self._lock:
             self.held_bytes -= size_bytes
             if self._blocked:
@@ -262,12 +270,15 @@ class SubmissionQueue:
                 self._let_in()
 
     def end(self) -> None:
-        """Take no more in; what waits may still be taken."""
+        """Take nothing more in; what is queued may still be taken."""
         with self._lock:
             self._end()
 
     def abandon(self, failure: MillstreamError | None) -> list[Waiting]:
-        """As `end`, and nothing more is given out: what still waited. Callers get `failure` as the cause."""
+        """End the queue, give nothing more out, and return what was still queued.
+
+        Later callers get `failure` as the cause.
+        """
         with self._lock:
             self._failure = failure
             self._abandoned = True

@@ -1,21 +1,26 @@
-"""Recovery: what a log holds after any crash, and making that durable before anybody sees it.
+"""Recovery: find what a log holds after any crash, and make that durable before any reader sees it.
 
-A crash can only have hurt the one commit group that was being written, at the end of each shard's last segment: the group
-before it was durable on all shards before the first byte of the next was written. So:
+A crash can only have hurt the one commit group that was being written, at the end of each shard's
+last segment: the group before it was durable on all shards before the first byte of the next was
+written. So:
 
-1. Every segment but a shard's last must be sealed, and each header names the hash of the footer before it.
-2. In the last one, the walk stops at the first frame that fails its checksums or doesn't follow on.
-3. The first group that lacks a part on some shard was never acknowledged: every shard is cut in front of it. What is cut
-   off is kept aside as `.torn`.
-4. A valid frame of a *later* group than that, on any shard, can't come from a crash, nor can a hole in the groups or a
-   mark that says more than is there: that is damage, `CorruptWal`, and nothing is touched.
-5. What was read may stand in the page cache only (after a failed fsync it may even never reach the disk). A sealed segment says
-   that its groups are whole on all shards; so before the first is sealed, what no mark tells of is written once more where it
-   stands, on every shard, and fsynced.
-6. Then each tail is copied into a spare file, fsynced, and renamed over, so that a writer that was only paused holds a file that
-   nobody reads; a footer at the end is written once more. A tail without frames goes. Only then may marks move.
+1. Every segment except a shard's last must be sealed, and each header names the hash of the footer
+   before it.
+2. In the last segment, the walk stops at the first frame that fails its checksums or doesn't follow
+   on.
+3. The first group that lacks a part on some shard was never acknowledged: every shard is cut before
+   it. The bytes cut off are kept in a `.torn` file.
+4. A valid frame of a *later* group than that, on any shard, can't come from a crash. Nor can a hole
+   in the groups, or a mark beyond the end of the log. All of these are damage: `CorruptWal`, and
+   nothing is touched.
+5. The bytes read may exist in the page cache only (after a failed fsync they may never reach the
+   disk). A sealed segment means that its groups are whole on all shards. So before the first seal,
+   recovery rewrites in place the frames that no mark covers, on every shard, and fsyncs them.
+6. Then each tail is copied into a spare file, fsynced, and renamed over, so that a writer that was
+   only paused holds a file that no reader opens. A footer at the end is written once more, and a
+   tail without frames is removed. Only then may marks move.
 
-Each step leaves a log that recovers to the same: recovery may crash and be repeated anywhere.
+Each step leaves a log that recovers to the same state: recovery may crash and be repeated anywhere.
 """
 
 from __future__ import annotations
@@ -55,67 +60,67 @@ from millstream.wal.writing.segment import FrameLog, entry_of
 
 _COPY_BYTES = 1 << 20
 _SPARE_LEAST_BYTES = 64 << 10
-"""Of a spare on a nearly full disk: it holds the end of a log that a full disk kept short."""
+"""Least size in bytes of a spare on a nearly full disk: it fits the end of a log that a full disk kept short."""
 _FOOTER_AHEAD_BYTES = 32 << 10
-"""Most footers are smaller: they come with the read that looks for one."""
+"""Bytes read at a file's end to find its footer; most footers are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredShard:
-    """Where a shard's log ends: all of it is in sealed segments."""
+    """The end of a shard's log, after recovery: all of it is in sealed segments."""
 
     shard: ShardId
     end_offset: Offset
     last_footer_hash: bytes
     last_base: Offset
-    """Base offset of the last segment (0 where there is none)."""
+    """Base offset of the last segment (0 if there is none)."""
     last_byte_end: int
-    """End of that segment's frames."""
+    """End of the frames of the last segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What recovery decided."""
+    """The outcome of recovery."""
 
     shards: Mapping[ShardId, RecoveredShard]
     last_group: GroupNumber
     persisted_upto: Seq
     shown: Seq
-    """What marks have shown as `persisted_upto` before: at most that."""
+    """Upper bound of the `persisted_upto` that marks have shown before."""
     reserved_to: Seq
-    """Greatest reservation that any frame or mark tells of."""
+    """Greatest reservation in any frame or mark."""
     reached: Mapping[SourceId, Lsn]
     hybrid_ns: int
-    """The hybrid time of the last group that stays; 0 where there is none."""
+    """Hybrid time of the last group that stays; 0 if there is none."""
     cut_bytes: int
-    """What was cut off and kept aside, over all shards."""
+    """Bytes that were cut off and kept aside, over all shards."""
 
 
 @dataclass(slots=True)
 class _Tail:
-    """A shard as found."""
+    """A shard as found before recovery."""
 
     shard: ShardId
     folder: str
     mark: DurableMark | None
     dropped_seq: Seq = Seq(0)
-    """Last number of the last group of which retention has dropped this shard's part."""
+    """Last number of the last group whose part on this shard retention has dropped."""
     previous_hash: bytes = NO_HASH
-    """Of the last sealed segment's footer."""
+    """Hash of the last sealed segment's footer."""
     sealed: SegmentFile | None = None
     """The last sealed segment."""
     sealed_last: ScannedFrame | None = None
     sealed_end: Offset = Offset(0)
     sealed_byte_end: int = SEGMENT_HEADER_SIZE
     open: SegmentFile | None = None
-    """The last segment, where it has no footer that holds."""
+    """The last segment, if it has no valid footer."""
     header: SegmentHeader | None = None
     frames: list[ScannedFrame] = field(default_factory=list)
-    """Of the open segment, in order, up to the first bad byte."""
+    """Frames of the open segment, in order, up to the first bad byte."""
     whole: set[GroupNumber] = field(default_factory=set)
-    """Groups whose last frame for this shard is among them."""
+    """Groups whose last frame for this shard is in `frames`."""
     behind: list[ScannedFrame] = field(default_factory=list)
-    """Frames with a valid head behind the first bad byte."""
+    """Frames with a valid head after the first bad byte."""
     size: int = 0
 
     @property
@@ -124,7 +129,7 @@ class _Tail:
 
     @property
     def byte_end(self) -> int:
-        """Where the open segment's valid frames end."""
+        """End of the open segment's valid frames."""
         return self.frames[-1].end if self.frames else SEGMENT_HEADER_SIZE
 
     @property
@@ -134,11 +139,11 @@ class _Tail:
         return self.sealed_end
 
     def has_whole(self, group: GroupNumber) -> bool:
-        """Whether this shard's part of a group is all there."""
+        """Return whether this shard's part of a group is complete."""
         return group <= self.sealed_group or group in self.whole or self.has_lost(group)
 
     def has_lost(self, group: GroupNumber) -> bool:
-        """Whether something of a group may have stood where `wal repair` cut something out."""
+        """Return whether a part of a group may have been among the bytes that `wal repair` cut out."""
         return any(group in lost for lost in lost_groups(self.frames, self.sealed_group))
 
     def damaged(self, why: str, byte: int | None = None) -> CorruptWal:
@@ -160,20 +165,21 @@ def recover(
     Args:
         files: the file system.
         folder: the stream's.
-        stream: whose log it must be.
-        region: of all its shards.
-        shards: all that share commit groups; the caller holds their locks, and their folders exist.
+        stream: the stream that the log must belong to.
+        region: the region of all its shards.
+        shards: all shards that share commit groups; the caller holds their locks, and their folders
+            exist.
         epoch: the new writer's; above every epoch in the log.
 
     Raises:
         CorruptWal: damage that no crash explains; nothing was changed.
-        StaleEpoch: the log has been written by this epoch or a later one; nothing was changed.
+        StaleEpoch: this epoch or a later one has written the log; nothing was changed.
         DiskFull: no spare file and no space for a new one; what was readable stays so.
     """
     try:
         return _recover(files, folder, stream, region, shards, epoch)
     except UnreadableBytes as error:
-        # Never a torn tail: what was acknowledged may lie there.
+        # Unreadable bytes are never a torn tail: they may hold acknowledged records.
         raise unreadable(error) from error
 
 
@@ -200,7 +206,7 @@ def _look(files: Files, folder: str, stream: StreamId, region: RegionId, shard: 
     segments = list_segments(files, shard_dir)
     if dropped is not None:
         tail.dropped_seq = dropped.seq
-        # What a crash left of dropped segments may have holes; retention will finish it off.
+        # A crash may leave holes among dropped segments; retention removes the rest of them.
         segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
     if tail.mark is not None:
         first = Offset(0) if dropped is None else dropped.offset
@@ -270,7 +276,7 @@ def _segment_header(
 
 
 def _footer_bytes(read: Callable[[int, int], bytes], size: int) -> bytes | None:
-    """The encoded footer at a file's end, unverified; None where the file doesn't end like a sealed one."""
+    """Return the encoded footer at a file's end, unverified; None if the file doesn't end like a sealed one."""
     if size < SEGMENT_HEADER_SIZE + SEGMENT_TRAILER_SIZE:
         return None
     ahead = min(size - SEGMENT_HEADER_SIZE, _FOOTER_AHEAD_BYTES)
@@ -290,7 +296,7 @@ def _footer_holds(read: Callable[[int, int], bytes], size: int) -> bool:
 
 
 def _read_last_sealed(files: Files, tail: _Tail) -> None:
-    """Learn from the last sealed segment where it ends and what its last frame says."""
+    """Read from the last sealed segment where it ends, and its last frame's header."""
     if tail.sealed is None:
         if tail.open is not None:
             tail.sealed_end = tail.open.base_offset
@@ -311,7 +317,7 @@ def _read_last_sealed(files: Files, tail: _Tail) -> None:
 
 
 def _walk(tail: _Tail, read: Callable[[int, int], bytes]) -> None:
-    """Collect the open segment's frames, and what looks like frames behind the first bad byte."""
+    """Collect the open segment's frames, and what looks like frames after the first bad byte."""
     assert tail.header is not None
     group = 0
     try:
@@ -337,7 +343,7 @@ def _walk(tail: _Tail, read: Callable[[int, int], bytes]) -> None:
 
 
 def _first_partial_group(tails: Mapping[ShardId, _Tail]) -> GroupNumber:
-    """The first group that isn't whole on all its shards; the one after the last where all are."""
+    """Return the first group that isn't whole on all its shards; the number after the last group if all are."""
     needed: dict[GroupNumber, tuple[Seq, set[ShardId]]] = {}
     latest = 0
     for tail in tails.values():
@@ -352,7 +358,8 @@ def _first_partial_group(tails: Mapping[ShardId, _Tail]) -> GroupNumber:
                 raise LogError(
                     f"group {group} has a part on shard {shard}, which isn't among those opened", shard=int(shard)
                 )
-            # A shard that seals more often may have lost its part to retention, while the other's segment is still written.
+            # A shard that seals more often may have lost its part to retention while another
+            # shard's segment is still written.
             if last_seq > tails[shard].dropped_seq and not tails[shard].has_whole(group):
                 return group
     return GroupNumber(latest + 1)
@@ -366,7 +373,7 @@ def _check_for_damage(tails: Mapping[ShardId, _Tail], cut_from: GroupNumber) -> 
                 raise culprit.damaged(f"group {cut_from} isn't whole, though group {frame.header.group} follows")
         if tail.sealed_last is not None and tail.sealed_group >= cut_from:
             raise tail.damaged(f"group {cut_from} isn't whole, though a sealed segment holds it")
-    # Of groups that retention has reached on one shard there may be some that no other shard had a part of.
+    # Some groups that retention has reached on one shard may have had no part on any other shard.
     dropped = max((tail.dropped_seq for tail in tails.values()), default=Seq(0))
     headers = [frame.header for tail in tails.values() for frame in tail.frames]
     groups = {header.group for header in headers if header.group < cut_from and header.group_last_seq > dropped}
@@ -386,14 +393,14 @@ def _check_for_damage(tails: Mapping[ShardId, _Tail], cut_from: GroupNumber) -> 
 
 
 def _cut(tail: _Tail, cut_from: GroupNumber) -> int:
-    """Forget the frames from a group on; returns the bytes that the file has behind what stays."""
+    """Drop the frames from a group on; return the number of bytes in the file after the frames that stay."""
     while tail.frames and tail.frames[-1].header.group >= cut_from:
         tail.frames.pop()
     return tail.size - tail.byte_end if tail.open is not None else 0
 
 
 def _check_marks(tails: Iterable[_Tail], stream: StreamId) -> None:
-    """A mark was moved behind an fsync: what it says must be there."""
+    """Check that the log has everything that its marks record: a mark moves only after an fsync."""
     for tail in tails:
         mark = tail.mark
         if mark is not None and mark.stream == stream and mark.durable_offset > tail.end_offset:
@@ -439,10 +446,10 @@ def _room_at(tail: _Tail) -> Iterator[None]:
 
 
 def _write_undecided_again(files: Files, tail: _Tail) -> None:
-    """Make the frames durable of which no mark says that they are: the next recovery finds them, whatever becomes of this one."""
+    """Make the frames durable that no mark covers: the next recovery finds them, even if this one fails."""
     durable = 0 if tail.mark is None else tail.mark.durable_offset
     ends = ((frame.position, frame.header.first_offset, frame.header.count) for frame in tail.frames)
-    # A frame of a schema holds no records: it goes with those behind it.
+    # A schema frame holds no records: it belongs to the frames after it.
     start = next((position for position, first, count in ends if first + max(count, 1) > durable), None)
     if start is None:
         return
@@ -458,7 +465,7 @@ def _write_undecided_again(files: Files, tail: _Tail) -> None:
 
 
 def _last_frame(tails: Iterable[_Tail]) -> ScannedFrame | None:
-    """A frame of the last group that stays: its header says how far the whole log has got."""
+    """Return a frame of the last group that stays: its header has the state of the whole log."""
     frames = [frame for tail in tails for frame in (tail.frames[-1] if tail.frames else tail.sealed_last,) if frame]
     return max(frames, key=lambda frame: frame.header.group, default=None)
 
@@ -483,7 +490,10 @@ def _seal_tail(files: Files, tail: _Tail) -> RecoveredShard:
 
 
 def _write_footer_again(files: Files, tail: _Tail) -> None:
-    """A seal's fsync may have failed: the footer is written anew, over itself, and fsynced; its frames were durable."""
+    """Write the footer again, over itself, and fsync it: the seal's fsync may have failed.
+
+    The footer's frames were durable.
+    """
     assert tail.sealed is not None
     size = files.size(tail.sealed.path)
     footer = files.read(tail.sealed.path, tail.sealed_byte_end, size - tail.sealed_byte_end)
@@ -496,7 +506,7 @@ def _write_footer_again(files: Files, tail: _Tail) -> None:
 
 
 def _keep_torn(files: Files, tail: _Tail) -> None:
-    """Copy what is cut off into a `.torn` file: for people, so where there's no space it is done without."""
+    """Copy the bytes cut off into a `.torn` file: for people, so a full disk only means that there is none."""
     assert tail.open is not None
     path = f"{tail.open.path.removesuffix('.wal')}-{tail.byte_end}.torn"
     if tail.size == tail.byte_end or files.exists(path):
@@ -516,7 +526,7 @@ def _keep_torn(files: Files, tail: _Tail) -> None:
 
 
 def _rewrite(files: Files, tail: _Tail) -> bytes:
-    """Put a sealed copy of the tail's frames in the place of the file; returns the encoded footer."""
+    """Replace the file by a sealed copy of the tail's frames; return the encoded footer."""
     assert tail.open is not None
     assert tail.header is not None
     log = FrameLog()
@@ -541,12 +551,14 @@ def _rewrite(files: Files, tail: _Tail) -> bytes:
 
 
 def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> bool:
-    """Durably reserve the space that the next recovery will need, a spare a shard; on a disk that is nearly full, as much as there is.
+    """Durably reserve the space that the next recovery needs: one spare a shard.
 
-    A recovery on a full disk takes the spare, and frees little less than that: the segment that it begins takes some of it.
+    On a nearly full disk, reserve as much as there is. A recovery on a full disk takes the spare,
+    and frees a little less than that: the segment that it begins takes some of it.
 
     Returns:
-        Whether every shard has all that it may need. Else call it again once there may be more space.
+        Whether every shard has everything that it may need. If not, call it again once there may be
+        more space.
     """
     whole = True
     for shard_dir in shard_dirs:
@@ -563,7 +575,7 @@ def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> bool
 
 
 def _allocate_spare(files: Files, path: str, size: int, *, anew: bool) -> bool:
-    """Make a spare, or make it larger; False where there is no space for it, and what was there is as it was."""
+    """Make a spare, or enlarge it; return False, with the file unchanged, if there is no space."""
     spare = files.create(path) if anew else files.open_write(path)
     before = 0 if anew else spare.size()
     try:

@@ -1,8 +1,8 @@
 """A segment while it is written: frames go in, a footer seals it.
 
-A new segment is made under a temporary name and shown by a rename once its header is durable: a `.wal` file with a damaged
-header is damage, never a crash. Frames are *staged* (written) first and *kept* once their group is durable everywhere;
-what is only staged can be cut back.
+A new segment is made under a temporary name, and renamed once its header is durable: a `.wal` file
+with a damaged header is damage, never a crash. Frames are *staged* (written) first and *kept* once
+their group is durable everywhere. Staged frames can be cut back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from millstream.wal.writing.grouping import FramePlan
 
 
 class WriteFailed(Exception):
-    """A write to a segment failed, in any part of it; says so apart from errors of where rows come from."""
+    """A write to a segment failed, in any part of it; distinct from errors in the source of the rows."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
@@ -41,7 +41,7 @@ class WriteFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What every frame header of a commit group says."""
+    """Fields that every frame header of a commit group shares."""
 
     group: GroupNumber
     group_last_seq: Seq
@@ -57,7 +57,7 @@ class GroupFacts:
     def header(
         self, kind: FrameKind, of: SegmentHeader, *, more: bool, offset: Offset, plan: FramePlan | None
     ) -> FrameHeader:
-        """The header of a frame of a segment; for a schema frame `plan` is None."""
+        """Return the header of a frame of a segment; for a schema frame `plan` is None."""
         return FrameHeader(
             kind=kind,
             first_offset=offset,
@@ -87,12 +87,12 @@ class FrameLog:
     heads: Any = field(default_factory=hashlib.sha256)
 
     def add(self, entry: FrameEntry, head: Bytes) -> None:
-        """One more frame."""
+        """Add one frame."""
         self.entries.append(entry)
         self.heads.update(head)
 
     def footer(self, end_offset: Offset, base_offset: Offset) -> bytes:
-        """The encoded footer."""
+        """Return the encoded footer."""
         return SegmentFooter(tuple(self.entries), end_offset, end_offset - base_offset, self.heads.digest()).encode()
 
 
@@ -103,7 +103,7 @@ def entry_of(
     times: tuple[int, int] | None,
     tables: tuple[TableEntry, ...] | None = None,
 ) -> FrameEntry:
-    """A frame's line in the footer; `header` carries its parts, where they aren't given as `tables`."""
+    """Return a frame's entry in the footer; `header` carries its parts if `tables` is None."""
     if tables is None:
         tables = tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts)
     return FrameEntry(
@@ -130,11 +130,11 @@ class OpenSegment:
         self.path = path
         self.header = header
         self.byte_end = SEGMENT_HEADER_SIZE
-        """Exclusive end of what is kept."""
+        """Exclusive end, in bytes, of the kept frames."""
         self.end_offset = header.base_offset
-        """As above, in offsets."""
+        """Exclusive end of the kept frames' offsets."""
         self.sealed_hash: bytes | None = None
-        """The footer's hash, once sealed."""
+        """Hash of the footer, once sealed."""
         self._file = file
         self._kept = FrameLog()
         self._schemas: set[tuple[TableId, SchemaVersion]] = set()
@@ -148,7 +148,7 @@ class OpenSegment:
 
         Raises:
             DiskFull: there's no space for it.
-            OSError: of either, nothing is there but perhaps a `.tmp`.
+            OSError: any other failure; after both, at most a `.tmp` is left.
         """
         temporary = f"{segment_path(shard_dir, header.base_offset)}.tmp"
         try:
@@ -162,7 +162,7 @@ class OpenSegment:
 
     @classmethod
     def create_first(cls, files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
-        """As `create`, for a start: on a full disk where recovery didn't need its spare, that becomes the segment."""
+        """As `create`, for a start. On a full disk, the spare becomes the segment if recovery didn't need it."""
         try:
             return cls.create(files, shard_dir, header)
         except DiskFull:
@@ -190,22 +190,22 @@ class OpenSegment:
 
     @property
     def holds_records(self) -> bool:
-        """Whether anything has been kept."""
+        """Whether any frame has been kept."""
         return bool(self._kept.entries)
 
     @property
     def staged_offset(self) -> Offset:
-        """The next offset, after what is staged."""
+        """Next offset after the staged frames."""
         staged = sum(entry.count for entry, _ in self._staged)
         return Offset(self.end_offset + staged)
 
     def stage(self, facts: GroupFacts, plans: Sequence[FramePlan], *, more: bool) -> None:
-        """Write frames behind the last ones, schema frames first where the segment lacks a schema.
+        """Write frames after the last ones, each preceded by its schema frames if the segment lacks a schema.
 
         Args:
             facts: the group's.
-            plans: this shard's, in offset order, following on what is staged.
-            more: whether the group goes on in this shard after the last of them.
+            plans: this shard's, in offset order, following what is staged.
+            more: whether the group continues in this shard after the last of them.
 
         Raises:
             WriteFailed: any part of it may have been written.
@@ -255,10 +255,11 @@ class OpenSegment:
         self._file.sync()
 
     def keep(self) -> None:
-        """The group is durable everywhere: what was staged belongs to the log.
+        """Keep what was staged: the group is durable everywhere, so it belongs to the log.
 
         Raises:
-            OSError: the file was removed or replaced: no reader finds the group, and it is gone with the writer.
+            OSError: the file was removed or replaced: no reader finds the group, and it is gone
+                with the writer.
         """
         check_is_at(self._file, self.path)
         for entry, head in self._staged:
@@ -269,7 +270,7 @@ class OpenSegment:
         self._forget_staged()
 
     def cut_back(self) -> None:
-        """Durably remove what was staged; `OSError` where that can't be done."""
+        """Durably remove what was staged; raises `OSError` if that fails."""
         self._forget_staged()
         self._file.truncate(self.byte_end)
         self._file.sync()
@@ -278,7 +279,8 @@ class OpenSegment:
         """Write the footer and make it durable. Nothing may be staged.
 
         Raises:
-            OSError: where it is for want of space, `cut_back` mends it; after a failed fsync nothing does.
+            OSError: if there was no space, `cut_back` repairs it; after a failed fsync nothing
+                does.
         """
         footer = self._kept.footer(self.end_offset, self.header.base_offset)
         self._file.pwrite(footer, self.byte_end)

@@ -1,6 +1,6 @@
-"""Where a log's writer has its groups' numbers from: blocks of its own, or a store that several writers share.
+"""Sources of a writer's sequence numbers: its own reserved blocks, or a store that several writers share.
 
-Used by the thread that writes, and only by it.
+Only the thread that writes uses them.
 """
 
 from __future__ import annotations
@@ -25,39 +25,48 @@ _TRIES: Final = 3
 
 
 class GroupNumbers(Protocol):
-    """What a commit group asks."""
+    """The numbers that commit groups are given."""
 
     shared: bool
     """Whether other writers have numbers of the same stream, and shards in the same folder."""
 
     @property
     def position(self) -> Seq:
-        """All of this writer's numbers up to it are durable and readable, or never will be."""
+        """Greatest number up to which all of this writer's numbers are durable and readable, or never will be."""
 
     @property
     def newest(self) -> Seq:
-        """The newest number known to have been given to anyone."""
+        """The newest number known to have been given to any writer."""
 
     @property
     def reserved_to(self) -> Seq:
-        """Numbers up to it may have been given."""
+        """Greatest number that may have been given."""
 
     @property
     def elsewhere(self) -> Seq:
-        """The lowest position of writers that this folder's marks may not show: their logs lie in others, or they are joining."""
+        """Lowest position of the writers that this folder's marks may not show.
+
+        Their logs lie in other folders, or they are joining.
+        """
 
     def given_before(self) -> Seq:
-        """The greatest number that this writer's log must know of, where it knows of any; 0: it may be empty."""
+        """Return the greatest number that this writer's log must have, if it has any; 0: the log may be empty."""
 
     @property
     def cut_at(self) -> Seq | None:
-        """Readers have passed what this writer's log has above it, as it was forgotten there; None: nothing."""
+        """Position of this writer when it was forgotten; None if it wasn't.
+
+        Readers have passed the records that its log has above it.
+        """
 
     def may_seize(self) -> bool:
-        """Whether the incarnation before answers nobody any more, so that its shards may be taken from it where it holds their locks."""
+        """Return whether the previous incarnation can no longer answer callers.
+
+        The shards that it holds locked may then be taken over.
+        """
 
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
-        """The log is recovered, and says this of the numbers that were given before.
+        """Begin with what the recovered log has of the numbers given before.
 
         Raises:
             SequenceUnusable: the store is behind the log.
@@ -65,50 +74,51 @@ class GroupNumbers(Protocol):
         """
 
     def allocate(self, count: int) -> SeqRange:
-        """The next numbers, in flight from now on. After an error nothing is in flight that wasn't before.
+        """Return the next numbers, in flight from now on. After an error the set of numbers in flight is unchanged.
 
         Raises:
             StaleEpoch: a newer incarnation has taken over.
-            CatalogError, CatalogBusy: the store can't be asked now; a later call may.
+            CatalogError, CatalogBusy: the store can't be asked now; a later call may succeed.
             InvalidCount: the stream hasn't so many left.
         """
 
     def confirm(self) -> None:
-        """What was fsynced belongs to the log for sure: nobody has recovered it without.
+        """Confirm that what was fsynced belongs to the log: no other incarnation has recovered the log without it.
 
         Raises:
-            StaleEpoch: a newer incarnation has taken over; what it recovered may have it or not.
+            StaleEpoch: a newer incarnation has taken over; its recovered log may or may not have
+                it.
             CatalogError, CatalogBusy: that can't be found out now.
         """
 
     def finish(self, given: SeqRange) -> None:
-        """The range is durable, and shown to readers."""
+        """Note that the range is durable, and shown to readers."""
 
     def abort(self, given: SeqRange) -> None:
-        """The range never will be."""
+        """Note that the range never will be durable."""
 
     def sign(self) -> LedgerView | None:
-        """Give a sign of life while a group is being written, by another thread than that one's; nothing is followed.
+        """Renew the lease while another thread writes a group; positions don't move.
 
         Returns, raises: as `follow`.
         """
 
     def follow(self) -> LedgerView | None:
-        """Tell other writers where this one stands, and follow the newest number where nothing is in flight.
+        """Report this writer's position to the others, and advance to the newest number if nothing is in flight.
 
         Returns:
-            Where all stand; None where this is the only one.
+            The positions of all writers; None if this is the only one.
 
         Raises:
             StaleEpoch, CatalogError, CatalogBusy: as `allocate`.
         """
 
     def settle(self) -> None:
-        """Nothing is undecided, and nothing more is asked for."""
+        """Report, at a clean end, that nothing is in flight and no more numbers will be drawn."""
 
 
 class BlockNumbers:
-    """Numbers of a stream that one writer owns, out of blocks that are reserved durably."""
+    """Numbers of a stream that one writer owns, from durably reserved blocks."""
 
     shared = False
     elsewhere = SEQ_MAX
@@ -139,11 +149,11 @@ class BlockNumbers:
         return self._reservations.reserved()
 
     def may_seize(self) -> bool:
-        """As `GroupNumbers`: the locks of its shards are all that makes it the owner."""
+        """As `GroupNumbers`: ownership rests on the shards' locks alone."""
         return False
 
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
-        """As `GroupNumbers`; the log may know of reservations that the catalog has lost."""
+        """As `GroupNumbers`; the log may have reservations that the catalog has lost."""
         floor = max(reserved_to, persisted_upto, self._reservations.reserved())
         self._numbers = EmbeddedNumbers(reserved_to=floor, persisted_upto=persisted_upto)
 
@@ -157,7 +167,7 @@ class BlockNumbers:
         return self._numbers.allocate(count)
 
     def confirm(self) -> None:
-        """Nobody takes anything over whose locks are held."""
+        """As `GroupNumbers`: no other process takes over shards whose locks are held."""
 
     def finish(self, given: SeqRange) -> None:
         """As `GroupNumbers`."""
@@ -176,16 +186,17 @@ class BlockNumbers:
         return None
 
     def settle(self) -> None:
-        """Nobody else waits to hear of it."""
+        """As `GroupNumbers`: no other writer waits for it."""
 
 
 class SharedNumbers:
     """Numbers of a stream that several writers share.
 
     Args:
-        store: of the stream.
-        registration: of this incarnation, or of whom it takes over; just made.
-        clock: what the lease runs by here. It began before the store was asked, so it ends before the store's.
+        store: the stream's store of numbers.
+        registration: of this incarnation, or of the one that it takes over; just made.
+        clock: measures the lease here. It starts before the request to the store, so it ends before
+            the store's lease.
     """
 
     shared = True
@@ -199,7 +210,7 @@ class SharedNumbers:
         self._numbers = WriterNumbers(registration.writer, registration.epoch, Seq(0))
         self._elsewhere = Seq(0)
         self._is_lost = False
-        """Whether the reply to a draw was lost, and it isn't known yet what it gave."""
+        """Whether the reply to a draw was lost, so that its numbers aren't known yet."""
 
     @property
     def position(self) -> Seq:
@@ -231,27 +242,27 @@ class SharedNumbers:
         return self._registration.cut_at
 
     def may_seize(self) -> bool:
-        """As `GroupNumbers`: there was one, and its lease has run out."""
+        """As `GroupNumbers`: there was a previous incarnation, and its lease has run out."""
         return self._registration.seizes and self._clock.monotonic_ns() >= self._others_end_ns
 
     def waits_on(self) -> bool:
-        """Whether the incarnation before may still answer its callers: what it holds locked is waited for."""
+        """Return whether the previous incarnation may still answer its callers: recovery then waits for its locks."""
         return self._clock.monotonic_ns() < self._others_end_ns
 
     def keep_lease(self) -> None:
-        """Live on while the shards of the incarnation before are waited for."""
+        """Renew the lease while waiting for the shards of the previous incarnation."""
         own = self._registration
         self._store.report(own.writer, own.epoch, position=Seq(0), is_shown=False)
 
     def _lives_on(self, asked_ns: int) -> None:
-        """The store has renewed the lease, at some time after it was asked."""
+        """Extend the lease: the store renewed it at some time after it was asked."""
         self._lease_end_ns = max(self._lease_end_ns, asked_ns + 1000 * self._registration.lease_us)
 
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
         """As `GroupNumbers`."""
         known, newest = max(reserved_to, persisted_upto), self._registration.newest
         if known > newest:
-            # Of other writers' numbers, some may have been given since this one registered.
+            # Other writers may have been given numbers since this one registered.
             newest = self._store.view().newest
         if known > newest:
             raise SequenceUnusable(
@@ -267,7 +278,7 @@ class SharedNumbers:
         self._elsewhere = told.elsewhere
 
     def allocate(self, count: int) -> SeqRange:
-        """As `GroupNumbers`; a draw whose reply was lost is asked after, never guessed."""
+        """As `GroupNumbers`; if the reply to a draw was lost, the store is asked again for its numbers."""
         for left in reversed(range(_TRIES)):
             try:
                 found = self._find_lost()
@@ -312,7 +323,7 @@ class SharedNumbers:
         return drawn.given
 
     def _find_lost(self) -> SeqRange | None:
-        """What a draw gave whose reply was lost; None where none was, or it gave nothing."""
+        """Return the numbers of a draw whose reply was lost; None if there was no such draw, or it gave none."""
         if not self._is_lost:
             return None
         last = self._store.last(self._registration.writer, self._registration.epoch)
@@ -320,7 +331,10 @@ class SharedNumbers:
         return self._numbers.resolved(last)
 
     def confirm(self) -> None:
-        """As `GroupNumbers`: nobody takes over while the lease runs; once it has run out the store is asked who the writer is."""
+        """As `GroupNumbers`: no one takes over while the lease runs.
+
+        After that, the store is asked which incarnation is current.
+        """
         if self._clock.monotonic_ns() >= self._lease_end_ns:
             self._report()
 
@@ -333,7 +347,7 @@ class SharedNumbers:
         self._numbers.abort(given)
 
     def sign(self) -> LedgerView | None:
-        """As `GroupNumbers`; the position is one that it has had for sure."""
+        """As `GroupNumbers`; reports a position that certainly holds."""
         own = self._registration
         asked_ns = self._clock.monotonic_ns()
         view, _ = self._store.report(own.writer, own.epoch, position=self._numbers.position)
@@ -361,7 +375,11 @@ class SharedNumbers:
         return view
 
     def settle(self) -> None:
-        """As `GroupNumbers`. Where the store can't be reached, the lease runs out, and somebody recovers what is whole."""
+        """As `GroupNumbers`.
+
+        If the store can't be reached, the lease runs out, and another incarnation recovers what is
+        whole.
+        """
         try:
             self._store.settle(self._registration.writer, self._registration.epoch)
         except (StaleEpoch, CatalogError):

@@ -1,11 +1,12 @@
-"""`sessions.state`: a copy of what `protocol.sessions` knows, so that a writer that opens needs to read the log's end only.
+"""`sessions.state`: a copy of the session state, so that a writer that opens reads only the end of the log.
 
-It is made anew as a whole, beside the writing, and replaces the one before by name. What the log has behind `upto` isn't in it; retention keeps
-that. A copy that is gone is made from what the log still has; one that is damaged isn't passed over silently, since writes that retention
-has dropped stand nowhere else.
+Each copy is written whole, in parallel with appends, and replaces the previous one by a rename. It
+covers the log up to `upto`; retention keeps what comes after. A missing copy is made from what the
+log still has. A damaged one is an error, because it may be the only record of writes that retention
+has dropped.
 
-Layout, little-endian: `MILLSES` and a newline, CRC-32C of all that follows, u32 version, the stream's 16 bytes, i64 `upto`, u64 length, and as
-many bytes of `Sessions.copied`.
+Layout, little-endian: `MILLSES` and a newline, CRC-32C of everything that follows, u32 version, the
+stream's 16 bytes, i64 `upto`, u64 length, and as many bytes of `Sessions.copied`.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ _CHECKED_FROM: Final = 12
 
 
 class SessionCopy(NamedTuple):
-    """What the file holds."""
+    """Contents of the file."""
 
     upto: Seq
-    """The last number of the last commit group that it knows of."""
+    """Last number of the last commit group that it covers."""
     state: bytes
 
 
 def session_path(folder: str) -> str:
-    """Where the copy lies in a stream's folder."""
+    """Return the path of the copy in a stream's folder."""
     return f"{folder}/{SESSIONS_NAME}"
 
 
 def write_copy(files: Files, folder: str, stream: StreamId, upto: Seq, pieces: Iterable[bytes]) -> int:
-    """Put a copy in the place of the one before, durably.
+    """Replace the copy, durably.
 
     Returns:
-        Its bytes.
+        Its size in bytes.
 
     Raises:
-        OSError: the disk is full, or fails; the one before is still there.
+        OSError: the disk is full, or fails; the previous copy is still there.
     """
     path, temporary = session_path(folder), f"{session_path(folder)}.tmp"
     state = b"".join(pieces)
@@ -70,11 +71,11 @@ def write_copy(files: Files, folder: str, stream: StreamId, upto: Seq, pieces: I
 
 
 def read_copy(files: Files, folder: str, stream: StreamId) -> SessionCopy | None:
-    """The copy; None where there is none.
+    """Return the copy; None if there is none.
 
     Raises:
         CorruptWal: it is damaged, or another stream's.
-        UnsupportedFormat: it is of a newer version.
+        UnsupportedFormat: a newer version wrote it.
     """
     path = session_path(folder)
     if not files.exists(path):
@@ -95,19 +96,22 @@ def read_copy(files: Files, folder: str, stream: StreamId) -> SessionCopy | None
 
 
 def remove_copy(files: Files, folder: str) -> None:
-    """Take the copy away, durably."""
+    """Remove the copy, durably."""
     files.remove(session_path(folder))
     files.sync_dir(folder)
 
 
 def covered_upto(files: Files, folder: str) -> Seq | None:
-    """The last number that the copy knows of; None where there is none that could be read: nothing of the log is kept for it then."""
+    """Return the last number that the copy covers.
+
+    None if there is no readable copy: nothing of the log is kept for it then.
+    """
     path = session_path(folder)
     return covered_in(files.read(path, 0, _HEAD.size)) if files.exists(path) else None
 
 
 def covered_in(data: bytes) -> Seq | None:
-    """As `covered_upto`, of a copy's first bytes, `HEAD_BYTES` at the least."""
+    """As `covered_upto`, from a copy's first `HEAD_BYTES` bytes or more."""
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         return None
     return Seq(_HEAD.unpack_from(data)[4])

@@ -1,4 +1,4 @@
-"""What the members of a commit group have in common, whatever they are: shards, columns, and what each is told in the end."""
+"""Operations on the submissions of a commit group, whatever their kind: shards, columns, and acks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 
 
 def shards_of(ops: Submitted) -> set[ShardId]:
-    """The shards on which a submission has rows."""
+    """Return the shards on which a submission has rows."""
     if isinstance(ops, AppendOp):
         return {ops.shard}
     if isinstance(ops, SpilledOp):
@@ -24,10 +24,10 @@ def shards_of(ops: Submitted) -> set[ShardId]:
 
 
 def follow(submitted: Sequence[Submitted], reached: Mapping[SourceId, Lsn]) -> list[bool]:
-    """Whether each may be written behind those before it: not where something is lacking that it follows.
+    """Return, for each submission, whether it may be written: not if something is missing that it follows.
 
-    An append that failed is sent again by who sent it, and so are those behind it: written alone, they would have the log say that
-    it has what it hasn't.
+    A caller sends a failed append again, together with those after it. If a later one were written
+    alone, the log would claim to have the failed one.
     """
     reached = dict(reached)
     verdicts = []
@@ -41,7 +41,7 @@ def follow(submitted: Sequence[Submitted], reached: Mapping[SourceId, Lsn]) -> l
 
 
 def in_columns(submitted: Sequence[Submitted]) -> list[WriteOps | SpilledOp]:
-    """The group, in order, with small appends that follow one another made columns together."""
+    """Return the group, in order, with adjacent small appends combined into columns."""
     group: list[WriteOps | SpilledOp] = []
     for kind, run in groupby(submitted, type):
         if kind is AppendOp:
@@ -52,7 +52,7 @@ def in_columns(submitted: Sequence[Submitted]) -> list[WriteOps | SpilledOp]:
 
 
 def acks_of(submitted: Sequence[Submitted], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
-    """What each submission was given: submissions follow one another in numbers and, on every shard, in offsets."""
+    """Return each submission's ack: submissions follow one another in numbers and, on every shard, in offsets."""
     if set(map(type, submitted)) == {AppendOp} and len(starts) == 1:
         return _acks_of_one_shard(cast("Sequence[AppendOp]", submitted), first_seq, starts)
     next_offset = dict(starts)
@@ -72,7 +72,7 @@ def acks_of(submitted: Sequence[Submitted], first_seq: Seq, starts: Mapping[Shar
 
 
 def _acks_of_one_shard(ops: Sequence[AppendOp], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
-    """As `acks_of`. Small appends come by the hundred, and an ack is what each of them costs most."""
+    """As `acks_of`, for one shard. Small appends come by the hundred, and the ack is most of the cost of each."""
     ((shard, start),) = starts.items()
     counts = [len(op.rows) for op in ops]
     seqs = cast("Iterator[Seq]", accumulate(counts, initial=first_seq))
@@ -97,14 +97,15 @@ def _rows_by_shard(ops: Submitted) -> dict[ShardId, int]:
 
 
 def parts_of(ops: WriteOps, counts: Sequence[int], ack: Ack) -> list[Ack]:
-    """Each operation's part of what all of them together were given.
+    """Split the ack of several operations into one for each.
 
-    Numbers and, on every shard, offsets go operation by operation, each with as many as it has rows.
+    Numbers and, on every shard, offsets go operation by operation; each operation has as many as it
+    has rows.
 
     Args:
         ops: as they were appended.
         counts: each operation's rows, over all tables.
-        ack: theirs.
+        ack: the ack of all of them.
     """
     if len(counts) == 1:
         return [ack]

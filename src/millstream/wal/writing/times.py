@@ -1,4 +1,4 @@
-"""Hybrid times of a writer's commit groups: by its machine's clock, and always later than what there was before."""
+"""Hybrid times of a writer's commit groups: from its machine's clock, and always later than any time before."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from millstream.ports import Clock
 
 
 class GroupTimes:
-    """Gives each commit group its time.
+    """Source of commit groups' hybrid times.
 
     Args:
         clock: the machine's, which may go back.
-        last_ns: the time of the log's last group; 0 where it has none.
+        last_ns: the time of the log's last group; 0 if it has none.
 
     Concurrency: `next_ns` by the thread that writes, `hear` by one other at a time.
     """
@@ -22,11 +22,11 @@ class GroupTimes:
         self._heard_ns = 0
 
     def next_ns(self) -> int:
-        """The next group's: later than that of every group before it, and than whatever was heard of."""
+        """Return the next group's time: later than every group before it, and than every time observed."""
         self._last_ns = next_wall_ns(max(self._last_ns, self._heard_ns), self._clock.now_ns())
         return self._last_ns
 
     def hear(self, time: HybridTime, name: str) -> None:
-        """Take in a time of elsewhere. `ClockSkew` where it lies too far ahead of this clock."""
+        """Observe another region's time. Raises `ClockSkew` if it is too far ahead of this clock."""
         check_drift(time, self._clock.now_ns(), name=name)
         self._heard_ns = max(self._heard_ns, time.wall_ns)

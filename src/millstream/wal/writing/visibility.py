@@ -1,11 +1,13 @@
-"""What of a log readers are shown, where it has to be held elsewhere before anybody may read it.
+"""The part of a log that readers are shown, if other machines must hold records before anyone may read them.
 
-The writer makes group after group durable, and each waits here with the marks that would show it. Once it is held as the stream's level
-says, the area *shown* of the marks moves to the newest such group, on all shards, as the marks of what is durable move: positions first, then
-what is complete up to them. It never goes back, whatever becomes of those that held it.
+The writer makes group after group durable. Each waits here with the marks that would show it. Once
+a group is held as the stream's level requires, the area *shown* of the marks moves to the newest
+such group, on all shards. It moves like the marks of what is durable: first the positions, then
+what is complete up to them. It never moves back, even if the machines that held a group lose it.
 
-Who opens a log begins where readers were: with what was shown, or, where a level is asked for the first time, with what was durable when the
-writer before ended. All that was recovered behind it waits as one group.
+A writer that opens a log begins where readers were: with what was shown, or, if a level is asked
+for the first time, with what was durable when the previous writer ended. Everything recovered after
+that point waits as one group.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from millstream.wal.replica.marks import NOBODY
 from millstream.wal.writing.recover import Recovered
 
 HIDDEN_MAX: Final = 1024
-"""Groups of which each is kept that nobody waits for. With more, as after hours without a follower, every other one will do: the next shows it, too."""
+"""Number of hidden groups up to which all are kept. Beyond it, as after hours without a follower,
+every other group that no append waits for is dropped: the next group shows its records too.
+"""
 
 
 @dataclass(slots=True)
 class _Hidden:
-    """A group that is durable here and shown to nobody."""
+    """A group that is durable here and not shown to readers."""
 
     group: GroupNumber
     marks: Mapping[ShardId, DurableMark]
@@ -51,26 +55,28 @@ class ShownMarks:
         self._by_one = by_one
         self._files = files
         self._marks = marks
-        """What is shown."""
+        """Marks that readers are shown."""
         self._hidden: list[_Hidden] = []
         self._closed = False
         self.group = min((mark.group for mark in marks.values()), default=GroupNumber(0))
-        """The last group that readers see."""
+        """Last group that readers see."""
         self.persisted_upto = common_cut(marks.values())
-        """Readers see everything up to it."""
+        """Number up to which readers see everything."""
 
     @classmethod
     def begin(
         cls, files: Files, folder: str, marks: Mapping[ShardId, MarkFile], empty: Mapping[ShardId, DurableMark],
         recovered: Recovered, *, acks: AckLevel = LOCAL,
     ) -> ShownMarks:  # fmt: skip
-        """Have readers go by what is shown, beginning where they are. For a writer that has recovered, before it moves a mark.
+        """Make readers go by what is shown, beginning at their present end.
+
+        For a writer that has recovered, before it moves a mark.
 
         Args:
             files: the file system.
             folder: the stream's.
             marks: the writer's, locked.
-            empty: a mark of each shard, of which stream and writer count, and how many shards there are.
+            empty: a mark of each shard, for its stream, its writer, and the number of shards.
             recovered: what recovery found.
             acks: the stream's level.
 
@@ -89,7 +95,8 @@ class ShownMarks:
         ]
         group = min((mark.group for mark in there), default=GroupNumber(0))
         upto = common_cut(there)
-        # A mark that is lost, of a shard that has records, leaves nothing to begin with: nothing is shown before the level holds.
+        # If the mark of a shard with records is lost, there is no start to begin from: nothing is
+        # shown until the level is reached.
         lost = any(known[shard] is None and recovered.shards[shard].end_offset > 0 for shard in marks)
         begun: dict[ShardId, DurableMark] = {}
         for shard, mark in known.items():
@@ -101,7 +108,7 @@ class ShownMarks:
                     persisted_upto=Seq(0 if dropped is None else dropped.seq) if lost else upto,
                 )  # fmt: skip
             elif mark.writer == NOBODY:
-                # Nothing of it was shown while the log was a follower's.
+                # Nothing of it was shown while the log belonged to a follower.
                 begun[shard] = replace(
                     empty[shard], base_offset=mark.base_offset, byte_end=mark.byte_end, durable_offset=mark.base_offset,
                     group=group, persisted_upto=upto if there else mark.persisted_upto,
@@ -114,14 +121,17 @@ class ShownMarks:
         return own
 
     def add(self, shard: ShardId, mark_file: MarkFile, mark: DurableMark) -> None:
-        """A shard that was begun: empty, and shown as that."""
+        """Add a shard that was begun: empty, and shown as empty."""
         with self._lock:
             mark = replace(mark, group=self.group, persisted_upto=self.persisted_upto)
             mark_file.move_shown(self._said(mark), anchor=True)
             self._files[shard], self._marks[shard] = mark_file, mark
 
     def hide(self, marks: Mapping[ShardId, DurableMark]) -> None:
-        """The marks of what is durable were moved: to a group, or of the newest one to another segment. `OSError` where the disk fails."""
+        """Take marks of what is durable, moved to a new group, or to another segment for the newest group.
+
+        Raises `OSError` if the disk fails.
+        """
         group = next(iter(marks.values())).group
         with self._lock:
             if self._hidden and self._hidden[-1].group == group:
@@ -132,7 +142,10 @@ class ShownMarks:
             self._hidden.append(_Hidden(group, marks))
 
     def show(self, group: GroupNumber) -> bool:
-        """Show what is hidden up to a group; whether there was any. `OSError` where the disk fails: nothing more can be shown."""
+        """Show what is hidden up to a group; return whether there was any.
+
+        Raises `OSError` if the disk fails: nothing more can be shown.
+        """
         with self._lock:
             count = next((i for i, one in enumerate(self._hidden) if one.group > group), len(self._hidden))
             if not count or self._closed:
@@ -148,14 +161,14 @@ class ShownMarks:
         return bool(self._hidden)
 
     def thin(self, below: GroupNumber) -> None:
-        """Keep every other group of many; `below` is the first one that somebody waits for."""
+        """Drop every other of many hidden groups below `below`, the first that an append waits for."""
         with self._lock:
             if len(self._hidden) > HIDDEN_MAX:
                 last = len(self._hidden) - 1
                 self._hidden = [one for i, one in enumerate(self._hidden) if i % 2 or i == last or one.group >= below]
 
     def close(self) -> None:
-        """Show nothing more: the marks are closed, or somebody else's."""
+        """Show nothing more: the marks are closed, or another writer's."""
         with self._lock:
             self._closed = True
 
@@ -166,7 +179,7 @@ class ShownMarks:
         if self._closed:
             return
         newest = next(iter(marks.values()))
-        # A shard that was begun later than the group goes along as it was.
+        # A shard begun later than the group moves with it, unchanged.
         all_of_them = {
             shard: marks.get(shard) or replace(mark, group=newest.group, persisted_upto=newest.persisted_upto)
             for shard, mark in self._marks.items()
@@ -182,7 +195,10 @@ class ShownMarks:
 
 
 def show_all(files: Files, folder: str, marks: Mapping[ShardId, MarkFile]) -> None:
-    """Have readers go by what is durable, where they went by something else. For a writer that has moved its marks. `OSError` where the disk fails."""
+    """Make readers go by what is durable, if they went by what is shown. For a writer that has moved its marks.
+
+    Raises `OSError` if the disk fails.
+    """
     for shard, mark_file in marks.items():
         shown = read_shown(files, shard_folder(folder, shard))
         if shown is not None and shown.required:

@@ -1,8 +1,8 @@
-"""Those who wait for the log's writer, and how each kind of them is told what became of what it handed over.
+"""Callers that wait for the log's writer, and how each kind of caller receives its result.
 
-A thread sleeps on a lock of its own; whoever asked for a future has one; a task awaits a future of its event loop. Waking costs
-more than appending a small row, so it is done once for all that can be woken together: a group's answers reach each event
-loop in one call.
+A thread sleeps on a lock of its own; a caller that asked for a future has one; a task awaits a
+future of its event loop. A wake-up costs more than appending a small row, so wake-ups are batched:
+a group's results reach each event loop in one call.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from millstream.model.replication import AckLevel
 logger = logging.getLogger("millstream.wal")
 
 Outcome: TypeAlias = Ack | Exception
-"""What became of it. All that failed together get one error, the same object."""
+"""Result of a submission. Submissions that fail together share one error object."""
 
 
 class Waiting:
-    """One submission and whoever waits for it. `begin` and `end` are called once each, in this order, by one thread.
+    """One submission and its caller. One thread calls `begin` and `end`, once each, in this order.
 
-    One is made for every append: kinds set all fields themselves, since a call of `super` costs as much as the rest.
+    One is made for every append: subclasses set all fields directly, since a call of `super` costs
+    as much as the rest.
     """
 
     __slots__ = ("ops", "size_bytes")
     ops: Submitted
     size_bytes: int
     level: AckLevel | None = None
-    """Where it has to be before it is acknowledged, where that isn't this machine alone: a subclass's, so that nobody else pays for it."""
+    """Level that it waits for beyond this machine. Only subclasses have it, so that other appends don't pay for it."""
     until_s: float | None = None
-    """By `time.monotonic`, how long it waits for that; None: for as long as it takes."""
+    """Time by `time.monotonic` until which it waits for the level; None: without a limit."""
 
     def begin(self) -> bool:
-        """Whether it is still wanted. If so, it can't be taken back any more."""
+        """Return whether the caller still wants it. From then on, it can't be cancelled."""
         return True
 
     def end(self, outcome: Outcome) -> None:
-        """Tell it."""
+        """Deliver the result to the caller."""
         raise NotImplementedError
 
 
 class ThreadWaiter(Waiting):
-    """A thread waits, in `wait`. A tenth of what a future costs."""
+    """A thread waits, in `wait`. Costs a tenth of a future."""
 
     __slots__ = ("_done", "_outcome")
 
@@ -67,7 +68,7 @@ class ThreadWaiter(Waiting):
         self._done.release()
 
     def wait(self) -> Ack:
-        """The ack, or the error raised. By one thread, once."""
+        """Return the ack, or raise the error. One thread calls it, once."""
         self._done.acquire()
         outcome = self._outcome
         if isinstance(outcome, Ack):
@@ -77,7 +78,7 @@ class ThreadWaiter(Waiting):
 
 
 class FutureWaiter(Waiting):
-    """A future was given out; cancelled before it begins, the submission isn't written."""
+    """A future was given out. If it is cancelled before `begin`, the submission isn't written."""
 
     __slots__ = ("future",)
 
@@ -91,20 +92,24 @@ class FutureWaiter(Waiting):
         return self.future.set_running_or_notify_cancel()
 
     def end(self, outcome: Outcome) -> None:
-        """End the future. What a callback of it raises is logged and stops nobody, as the future does with an `Exception`."""
+        """End the future.
+
+        An error of one of its callbacks is logged and stops no other submission, as the future does
+        for an `Exception`.
+        """
         try:
             if isinstance(outcome, Ack):
                 self.future.set_result(outcome)
             else:
                 self.future.set_exception(outcome)
-        except (CancelledError, SystemExit, GeneratorExit):  # a callback's: the writer's thread would end by it
+        except (CancelledError, SystemExit, GeneratorExit):  # a callback's: it would end the writer's thread
             logger.exception("a callback of an append's future failed")
 
 
 class TaskWaiter(Waiting):
-    """A task awaits `future`, which cancelling the task cancels: before it begins, the submission isn't written.
+    """A task awaits `future`; cancelling the task cancels it. If that is before `begin`, the submission isn't written.
 
-    Made by a task of `loop`; `begin` and `end` are for any other thread.
+    A task of `loop` makes it; any other thread calls `begin` and `end`.
     """
 
     __slots__ = ("future", "loop")
@@ -120,30 +125,30 @@ class TaskWaiter(Waiting):
         return not self.future.cancelled()  # one read of a field that only the loop's thread changes
 
     def end(self, outcome: Outcome) -> None:
-        """Wake the task; see `answer` for many."""
+        """Wake the task; `answer` wakes many at once."""
         _tell(self.loop, [(self, outcome)])
 
 
 class BlockedAtLevel(ThreadWaiter):
-    """As `ThreadWaiter`, until others have it, too."""
+    """As `ThreadWaiter`, but waits until other machines have it too."""
 
     __slots__ = ("level", "until_s")
 
 
 class PromisedAtLevel(FutureWaiter):
-    """As `FutureWaiter`, likewise."""
+    """As `FutureWaiter`, but waits until other machines have it too."""
 
     __slots__ = ("level", "until_s")
 
 
 class AwaitedAtLevel(TaskWaiter):
-    """As `TaskWaiter`, likewise."""
+    """As `TaskWaiter`, but waits until other machines have it too."""
 
     __slots__ = ("level", "until_s")
 
 
 def answer(outcomes: Iterable[tuple[Waiting, Outcome]]) -> None:
-    """End all, in order; each event loop is called once."""
+    """End all submissions, in order; each event loop is called once."""
     of_loops: dict[asyncio.AbstractEventLoop, list[tuple[TaskWaiter, Outcome]]] = {}
     for waiting, outcome in outcomes:
         if not isinstance(waiting, TaskWaiter):
@@ -157,16 +162,16 @@ def answer(outcomes: Iterable[tuple[Waiting, Outcome]]) -> None:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, outcomes: list[tuple[TaskWaiter, Outcome]]) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody awaits there any more
+    with suppress(RuntimeError):  # the loop is closed, so no task awaits there
         loop.call_soon_threadsafe(_settle, outcomes)
 
 
 def _settle(outcomes: list[tuple[TaskWaiter, Outcome]]) -> None:
-    """In the loop's own thread."""
+    """End the futures; runs in the loop's own thread."""
     for waiting, outcome in outcomes:
         future = waiting.future
         if future.done():
-            continue  # cancelled after it began: written, and nobody asks
+            continue  # cancelled after it began: written, but no caller waits
         if isinstance(outcome, Ack):
             future.set_result(outcome)
         else:

@@ -1,10 +1,13 @@
 """The writer of a stream's shards: group commit without a timer.
 
-Callers queue; one thread takes what has waited while the last fsync ran as the next commit group, and starts on it at once
-when that fsync has returned. A caller of `append` who finds nothing waiting and nobody writing writes its group itself: that
-saves two changes of threads, and the rows' way from one core's cache to another's. What a group goes through is `commit`'s,
-the queue and its bounds are `queue`'s, and how callers are told `answers`'; who asks for more than this machine waits in `levels`. Durable before
-readable, durable before acknowledged, always.
+Callers queue. One thread takes what queued during the last fsync as the next commit group, and
+starts it as soon as that fsync returns. If a caller of `append` finds an empty queue and an idle
+writer, it writes its own group: that saves two thread switches and moving the rows from one core's
+cache to another's.
+
+`commit` has the steps of a group, `queue` the queue and its bounds, `waiters` the ways to answer
+callers. Callers that ask for more than this machine wait in `ack_levels`. Durable before readable,
+durable before acknowledged, always.
 """
 
 from __future__ import annotations
@@ -56,9 +59,9 @@ __all__ = ["LogOptions", "LogWriter", "WriterStats"]
 _ONLY_REGION: Final = RegionId(0)
 _FIRST_WRITER: Final = WriterId(1)
 _SUBMISSION_BYTES: Final = 1024
-"""What a submission holds beside its rows: itself, its answer, and who waits for that."""
+"""Bytes that a submission holds apart from its rows: the submission, its result, and its waiter."""
 _OPEN_HERE: Final[weakref.WeakSet[LogWriter]] = weakref.WeakSet()
-"""This process's: a fork's child has none of them."""
+"""The open writers of this process. A forked child has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +74,18 @@ class WriterStats:
     bytes_written: int
     queued_bytes: int
     recovered_cut_bytes: int
-    """What recovery cut off at the open."""
+    """Bytes that recovery cut off at the open."""
     acks: str
-    """The stream's level."""
+    """The stream's acknowledgement level."""
     awaited: Awaiting
-    """What is durable here, and isn't acknowledged before others have it."""
+    """Submissions that are durable here and wait for other machines before they are acknowledged."""
 
 
 class LogWriter:
-    """Appends to all shards of one writer; see `ports.LogAppender`. Made by `open`.
+    """Appends to all shards of one writer; see `ports.LogAppender`. `open` makes one.
 
-    Concurrency: any number of threads may call anything. A forked child's copy is closed (`WriterClosed`): the parent writes on.
+    Concurrency: any thread may call any method. In a forked child the copy is closed
+    (`WriterClosed`); the parent keeps writing.
     """
 
     def __init__(
@@ -98,14 +102,14 @@ class LogWriter:
         self._stream = stream
         self._options = options
         self._writing = threading.Lock()
-        """Held by the thread that writes: taken before anything is taken off the queue."""
+        """Held by the thread that writes, and acquired before it takes anything off the queue."""
         self._shards = committer.shards
         self._may_write = threading.Event()
-        """Not set while somebody waits to change the shards: a busy writer would never let go of `_writing`."""
+        """Cleared while a caller waits to change the shards: a busy writer would never release `_writing` to it."""
         self._may_write.set()
         self._era = 0
         self._place_anew: Callable[[WriteOps], WriteOps] | None = None
-        """What to do about operations that were placed under another era's ring, once there is one."""
+        """Places operations again that were placed under another era's ring; None before the first era."""
         self._delays = options.group_commit_delay_s > 0
         self._commits = committer if keyed is None else keyed
         self._queue = self._empty_queue()
@@ -142,26 +146,29 @@ class LogWriter:
         """Take the shards' locks, recover, and begin a new segment on each.
 
         Args:
-            folder: `data/wal/<stream>`; made where it isn't there.
+            folder: `data/wal/<stream>`; made if it doesn't exist.
             stream: the stream's identity.
-            shards: all shards of this writer; those that lie in the folder already are opened too.
-            epoch: greater than that of any writer before.
-            reservations: the durable store of reserved numbers, of a stream that this writer owns; or the numbers that it shares with
-                other writers of the stream.
+            shards: all shards of this writer; shards already in the folder are opened too.
+            epoch: greater than that of any earlier writer.
+            reservations: the durable store of reserved numbers, if this writer owns the stream; or
+                the numbers that it shares with other writers of the stream.
             files: the file system.
             clock: for ages and creation times.
             options: sizes and bounds.
-            region: of the shards.
-            writer: who writes.
-            sessions: when sessions of applications are forgotten; None: none are known, and operations with `WriteOps.keys` refused.
-            high_water: tells what other machines hold; None: nobody does, and only the level `local` is known.
+            region: the region of the shards.
+            writer: this writer's id.
+            sessions: when application sessions expire; None: no sessions, and operations with
+                `WriteOps.keys` are refused.
+            high_water: reports what other machines hold; None: only the level `local` is available.
 
         Raises:
-            AckLevelUnavailable: `options` ask for more than this machine, of one of several writers or without `high_water`.
+            AckLevelUnavailable: `options` ask for more than this machine, but there are several
+                writers or no `high_water`.
             ShardLocked: another process writes one of the shards.
-            ShardTaken: one of them is another writer's.
+            ShardTaken: one of the shards belongs to another writer.
             SequenceUnusable: the shared store can't be right for this log.
-            CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch: see `recover`; nothing was changed.
+            CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch: see `recover`; nothing was
+                changed.
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
         """
         options = LogOptions() if options is None else options
@@ -199,7 +206,7 @@ class LogWriter:
         return waiting.future
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
-        """Append and return once durable; raises what `submit`'s future would end with."""
+        """Append and return once durable; raises the error that `submit`'s future would end with."""
         self._check_shards(ops)
         if acks is not None or self._levels.is_asked:
             raised = self._levels.raised(BlockedAtLevel(ops, _held_bytes(ops)), acks, deadline_s)
@@ -234,12 +241,15 @@ class LogWriter:
         return self._committer.reached
 
     def settled(self) -> Future[Ack] | None:
-        """None where all that is durable is held as the stream's level says; else a future that ends when it is. See `ports.LogAppender.settled`."""
+        """Return a future that ends once everything durable is held as the stream's level requires.
+
+        None if it already is. See `ports.LogAppender.settled`.
+        """
         shown = self._committer.shown
         return self.submit(NOTHING) if shown is not None and shown.hides else None
 
     def is_written(self) -> bool:
-        """Whether all that was submitted is durable here, or failed; see `ports.LogAppender.is_written`."""
+        """Return whether everything submitted is durable here or has failed; see `ports.LogAppender.is_written`."""
         if not self._writing.acquire(blocking=False):
             return False
         try:
@@ -248,14 +258,14 @@ class LogWriter:
             self._writing.release()
 
     def persisted_upto(self) -> Seq:
-        """Every number up to it is durable or will never be."""
+        """Greatest number such that every number up to it is durable or never will be."""
         return self._committer.persisted_upto
 
     def shown_upto(self) -> Seq:
-        """The greatest number known up to which any reader may read; among several writers it is the slowest one's position."""
+        """Return the number up to which any reader may read; with several writers, the slowest one's position."""
         if not self._committer.is_shared:
             return self._committer.persisted_upto
-        # Others' marks, readable or not, refuse no append that is durable.
+        # If other writers' marks can't be read, the append still succeeds: it is durable.
         with suppress(MillstreamError, OSError):
             self._seen_upto = max(self._seen_upto, self._shown_upto())
         return self._seen_upto
@@ -269,33 +279,37 @@ class LogWriter:
         return self._committer.durable_offset(shard)
 
     def hear(self, time: HybridTime, *, name: str = "") -> None:
-        """Take in another region's time: what is appended from here on is later, whatever this machine's clock says.
+        """Observe another region's time: later appends get a later time, whatever this machine's clock shows.
 
         Args:
-            time: of what has come from there.
-            name: the other's, for the error.
+            time: the time received from that region.
+            name: the region's name, for the error.
 
         Raises:
-            ClockSkew: its clock is too far ahead of this one; nothing was taken in.
+            ClockSkew: that region's clock is too far ahead of this one; the time was ignored.
         """
         self._committer.times.hear(time, name)
 
     def copy_sessions(self) -> None:
-        """Copy what is known of applications' writes out of the log, where that isn't much: retention keeps nothing for it then. Any thread."""
+        """Copy the session state out of the log if it is small, so that retention keeps no segments for it.
+
+        Any thread may call it.
+        """
         if self._keyed is not None:
             with self._writing:
                 self._keyed.copy_for_retention()
 
     def follow(self) -> LedgerView | None:
-        """Of a writer among several: tell the others where it stands, and let readers pass what others were given while it is idle.
+        """Report this writer's position to the other writers; while it is idle, let readers pass numbers given to them.
 
-        To be called several times a lease. While a group is being written, however long that takes, it gives a sign of life and follows nobody.
+        Call it several times a lease. While a group is being written, it only renews the lease and
+        doesn't follow the others.
 
         Returns:
-            Where all writers stand; None where this is the only one.
+            The positions of all writers; None if this is the only one.
 
         Raises:
-            StaleEpoch: another one has taken over; nothing more is taken.
+            StaleEpoch: another incarnation has taken over; this writer takes nothing more.
             CatalogError, CatalogBusy: the store can't be asked now.
         """
         if not self._writing.acquire(blocking=False):
@@ -313,23 +327,26 @@ class LogWriter:
         place_anew: Callable[[WriteOps], WriteOps],
         record: Callable[[Seq], None],
     ) -> Seq:
-        """Begin an era, in which rows are placed by another ring, at a cut between two commit groups.
+        """Begin an era, in which another ring places the rows, at a cut between two commit groups.
 
-        What is in front of the cut was placed by the ring before. What waits, or comes later though it was placed earlier, is placed anew
-        before it is written; so nobody has to be kept waiting for longer than a group takes.
+        The previous ring placed everything before the cut. The writer places again whatever is
+        still queued, or arrives later with an older placement, before it writes it. So no caller
+        waits longer than one group takes.
 
         Args:
-            shards: what the era's ring has; those that the log hasn't are begun.
-            era: its number, as entries that were placed in it bear it (`TableRows.era`).
+            shards: the shards of the era's ring; those missing from the log are begun.
+            era: its number, as in the entries placed under it (`TableRows.era`).
             place_anew: called with operations of other eras, by the thread that writes.
-            record: called with the cut, while nothing is written: the era is in force when it returns, and isn't when it raises.
+            record: called with the cut, while nothing is written: the era is in force if it
+                returns, and isn't if it raises.
 
         Returns:
-            The cut: what has numbers up to it lies where the ring before put it.
+            The cut: rows with numbers up to it lie where the previous ring placed them.
 
         Raises:
-            DiskFull, ShardLocked, AppendOutcomeUnknown, WriterClosed: the shards couldn't be begun; nothing was recorded.
-            Whatever `record` raises; then the era before is still in force.
+            DiskFull, ShardLocked, AppendOutcomeUnknown, WriterClosed: the shards couldn't be begun;
+                nothing was recorded.
+            Any error of `record`; the previous era is then still in force.
         """
         self._may_write.clear()
         try:
@@ -346,13 +363,16 @@ class LogWriter:
                 self._refuse_the_rest()
 
     def give_up(self, cause: MillstreamError) -> None:
-        """Take nothing more: what would be written next can't be known. For `record` of `reshard`; recovery goes on from what is durable."""
+        """Take nothing more, because the right placement of the next rows is unknown.
+
+        For `record` of `reshard`. Recovery continues from what is durable.
+        """
         if self._committer.failure is None:
             self._committer.failure = WriterClosed(f"the log's writer gave up: {cause.message}")
             self._committer.failure.__cause__ = cause
 
     def _in_force(self, ops: Submitted) -> Submitted:
-        """Operations as the era in force places them."""
+        """Return the operations as the era in force places them."""
         if self._place_anew is None or not isinstance(ops, WriteOps):
             return ops
         if all(table.era in {0, self._era} for table in ops.tables):
@@ -364,7 +384,7 @@ class LogWriter:
         return self._shards
 
     def failure(self) -> MillstreamError | None:
-        """Why the writer takes no more; None while it does, and after a plain `close`."""
+        """Reason why the writer takes no more; None while it does, and after a plain `close`."""
         return self._committer.failure
 
     def stats(self) -> WriterStats:
@@ -382,16 +402,17 @@ class LogWriter:
         )
 
     def ends_as(self, why: str, *, goes_on: bool = False) -> None:
-        """Say, before `close`, why it comes: who waits for other machines then, and isn't waited for any longer, is told.
+        """Set, before `close`, the reason given to callers that still wait for other machines when the wait ends.
 
         Args:
             why: as the end of a sentence.
-            goes_on: another process of this machine writes the log from here on: whoever has a deadline goes on waiting until that, and `close` waits for nobody.
+            goes_on: another process of this machine continues the log: callers with a deadline keep
+                waiting until it, and `close` waits for none of them.
         """
         self._levels.ends_as(why, goes_on=goes_on)
 
     def close(self) -> None:
-        """Write what waits, seal, and give up the locks. After a failure the files are left as they are."""
+        """Write what is queued, seal, and release the locks. After a failure the files are left as they are."""
         self._queue.end()
         self._thread.join()
 
@@ -402,19 +423,24 @@ class LogWriter:
         self.close()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: the files are the parent's, and no lock may live on here that the parent has given up."""
+        """Detach a forked child.
+
+        The files belong to the parent, and the child must not keep a lock that the parent has
+        released.
+        """
         self._committer.leave_to_parent()
-        # Threads that aren't here may have held its locks.
+        # Threads that don't exist in the child may have held the locks.
         self._queue, self._writing, self._may_write = self._empty_queue(), threading.Lock(), threading.Event()
         self._may_write.set()
         self._queue.abandon(self._committer.failure)
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
-        """What the durable log has of an application's session, once that is held as the stream's level says.
+        """Return the durable log's state of an application's session, once it is held as the stream's level requires.
 
         Raises:
-            SessionsNeedOneWriter: this writer knows none.
-            NotEnoughReplicas: the level doesn't hold for it, and didn't until the deadline: what wasn't acknowledged would pass for written.
+            SessionsNeedOneWriter: this writer keeps no sessions.
+            NotEnoughReplicas: the level wasn't reached by the deadline: unacknowledged writes would
+                look written.
         """
         if self._keyed is None:
             raise _no_sessions()
@@ -448,7 +474,10 @@ class LogWriter:
             self._refuse_the_rest()
 
     def _write(self) -> None:
-        """Commit what waits, up to a group; roll the segments. What was cancelled meanwhile isn't written."""
+        """Commit what is queued, up to a group's bound, and roll the segments.
+
+        Submissions cancelled by then aren't written.
+        """
         group = [waiting for waiting in self._queue.take() if waiting.begin()]
         if group:
             self._commit(group)
@@ -473,7 +502,7 @@ class LogWriter:
             self._refuse_the_rest()
 
     def _commit(self, group: Sequence[Waiting]) -> None:
-        """One commit group. Every submission is answered, whatever happens."""
+        """Commit one group. Every submission is answered, whatever happens."""
         fits = follow([waiting.ops for waiting in group], self._committer.reached)
         if not all(fits):
             answer((waiting, _out_of_order()) for waiting, fit in zip(group, fits, strict=True) if not fit)
@@ -493,7 +522,10 @@ class LogWriter:
             self._levels.tell(group, acks)
 
     def _commit_without_invalid(self, group: Sequence[Waiting], error: InvalidValue) -> None:
-        """Values of somebody's aren't of their columns' types, and nothing was written: the others are."""
+        """Refuse the submissions with values that don't fit their columns' types, and commit the others.
+
+        Nothing was written before.
+        """
         fine, refused = [], []
         for waiting in group:
             try:
@@ -507,7 +539,7 @@ class LogWriter:
             self._commit(fine)
 
     def _refuse_the_rest(self) -> None:
-        """The writer takes no more: nothing of what still waits was written."""
+        """Refuse what is still queued: the writer takes no more, and none of it was written."""
         failure = self._committer.failure
         left = [waiting for waiting in self._queue.abandon(failure) if waiting.begin()]
         error = WriterClosed("the log's writer failed before this was written; nothing of it was")
@@ -516,7 +548,7 @@ class LogWriter:
 
 
 def _ack_of(ack: Ack, submitted: Submitted, written: Submitted) -> Ack:
-    """The ack of what was written, for who has submitted it."""
+    """Return the ack of what was written, for the caller that submitted it."""
     return ack if written is submitted or not isinstance(written, WriteOps) else replace(ack, placed=written)
 
 
@@ -529,7 +561,7 @@ def _out_of_order() -> OutOfOrder:
 
 
 def _held_bytes(ops: Submitted) -> int:
-    """Memory that a submission holds while it waits. The rows of a spilled one aren't there."""
+    """Return the bytes that a submission holds in memory while it waits. A spilled one's rows aren't in memory."""
     return _SUBMISSION_BYTES if isinstance(ops, SpilledOp) else _SUBMISSION_BYTES + ops.size_bytes
 
 
