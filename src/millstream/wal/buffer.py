@@ -1,10 +1,11 @@
 """A write buffer of log files, the default: each shard is a log of its own, in which an operation is one record.
 
-    <folder>/buffer.json         what the buffer is: its identity, its shards, when it was made
-    <folder>/<shard:05d>/        a log as `layout` has it, of one shard, with one table: `op`, the bytes of an operation
+    <folder>/buffer.json      what the buffer is: its identity, its shards, when it was made
+    <folder>/<shard:05d>/     a log as `layout` has it, of one shard, with one table: `op`, the bytes of an operation
 
-Writing groups what waits into one write and one fsync a shard, as any log does. One process writes a shard at a time; any number read,
-anywhere the folder can be seen. Segments go by age or size, whoever still wants them: a reader that comes too late is told.
+As in any log, waiting appends are grouped into one write and one fsync per shard. One process
+writes a shard at a time; any number read it, wherever the folder is visible. Segments are dropped
+by age or size, even if a reader still needs them: it gets an error.
 """
 
 from __future__ import annotations
@@ -68,35 +69,35 @@ _EVERYTHING: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class LogBufferOptions:
-    """How a buffer of log files is kept."""
+    """Options of a buffer of log files."""
 
     folder: str
     create_shards: int | None = None
-    """Make it with so many where it isn't there; None: nothing is made."""
+    """Number of shards to make the buffer with if it doesn't exist; None: don't make it."""
     retention_age_s: float = 7 * 86400.0
-    """Segments older than this go, read or not."""
+    """Age in seconds at which segments are dropped, read or not."""
     retention_bytes: int | None = None
-    """The oldest segments of a shard go where it is larger than this; None: by age alone."""
+    """Size in bytes above which a shard's oldest segments are dropped; None: by age alone."""
     log: LogOptions = LogOptions()  # noqa: RUF009 - frozen
     op_bytes_max: int = 64 << 20
-    """Larger operations are refused."""
+    """Size in bytes above which an operation is refused."""
 
 
 class LogBuffer:
     """A client of a buffer of log files: `ports.WriteBuffer`.
 
     Args:
-        options: where it is.
+        options: its folder, bounds, and log options.
 
     Raises:
-        BufferMissing: it isn't there, and isn't to be made.
+        BufferMissing: it doesn't exist, and isn't to be made.
         BufferRefused: its folder can't be made or read.
     """
 
     def __init__(self, options: LogBufferOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
-        """Held to change what is below."""
+        """Held while the fields below change."""
         self._writers: dict[ShardId, LogWriter] = {}
         self._closed = False
         self._swept_s = time.monotonic()
@@ -109,11 +110,11 @@ class LogBuffer:
         return tuple(map(ShardId, range(int(_facts(self._options.folder)["shards"]))))
 
     def identity(self) -> str:
-        """What was drawn when the buffer was made."""
+        """Return the random identity that the buffer was made with."""
         return str(_facts(self._options.folder)["identity"])
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
-        """See `ports.BufferWriting.submit`; `BufferUnavailable` too where another process writes the shard."""
+        """See `ports.BufferWriting.submit`; raises `BufferUnavailable` also if another process writes the shard."""
         data = encode_op(op)
         if len(data) > self._options.op_bytes_max:
             raise RowsTooLarge(
@@ -125,7 +126,7 @@ class LogBuffer:
         return self.submit_bytes(shard, data, deadline_s=deadline_s)
 
     def submit_bytes(self, shard: ShardId, data: bytes, *, deadline_s: float | None = None) -> Future[BufferMeta]:
-        """As `submit`, of what is encoded already; whether it is an operation shows when it is read."""
+        """As `submit`, for bytes that are encoded already; only a reader finds out whether they are an operation."""
         writer = self._writer(shard)
         stored = writer.submit(
             AppendOp(_SCHEMA, ((data,),), commit_ts_us=time.time_ns() // 1000), deadline_s=deadline_s
@@ -171,7 +172,8 @@ class LogBuffer:
             shards = list(self._writers)
         give_up_s = None if deadline_s is None else time.monotonic() + deadline_s
         for shard in shards:
-            # What waits was submitted before: an empty append behind it has its answer last.
+            # Waiting operations were submitted earlier, so an empty append after them is
+            # acknowledged last.
             with self._lock:
                 writer = self._writers.get(shard)
             left_s = None if give_up_s is None else max(0.0, give_up_s - time.monotonic())
@@ -191,7 +193,7 @@ class LogBuffer:
         return LogBufferReader(self._options.folder, shard, self.identity())
 
     def sweep(self) -> None:
-        """Let go of segments that are too old or too many, on the shards that this process writes."""
+        """Drop segments that are too old or too many, on the shards that this process writes."""
         own = self._options
         size = _EVERYTHING if own.retention_bytes is None else own.retention_bytes
         with self._lock:
@@ -200,7 +202,7 @@ class LogBuffer:
             drop_segments(_folder(own.folder, shard), Retention(), Bounds(own.retention_age_s, size, size))
 
     def close(self) -> None:
-        """Write what waits, and take no more."""
+        """Write what is queued, and take nothing more."""
         with self._lock:
             self._closed = True
             writers, self._writers = self._writers, {}
@@ -225,7 +227,7 @@ class LogBuffer:
             raise unknown_shard(self._options.folder, shard, shards)
 
     def _writer(self, shard: ShardId) -> LogWriter:
-        """The shard's, opened where it isn't, or anew where it has failed."""
+        """Return the shard's writer; open it if it isn't open, or again if it has failed."""
         self._check(shard, self._shards)
         with self._lock:
             if self._closed:
@@ -252,7 +254,8 @@ class LogBuffer:
                     options=self._options.log,
                 )
             except StaleEpoch as error:
-                # The lock was ours: nobody newer writes, the log knows of a writer before.
+                # The lock was ours, so no newer writer exists: the epoch in the log is an earlier
+                # writer's.
                 if error.details.get("epoch", 0) < epoch:
                     raise
                 epoch = Epoch(error.details["epoch"] + 1)
@@ -272,7 +275,7 @@ class LogBufferReader(PlacedReader):
         self._identity = identity
         self._reader = StreamReader(_folder(folder, shard))
         self._fetched: list[BufferItem] = []
-        """Behind the place, the next one last."""
+        """Fetched items after the current position, the next one last."""
         self.seek_earliest()
 
     def next_item(self, wait_s: float) -> BufferItem | None:
@@ -301,11 +304,11 @@ class LogBufferReader(PlacedReader):
         self._fetched.clear()
 
     def close(self) -> None:
-        """Forget what was fetched."""
+        """Drop what was fetched."""
         self._fetched.clear()
 
     def _fetch(self) -> None:
-        """Get what one frame holds at the place and behind it."""
+        """Fetch the items of one frame, from the current position on."""
         self._check_identity()
         try:
             found = next(self._reader.read(FIRST_SHARD, Offset(self._place)), None)
@@ -339,17 +342,17 @@ class LogBufferReader(PlacedReader):
 
 
 class _Unreserved:
-    """`ports.SeqReservations` of a log whose numbers nobody looks at: what its frames tell of is enough."""
+    """`ports.SeqReservations` of a log whose numbers no one uses: what its frames record is enough."""
 
     def __init__(self) -> None:
         self._reserved = Seq(0)
 
     def reserved(self) -> Seq:
-        """The greatest one of this process's."""
+        """Return the greatest reservation of this process."""
         return self._reserved
 
     def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:  # noqa: ARG002 - the shard's lock fences
-        """Remember it."""
+        """Keep the reservation in memory."""
         self._reserved = max(self._reserved, seq)
 
 
@@ -372,7 +375,7 @@ def _facts(folder: str) -> dict[str, Any]:
 
 
 def _create(folder: str, shards: int) -> None:
-    """Make the buffer where it isn't there: whole or not at all, so that any number may do so at a time."""
+    """Make the buffer if it doesn't exist: whole or not at all, so that any number of processes may do so at a time."""
     target, mine = f"{folder}/{_FACTS}", f"{folder}/{_FACTS}.{uuid4().hex}"
     files = RealFiles()
     try:
@@ -389,7 +392,7 @@ def _create(folder: str, shards: int) -> None:
         try:
             os.link(mine, target)
         except FileExistsError:
-            return  # somebody else was faster
+            return  # another process was faster
         finally:
             files.remove(mine)
             files.sync_dir(folder)

@@ -1,6 +1,7 @@
 """The real file system behind `ports.Files`, and the system's clock.
 
-Every byte of the log goes through this seam, so that tests can play every crash (`millstream.testing.files`).
+Every byte of the log passes through this interface, so that tests can replay every crash
+(`millstream.testing.files`).
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from millstream.ports import WritableFile
 from millstream.private_files import make_folder, open_private
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers of a disk that is full, or full for this user."""
+"""Error numbers of a full disk, or of one that is full for this user."""
 _SINCE_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 UNREADABLE: Final = frozenset({errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)})
-"""Error numbers of a page that the disk can't give back, or whose checksum fails in the file system."""
+"""Error numbers of a page that the disk can't return, or whose checksum fails in the file system."""
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _IOV_MAX: Final = 1024
-"""Buffers that one pwritev takes on Linux and macOS."""
+"""Most buffers in one pwritev on Linux and macOS."""
 
 
 def is_refused(error: BaseException) -> TypeGuard[OSError]:
-    """Whether it says that this user may not do something."""
+    """Return whether the error means that this user lacks a permission."""
     return isinstance(error, OSError) and error.errno in _REFUSED
 
 
 def as_told(error: OSError) -> MillstreamError:
-    """The error of the tree for one of the operating system's, with the path that it names."""
+    """Return this project's error for one of the operating system's, with the path that it names."""
     path = None if error.filename is None else os.fspath(error.filename)
     where = "" if path is None else f"{path if isinstance(path, str) else os.fsdecode(path)}: "
     message = f"{where}{error.strerror or error}"
@@ -55,19 +56,19 @@ def as_told(error: OSError) -> MillstreamError:
 
 
 def _is_readable(path: str) -> bool:
-    """Whether this user may read what lies at a path; if nothing is there, the folder above it."""
+    """Return whether this user may read what is at a path; if nothing is there, the folder above it."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     return os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0))
 
 
 def _naming(error: OSError, path: str) -> OSError:
-    """The same error with a path, which a call on a descriptor doesn't name."""
+    """Return the same error with a path, which a call on a descriptor lacks."""
     return error if error.filename is not None else OSError(error.errno, error.strerror, path)
 
 
 def check_is_at(file: WritableFile, path: str) -> None:
-    """Raise an OSError if a path no longer names an open file: what is written to that file is gone when it is closed."""
+    """Raise an OSError if a path no longer names an open file: what is written to that file is lost on close."""
     if not file.is_at(path):
         raise FileNotFoundError(errno.ENOENT, "the file was removed or replaced while its writer had it open", path)
 
@@ -79,13 +80,13 @@ class RealFile:
         self._descriptor = descriptor
 
     def pwrite(self, data: bytes | memoryview, position: int) -> None:
-        """Write all of it."""
+        """Write all bytes."""
         written = os.pwrite(self._descriptor, data, position)
         if written < len(data):
             self.pwritev([memoryview(data)[written:]], position + written)
 
     def pwritev(self, buffers: Sequence[bytes | memoryview], position: int) -> None:
-        """Write all of them, however many system calls it takes."""
+        """Write all buffers, with as many system calls as it takes."""
         views = [view for buffer in buffers if (view := memoryview(buffer).cast("B")).nbytes]
         while views:
             written = os.pwritev(self._descriptor, views[:_IOV_MAX], position)
@@ -99,14 +100,14 @@ class RealFile:
                 views[0] = views[0][written:]
 
     def sync(self) -> None:
-        """fdatasync; on macOS F_FULLFSYNC, since fsync there leaves the bytes in the drive's cache."""
+        """Call fdatasync; on macOS F_FULLFSYNC, since fsync there leaves the bytes in the drive's cache."""
         if sys.platform == "darwin":
             fcntl.fcntl(self._descriptor, fcntl.F_FULLFSYNC)
         else:
             os.fdatasync(self._descriptor)
 
     def truncate(self, size: int) -> None:
-        """Set the length."""
+        """Set the file's length."""
         os.ftruncate(self._descriptor, size)
 
     def allocate(self, size: int) -> None:
@@ -117,7 +118,7 @@ class RealFile:
             os.ftruncate(self._descriptor, size)
 
     def lock(self) -> bool:
-        """Take the file's lock for this process, until close or death; False where somebody else holds it."""
+        """Take the file's lock for this process, until close or death; return False if another holds it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -125,18 +126,22 @@ class RealFile:
         return True
 
     def is_at(self, path: str) -> bool:
-        """Whether the path names this very file."""
+        """Return whether the path names this very file."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
             return False
 
     def size(self) -> int:
-        """The length now."""
+        """Return the current length."""
         return os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        """Close; closing twice is fine, also by two threads: the number may be another file's by then."""
+        """Close the file.
+
+        A second close is a no-op, also from another thread: the descriptor may be another file's by
+        then.
+        """
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -146,7 +151,7 @@ class RealFiles:
     """`ports.Files` of the operating system."""
 
     def create(self, path: str) -> RealFile:
-        """Make a new file; `FileExistsError` where there is one."""
+        """Make a new file; raises `FileExistsError` if there is one."""
         return RealFile(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
     def open_write(self, path: str) -> RealFile:
@@ -154,17 +159,18 @@ class RealFiles:
         return RealFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
-        """Bytes at a position; fewer at the end of the file.
+        """Return bytes from a position; fewer at the end of the file.
 
-        Raises `UnreadableBytes` where the disk can't give them back, `HomeUnreadable` where this user may not read the file,
-        `UnexpectedFile` where it is a folder.
+        Raises `UnreadableBytes` if the disk can't return them, `HomeUnreadable` if this user may
+        not read the file, `UnexpectedFile` if it is a folder.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except PermissionError as error:
             raise as_told(error) from error
         try:
-            # A length may come from damaged bytes: memory is taken for what is there, not for what is asked for.
+            # A length may come from damaged bytes, so memory is taken for the bytes that exist, not
+            # for the length asked for.
             left = os.fstat(descriptor).st_size - position
             wanted = left if length is None else min(length, left)
             pieces: list[bytes] = []
@@ -189,26 +195,26 @@ class RealFiles:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def size(self, path: str) -> int:
-        """The file's length."""
+        """Return the file's length."""
         return os.stat(path).st_size
 
     def listdir(self, path: str) -> list[str]:
-        """Names in a folder, sorted."""
+        """Return the names in a folder, sorted."""
         try:
             return sorted(os.listdir(path))
         except PermissionError as error:
             raise as_told(error) from error
 
     def is_folder(self, path: str) -> bool:
-        """Whether it is a folder."""
+        """Return whether the path is a folder."""
         return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether anything has that name."""
+        """Return whether the path exists."""
         return os.path.exists(path)
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic; replaces `new`."""
+        """Rename atomically; replaces `new`."""
         os.replace(old, new)
 
     def remove(self, path: str) -> None:
@@ -216,11 +222,11 @@ class RealFiles:
         os.unlink(path)
 
     def makedirs(self, path: str) -> None:
-        """Make a folder and those above it."""
+        """Make a folder and its missing parents."""
         make_folder(path)
 
     def sync_dir(self, path: str) -> None:
-        """Make the folder's names durable."""
+        """Make the names in a folder durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -228,7 +234,7 @@ class RealFiles:
             os.close(descriptor)
 
     def disk_usage(self, path: str) -> tuple[int, int]:
-        """(used, in all), as `df` tells them: blocks that only root may use count as neither."""
+        """Return (used bytes, all bytes) as `df` shows them: blocks reserved for root count as neither."""
         try:
             stat = os.statvfs(path)
         except OSError as error:
@@ -241,13 +247,16 @@ class SystemClock:
     """`ports.Clock` of the operating system."""
 
     def now_ns(self) -> int:
-        """Wall clock."""
+        """Return the wall-clock time."""
         return time.time_ns()
 
     def monotonic_ns(self) -> int:
-        """Never steps back; a lease runs out while the machine sleeps, so that time counts too."""
+        """Return a time that never steps back.
+
+        It counts time asleep, because a lease runs out while the machine sleeps.
+        """
         return time.clock_gettime_ns(_SINCE_BOOT)
 
     def sleep(self, seconds: float) -> None:
-        """Return after that much time."""
+        """Sleep for that many seconds."""
         time.sleep(seconds)

@@ -1,6 +1,6 @@
-"""What lies where in a shard, for readers: frames of sealed segments from their footers, of the open one by its heads.
+"""Index of a shard's frames, for readers: from footers of sealed segments, and from heads in the open one.
 
-Only the folder is needed. How far to look is the caller's to say, by a mark; what lies behind is never touched.
+It needs only the folder. The caller sets the end by a mark; nothing after the mark is touched.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ OnDamage: TypeAlias = Callable[[CorruptWal], None]
 _Read: TypeAlias = Callable[[int, int], bytes]
 _Tail = TypeVar("_Tail", SegmentFooter, SegmentTotals)
 HEADS_AHEAD_BYTES: Final = 1 << 16
-"""Read-ahead where only heads are wanted: payloads longer than this are skipped over."""
+"""Read-ahead in bytes if only heads are wanted: longer payloads are skipped."""
 _CACHED_FRAMES_MAX: Final = 200_000
-"""Frames of footers kept in memory, about 100 MiB of them."""
+"""Number of footer frames kept in memory, about 100 MiB."""
 
 
 def damage(
     why: object, *, file: str, byte: int, offset_from: Offset, offset_to: Offset | None, table: TableId | None = None
 ) -> CorruptWal:
-    """The error for bytes that no crash explains.
+    """Return the error for bytes that no crash explains.
 
-    Records at offsets `[offset_from, offset_to)` can't be read for it: those of a table, where one is given; to the end with None; none
-    where the range is empty, as with a header or footer, past which a reader that is told of damage finds its way.
+    Records at offsets `[offset_from, offset_to)` can't be read because of it: those of one table if
+    `table` is given. With None as `offset_to`, the loss reaches to the end. The range is empty for
+    a header or footer: a reader with `on_damage` reads past it.
     """
     details: dict[str, Any] = {"file": file, "byte": byte, "offset_from": int(offset_from)}
     details["offset_to"] = None if offset_to is None else int(offset_to)
@@ -56,13 +57,13 @@ def damage(
 
 
 def damage_of(loss: Loss) -> CorruptWal:
-    """The error for a loss that was found by walking over a segment."""
+    """Return the error for a loss that was found by walking a segment."""
     assert loss.offset_from is not None
     return damage(loss.why, file=loss.file, byte=loss.byte, offset_from=loss.offset_from, offset_to=loss.offset_to)
 
 
 def unreadable(error: UnreadableBytes) -> CorruptWal:
-    """The error for bytes of a log's file that the disk can't give back, where nothing tells which records they held."""
+    """Return the error for unreadable bytes of a log file, if nothing shows which records they held."""
     file, byte = str(error.details["path"]), int(error.details["byte"])
     return CorruptWal(f"{file} is damaged at byte {byte}: {error.message}", file=file, byte=byte)
 
@@ -70,9 +71,9 @@ def unreadable(error: UnreadableBytes) -> CorruptWal:
 def read_header(
     files: Files, segment: SegmentFile, *, shard: ShardId | None = None, stream: StreamId | None = None
 ) -> SegmentHeader:
-    """A segment's header, which names its base offset and, if they are given, its shard and stream.
+    """Return a segment's header; it must name the segment's base offset, and the shard and stream if they are given.
 
-    Raises `CorruptWal`, `UnsupportedFormat`; `FileNotFoundError` where the file is gone.
+    Raises `CorruptWal`, `UnsupportedFormat`; `FileNotFoundError` if the file is gone.
     """
     base = segment.base_offset
     try:
@@ -87,7 +88,7 @@ def read_header(
 
 
 class SchemaPlace(NamedTuple):
-    """Where a schema frame lies, and whose it is."""
+    """Position of a schema frame, and its table."""
 
     position: int
     length: int
@@ -96,7 +97,7 @@ class SchemaPlace(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenFrames:
-    """The frames of the segment being written, as far as the mark has let us see."""
+    """The frames of the segment being written, up to the newest mark seen."""
 
     base_offset: Offset
     epoch: Epoch
@@ -109,7 +110,8 @@ class _OpenFrames:
 class ShardIndex:
     """The frames of one shard up to its mark, in order.
 
-    Every method may raise `CorruptWal`, and `FileNotFoundError` where retention has dropped a segment meanwhile.
+    Every method may raise `CorruptWal`, and `FileNotFoundError` if retention drops a segment during
+    the call.
     """
 
     def __init__(
@@ -130,24 +132,24 @@ class ShardIndex:
         self._cached_frames = 0
         self._totals: dict[Offset, SegmentTotals] = {}
         self._lost_upto: dict[Offset, Offset] = {}
-        """By the base offset of a segment that had to be walked over: the end of the last loss told of it."""
+        """End of the last loss reported, by the base offset of a segment that had to be walked."""
         self._first_group_end: dict[Offset, Seq] = {}
         self._headers: dict[tuple[Offset, Epoch | None], SegmentHeader] = {}
-        """By base offset; of the segment being written, by its mark's epoch too."""
+        """Headers by base offset; for the segment being written, also by its mark's epoch."""
         self._footer_hashes: dict[Offset, bytes] = {}
         self._reported: set[Offset] = set()
-        """Base offsets of misplaced segments, and of those that don't follow on, that were told of."""
+        """Base offsets of segments already reported as misplaced, or as not following the previous one."""
         self._open: _OpenFrames | None = None
 
     def segments(self, mark: DurableMark) -> list[SegmentFile]:
-        """The segments that hold what the mark shows, without those that a crash left of what retention had dropped."""
+        """Return the segments that hold what the mark shows, without dropped ones that a crash left behind."""
         segments = list_segments(self._files, self._dir)
         dropped = read_dropped(self._files, self._dir)
         first = Offset(0) if dropped is None else dropped.offset
         return [segment for segment in segments if first <= segment.base_offset <= mark.base_offset]
 
     def frames(self, segment: SegmentFile, mark: DurableMark) -> tuple[FrameEntry, ...] | list[FrameEntry]:
-        """A segment's frames that the mark shows; none of one that is misplaced, where damage is told and not raised."""
+        """Return a segment's frames that the mark shows; none if it is misplaced and damage is reported, not raised."""
         if self._is_misplaced(segment, mark):
             return ()
         if segment.base_offset == mark.base_offset:
@@ -164,16 +166,17 @@ class ShardIndex:
         return known
 
     def from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, FrameEntry]]:
-        """Frames of all groups that end behind `after`, in order, schema frames among them."""
+        """Yield the frames of all groups that end after `after`, in order, including schema frames."""
         for segment, entries in self._chain(self._segments_from(after, mark), mark):
             for entry in entries:
                 if entry.group_last_seq > after:
                     yield segment, entry
 
     def totals_from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, SegmentTotals | None]]:
-        """The segments of all groups that end behind `after`, in order, the one in front among them, with their totals.
+        """Yield the segments of groups that end after `after`, and the one before them, in order, with their totals.
 
-        None for a segment that is being written, or (where damage is told and not raised) whose footer is damaged: `frames` has them.
+        The totals are None for a segment that is being written, or whose footer is damaged (if
+        damage is reported, not raised): `frames` has them.
         """
 
         def end_of(segment: SegmentFile) -> Offset:
@@ -196,9 +199,10 @@ class ShardIndex:
         return known
 
     def _segments_from(self, after: Seq, mark: DurableMark) -> list[SegmentFile]:
-        """The segments from the one in front of the first that begins with a group that ends behind `after`."""
+        """Return the segments from the one before the first that begins with a group ending after `after`."""
         segments = self.segments(mark)
-        # Ends of the groups with which segments begin grow; the group that holds `after` may be in the one before.
+        # The ends of segments' first groups ascend; the group that holds `after` may be in the
+        # segment before.
         low, high = 0, len(segments)
         while low < high:
             middle = (low + high) // 2
@@ -210,7 +214,7 @@ class ShardIndex:
         return segments[max(low - 1, 0) :]
 
     def from_offset(self, offset: Offset, mark: DurableMark) -> Iterator[tuple[SegmentFile, FrameEntry]]:
-        """Frames with records at or behind an offset, in order."""
+        """Yield frames with records at or after an offset, in order."""
         segments = self.segments(mark)
         start = bisect_right([segment.base_offset for segment in segments], offset) - 1
         for segment, entries in self._chain(segments[max(start, 0) :], mark):
@@ -221,7 +225,7 @@ class ShardIndex:
     def _chain(
         self, segments: Iterable[SegmentFile], mark: DurableMark
     ) -> Iterator[tuple[SegmentFile, Iterable[FrameEntry]]]:
-        """Segments with their frames, checked as `_following` does."""
+        """Yield segments with their frames, checked as `_following` does."""
         for segment in self._following(segments, mark, lambda segment: self._end_of(segment, mark)):
             yield segment, self.frames(segment, mark)
 
@@ -232,12 +236,12 @@ class ShardIndex:
     def _following(
         self, segments: Iterable[SegmentFile], mark: DurableMark, end_of: Callable[[SegmentFile], Offset]
     ) -> Iterator[SegmentFile]:
-        """Segments: each must begin where the one before it ended, the last end where the mark says."""
+        """Yield segments; each must begin where the previous one ended, and the last must end at the mark."""
         expected: Offset | None = None
         known = list(segments)
         for segment, following in zip_longest(known, known[1:]):
             if self._is_misplaced(segment, mark):
-                # Its name is no evidence of anything: what should lie there is missing.
+                # Its name proves nothing: the segment that belongs there is missing.
                 expected = segment.base_offset if expected is None else expected
                 continue
             if expected is not None and segment.base_offset != expected:
@@ -253,42 +257,45 @@ class ShardIndex:
             self._tell_missing(expected, mark.durable_offset)
 
     def _header_of(self, segment: SegmentFile, mark: DurableMark) -> SegmentHeader | None:
-        """A segment's header, read once; None if it can't be read: its frames' reader tells of that."""
+        """Return a segment's header, read once; None if it can't be read: the frames' reader reports that."""
         base = segment.base_offset
         is_open = base >= mark.base_offset
         key = (base, mark.epoch if is_open else None)
         header = self._headers.get(key)
         if header is None:
             header = header_of(self._files, segment)
-            # One without frames may be made anew by the writer that starts next.
+            # The writer that starts next may replace a segment without frames.
             if header is not None and not (is_open and mark.byte_end <= SEGMENT_HEADER_SIZE):
                 self._headers[key] = header
         return header
 
     def _other_place(self, segment: SegmentFile, mark: DurableMark) -> str | None:
-        """Why a segment's header is that of another place; None if it isn't, or if the mark shows nothing of the segment."""
+        """Return why a segment's header belongs elsewhere.
+
+        None if it doesn't, or if the mark shows nothing of the segment.
+        """
         if segment.base_offset == mark.base_offset and mark.byte_end <= SEGMENT_HEADER_SIZE:
             return None
         header = self._header_of(segment, mark)
         return None if header is None else misplacement(header, segment, self._shard, mark.stream)
 
     def _is_misplaced(self, segment: SegmentFile, mark: DurableMark) -> bool:
-        """Whether a segment's header is that of another place, which is told."""
+        """Return whether a segment's header belongs elsewhere, and report it."""
         why = self._other_place(segment, mark)
         if why is not None:
             self._tell_once(segment, why)
         return why is not None
 
     def _check_follows(self, segment: SegmentFile, following: SegmentFile, mark: DurableMark) -> None:
-        """Tell if the header behind a sealed segment names another footer than it has, before anything of it is read."""
+        """Report if the next header names another footer than this sealed segment has, before any of it is read."""
         footer_hash = self._footer_hashes.get(segment.base_offset)
         if footer_hash is None or segment.base_offset in self._lost_upto:
-            return  # its footer is damaged, and that was told
-        with suppress(FileNotFoundError):  # a writer that starts makes an empty one anew
+            return  # its footer is damaged, which was reported
+        with suppress(FileNotFoundError):  # a starting writer replaces an empty segment
             header = self._header_of(following, mark)
             if header is None or header.previous_hash == footer_hash:
                 return
-            # `wal repair` may have written both again since one of them was read.
+            # `wal repair` may have rewritten both since one of them was read.
             header, footer = header_of(self._files, following), self._footer(segment)
             if header is None or misplacement(header, following, self._shard, mark.stream) is not None:
                 return
@@ -311,13 +318,13 @@ class ShardIndex:
         self._tell(error)
 
     def _tell(self, error: CorruptWal) -> None:
-        """Tell of damage, or raise it where there is nobody to tell."""
+        """Report damage, or raise it if there is no `on_damage`."""
         if self._on_damage is None:
             raise error
         self._on_damage(error)
 
     def schema_frames(self, segment: SegmentFile, mark: DurableMark, before: int) -> tuple[SchemaPlace, ...]:
-        """A segment's schema frames that stand before a position."""
+        """Return a segment's schema frames before a position."""
         return tuple(
             SchemaPlace(entry.position, entry.length, entry.tables[0].table_id)
             for entry in self.frames(segment, mark)
@@ -325,13 +332,13 @@ class ShardIndex:
         )
 
     def _group_end_from(self, segments: Sequence[SegmentFile], place: int, mark: DurableMark) -> Seq | None:
-        """As `_group_end_at_start`, of the first segment from a place on that isn't misplaced."""
+        """As `_group_end_at_start`, for the first segment from an index on that isn't misplaced."""
         while place + 1 < len(segments) and self._other_place(segments[place], mark) is not None:
             place += 1
         return self._group_end_at_start(segments[place], mark)
 
     def _group_end_at_start(self, segment: SegmentFile, mark: DurableMark) -> Seq | None:
-        """Last number of the group that a segment begins with; None where the mark shows nothing of it yet."""
+        """Return the last number of a segment's first group; None if the mark shows nothing of it yet."""
         known = self._first_group_end.get(segment.base_offset)
         if known is not None:
             return known
@@ -340,7 +347,7 @@ class ShardIndex:
         try:
             frame = read_frame(Window(reader_of(self._files, segment.path)), SEGMENT_HEADER_SIZE, payload=False)
         except CorruptFrame:
-            # What follows may still be whole: the footer tells.
+            # Later frames may still be whole: the footer lists them.
             entries = self.frames(segment, mark)
             return entries[0].group_last_seq if entries else None
         self._first_group_end[segment.base_offset] = frame.header.group_last_seq
@@ -383,7 +390,7 @@ class ShardIndex:
         except CorruptWal as error:
             if known.header is None:
                 self._tell(error)
-            # What was found is kept: asked again, it isn't walked over again.
+            # Keep the result, so that the next call doesn't walk the segment again.
             known.entries = self._walk(segment, mark)
             if self._on_damage is None:
                 raise
@@ -392,7 +399,7 @@ class ShardIndex:
         return known.entries
 
     def _scan(self, segment: SegmentFile, known: _OpenFrames, header: SegmentHeader, mark: DurableMark) -> None:
-        """Take in the frames that the mark has come to show. Raises `CorruptWal`."""
+        """Add the frames that the mark has come to show. Raises `CorruptWal`."""
         window = Window(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
         try:
             for frame in scan_frames(
@@ -411,7 +418,10 @@ class ShardIndex:
             ) from error
 
     def _walk(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
-        """Entries for the frames in front of the mark that can be found by themselves; each loss between them is told."""
+        """Return entries for the frames before the mark that can be found without a footer.
+
+        Report each loss between them.
+        """
         following = (other.base_offset for other in self.segments(mark) if other.base_offset > segment.base_offset)
         end = min(following, default=mark.durable_offset)
         entries = []
@@ -426,7 +436,7 @@ class ShardIndex:
 
 
 def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterable[SchemaPlace]) -> SchemaSet:
-    """The schemas of some of a segment's schema frames. Raises `CorruptWal`."""
+    """Load the schemas in some of a segment's schema frames. Raises `CorruptWal`."""
     schemas = SchemaSet(header.directory)
     for position, length, _ in frames:
         try:
@@ -440,11 +450,11 @@ def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterabl
 
 
 def has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:
-    """Whether a frame has numbers in `(first, second]`."""
+    """Return whether a frame has numbers in `(first, second]`."""
     after, upto = numbers
     return (after is None or entry.last_seq > after) and (upto is None or entry.first_seq <= upto)
 
 
 def overlaps(entry: FrameEntry, after: Seq, upto: Seq) -> bool:
-    """As `has_numbers`, of two that are known."""
+    """As `has_numbers`, with both bounds given."""
     return entry.last_seq > after and entry.first_seq <= upto

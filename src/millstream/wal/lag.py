@@ -1,4 +1,4 @@
-"""How much of a log lies between two numbers: counted from the indexes of frames, without reading a record."""
+"""Size of a log between two numbers: counted from the indexes of frames, without reading a record."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from millstream.wal.mark import read_mark
 from millstream.wal.scan import Window, commit_times, read_frame, reader_of
 
 _CACHED_FRAMES_MAX: Final = 50_000
-"""Of segments that a bound parts, and no others: about 25 MiB."""
+"""Number of frames cached for segments that a bound splits; others aren't cached. About 25 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What lies in `(after, upto]`, in whole frames."""
+    """Counts of the range `(after, upto]`, in whole frames."""
 
     records: int
     size_bytes: int
     oldest_commit_us: int | None
-    """The earliest commit time in it, at the source; None where nothing in it has one."""
+    """Earliest commit time in it, at the source; None if nothing in it has one."""
     segments: int = 0
-    """How many segments have a record of it."""
+    """Number of segments with a record of it."""
 
     def __add__(self, other: Backlog) -> Backlog:
-        """Both together; they share no segment."""
+        """Return the sum of both; they share no segment."""
         times = [time for time in (self.oldest_commit_us, other.oldest_commit_us) if time is not None]
         return Backlog(
             self.records + other.records,
@@ -46,10 +46,10 @@ _NOTHING: Final = Backlog(0, 0, None)
 
 
 class Backlogs:
-    """Counts of a stream's log. What one count has read of the indexes, the next one needn't read again.
+    """Counts of a stream's log. Indexes read for one count are cached for the next.
 
-    A count costs next to nothing for each segment that lies whole between its bounds; one that a bound parts is looked at
-    frame by frame. Use it from one thread.
+    A segment that lies whole between the bounds costs next to nothing; one that a bound splits is
+    read frame by frame. Use it from one thread.
     """
 
     def __init__(self, folder: str, *, files: Files | None = None) -> None:
@@ -58,7 +58,7 @@ class Backlogs:
         self._indexes: dict[ShardId, ShardIndex] = {}
 
     def between(self, after: Seq, upto: Seq) -> Backlog:
-        """Count what lies in `(after, upto]`; a frame that straddles a bound counts whole.
+        """Count the range `(after, upto]`; a frame that straddles a bound counts whole.
 
         Raises:
             CorruptWal: an index is damaged.
@@ -91,7 +91,7 @@ class Backlogs:
     def _of_frames(
         self, index: ShardIndex, segment: SegmentFile, mark: DurableMark, after: Seq, upto: Seq, *, heads: bool
     ) -> Backlog:
-        """What a segment has between the bounds; commit times from its frames' `heads` where no footer tells them."""
+        """Count a segment's frames between the bounds; without a footer, commit times come from the frames' `heads`."""
         records = size = 0
         oldest: int | None = None
         for entry in index.frames(segment, mark):
@@ -108,14 +108,14 @@ class Backlogs:
 
 
 def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:
-    """The least commit time of a frame that no footer tells about."""
+    """Return the least commit time of a frame that no footer lists."""
     frame = read_frame(Window(reader_of(files, segment.path)), position, payload=False)
     times = commit_times(frame.head, read_header(files, segment))
     return None if times is None else times[0]
 
 
 def log_size(folder: str, *, files: Files | None = None) -> tuple[int, int]:
-    """(segments, bytes) of a stream's log."""
+    """Return (segments, bytes) of a stream's log."""
     files = RealFiles() if files is None else files
     paths = [
         segment.path

@@ -1,15 +1,15 @@
-"""Which files lie where in a stream's log folder, and what their names say.
+"""Layout of a stream's log folder, and the meaning of file names.
 
     <folder>/<shard:05d>/<base_offset:020d>.wal    segments; names sort as they read
-                         durable.mark              see `mark`; whoever writes the shard holds its lock
+                         durable.mark              see `mark`; the shard's writer holds its lock
                          *.torn                    what recovery cut off, kept for people to look at
                          *.tmp                     being made; a leftover means nothing
                          recovery.spare            space kept for recovery, so that it works on a full disk
     <folder>/sessions.state                        which writes of applications the log has; see `session_file`
-    <folder>/.lock                                 of several writers: held while files of the folder get or lose names
+    <folder>/.lock                                 several writers: held while files are made, renamed or removed
 
-Names that begin with a dot are never the log's: what file managers and copying programs leave (`.DS_Store`, `._*`) is passed over, and
-so is `lost+found`, which the root of a file system has.
+Names that begin with a dot never belong to the log: file managers and copying programs leave them
+(`.DS_Store`, `._*`), and they are ignored. So is `lost+found`, which the root of a file system has.
 Any other file is an error that names it: nothing is skipped silently.
 """
 
@@ -37,27 +37,27 @@ _OTHERS: Final = (".torn", ".tmp", ".spare")
 
 @dataclass(frozen=True, slots=True, order=True)
 class SegmentFile:
-    """A segment by its name."""
+    """A segment, as its file name describes it."""
 
     base_offset: Offset
     path: str
 
 
 def shard_folder(folder: str, shard: ShardId) -> str:
-    """Where a shard's segments lie."""
+    """Return the folder of a shard's segments."""
     return f"{folder}/{shard:05d}"
 
 
 def segment_path(shard_dir: str, base_offset: Offset) -> str:
-    """A segment's path."""
+    """Return a segment's path."""
     return f"{shard_dir}/{base_offset:020d}.wal"
 
 
 def list_shards(files: Files, folder: str) -> list[ShardId]:
-    """The shards that lie in a stream's folder, in order; none where the folder isn't there.
+    """Return the shards in a stream's folder, in order; none if the folder doesn't exist.
 
     Raises:
-        UnexpectedFile: something else lies there.
+        UnexpectedFile: the folder has something else in it.
     """
     shards, strays = shards_and_strays(files, folder)
     for stray in strays:
@@ -66,17 +66,17 @@ def list_shards(files: Files, folder: str) -> list[ShardId]:
 
 
 def shards_and_strays(files: Files, folder: str) -> tuple[list[ShardId], list[str]]:
-    """The same, and the paths of what doesn't belong there; raises nothing."""
+    """Return the shards, and the paths of what doesn't belong there; raises nothing."""
     names = [name for name in _names(files, folder) if name not in _SESSIONS]
     found = [name for name in names if _SHARD.match(name) is not None and files.is_folder(f"{folder}/{name}")]
     return [ShardId(int(name)) for name in found], [f"{folder}/{name}" for name in names if name not in found]
 
 
 def list_segments(files: Files, shard_dir: str) -> list[SegmentFile]:
-    """A shard's segments in order; none where the folder isn't there.
+    """Return a shard's segments in order; none if the folder doesn't exist.
 
     Raises:
-        UnexpectedFile: a file lies there that isn't the log's.
+        UnexpectedFile: the folder has a file that isn't the log's.
     """
     segments, strays = segments_and_strays(files, shard_dir)
     for stray in strays:
@@ -85,12 +85,13 @@ def list_segments(files: Files, shard_dir: str) -> list[SegmentFile]:
 
 
 def segments_and_strays(files: Files, shard_dir: str, *, looks: bool = False) -> tuple[list[SegmentFile], list[str]]:
-    """The same, and the paths of files that aren't the log's; raises nothing.
+    """Return the segments, and the paths of files that aren't the log's; raises nothing.
 
     Args:
         files: the file system.
         shard_dir: the shard's folder.
-        looks: whether a folder of a segment's name counts as one that isn't the log's; else the first read of it fails.
+        looks: whether to check for folders named like a segment, and return them as not the log's;
+            otherwise reading one fails.
     """
     segments: list[SegmentFile] = []
     strays: list[str] = []
@@ -104,7 +105,7 @@ def segments_and_strays(files: Files, shard_dir: str, *, looks: bool = False) ->
 
 
 def _names(files: Files, folder: str) -> list[str]:
-    """What lies in a folder, but for names that are nobody's of the log; nothing where it isn't there."""
+    """Return the names in a folder, except those that never belong to the log; none if the folder doesn't exist."""
     try:
         return [name for name in files.listdir(folder) if not name.startswith(".") and name != LOST_AND_FOUND]
     except FileNotFoundError:

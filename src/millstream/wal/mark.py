@@ -1,19 +1,25 @@
-"""`durable.mark`: how far a shard is durable, told by its writer to every other process.
+"""`durable.mark`: how far a shard is durable, published by its writer to every other process.
 
-The writer moves the mark after a group's last fsync, never before; a reader believes the mark and never a file's length.
-The file isn't fsynced on the way: what it says was true when it was written, so an older mark (after a power cut) only
-shows less.
+The writer moves the mark after a group's last fsync, never before; a reader trusts the mark and
+never a file's length. The mark file isn't fsynced each time. Its content was true when written, so
+an older mark (after a power cut) only shows less.
 
-With several shards a writer first moves the positions of all (with the new group number and the old `persisted_upto`),
-then `persisted_upto` of all. `common_cut` finds what all of them show, in whatever state a reader meets them: also those
-of a power cut, which may have kept one shard's new mark and another's old one. With several writers in a folder `stream_cut` is
-what all of them show: a writer's mark moves also while it is idle, and one that has gone says that nothing of it is undecided.
+With several shards, a writer first moves the positions of all marks (with the new group number and
+the old `persisted_upto`), then `persisted_upto` of all. `common_cut` finds what all of them show,
+in whatever state a reader meets them. That includes the state after a power cut, with one shard's
+new mark and another's old one. With several writers in a folder, `stream_cut` finds what all of
+them show: an idle writer's mark moves too, and the mark of a writer that left shows that it has
+nothing in flight.
 
-Layout: a slot every 512 bytes; each has a counter and a CRC, and the newest that holds counts. The area *durable* is the
-writer's: slot 0 is written at the open and fsynced, slots 1 and 2 in turn after each group, so that neither a torn write
-nor a power cut leaves none. The area *shown* is likewise the writer's, and its slots go as those: where a log has to be held by other
-machines before anybody may read it, readers go by it (`read_readable`), while recovery, the writer and who ships the log go by what is durable
-(`read_mark`). The area *dropped* is retention's: two slots in turn, each fsynced before any file goes.
+Layout: a slot every 512 bytes. Each has a counter and a CRC; the newest valid slot counts. There
+are three areas:
+
+- The area *durable* is the writer's. Slot 0 is written at the open and fsynced, slots 1 and 2 in
+  turn after each group, so that neither a torn write nor a power cut leaves no valid slot.
+- The area *shown* is also the writer's, with slots like those. If other machines must hold records
+  before anyone may read them, readers go by it (`read_readable`). Recovery, the writer and
+  replication go by what is durable (`read_mark`).
+- The area *dropped* is retention's: two slots in turn, each fsynced before any file is removed.
 """
 
 from __future__ import annotations
@@ -40,22 +46,24 @@ _PREFIX: Final = struct.Struct("<8sIHHQ")
 """magic, crc, version, shards, counter"""
 _DURABLE_FIELDS: Final = struct.Struct("<16siqqqqqqq")
 _SHARED_FIELDS: Final = struct.Struct("<q?")
-"""Of version 2, behind those: the first writer elsewhere, and whether this one is settled."""
+"""Added by version 2: the first writer elsewhere, and whether this one is settled."""
 _SHOWN_FIELDS: Final = struct.Struct("<16siqqqqqqqq?B")
-"""All of a durable one's, those of version 2 too, and whether it is required: one of the three below."""
+"""All fields of a durable slot, including version 2's, and whether readers must go by it: one of
+the three values below.
+"""
 _NOT_REQUIRED, _REQUIRED, _REQUIRED_BY_ONE = range(3)
 _DROPPED_FIELDS: Final = struct.Struct("<qq")
 _PLAIN: Final = {_DURABLE: _DURABLE_FIELDS.size, _SHOWN: _SHOWN_FIELDS.size, _DROPPED: _DROPPED_FIELDS.size}
-"""Bytes of an area's slots behind their beginning, in version 1."""
+"""Bytes of an area's slots after the prefix, in version 1."""
 _UNREADABLE: Final = b"\xff" * MARK_SIZE
-"""The stand-in for a mark on a bad page: a damaged one."""
+"""Stand-in for a mark on an unreadable page: a damaged mark."""
 _ALONE: Final = 1
 _SHARED: Final = 2
-"""Versions: of a writer that owns its stream, and of one among several."""
+"""Versions: for a writer that owns its stream, and for one of several."""
 
 
 class MarkFile:
-    """A shard's mark, open for moving. One process a shard, that of the lock; retention moves only its own area."""
+    """A shard's mark, open for moving. One process per shard holds its lock; retention moves only its own area."""
 
     def __init__(self, file: WritableFile, data: bytes) -> None:
         self.file = file
@@ -77,7 +85,7 @@ class MarkFile:
 
     @classmethod
     def replace(cls, files: Files, shard_dir: str) -> MarkFile:
-        """Put a copy of the shard's mark in its place, locked: whoever holds the old one writes where nobody reads any more."""
+        """Replace the shard's mark by a locked copy: a process that holds the old one writes where no one reads."""
         path = f"{shard_dir}/{MARK_NAME}"
         temporary = f"{path}.tmp"
         if files.exists(temporary):
@@ -96,7 +104,7 @@ class MarkFile:
         return cls(file, data)
 
     def move(self, mark: DurableMark, *, anchor: bool = False) -> None:
-        """Show a new position; as an anchor it also survives a power cut, at the cost of an fsync."""
+        """Show a new position; an anchor also survives a power cut, at the cost of an fsync."""
         self._durable_counter += 1
         fields = _DURABLE_FIELDS.pack(
             mark.stream.bytes, mark.writer, mark.epoch, mark.base_offset, mark.byte_end, mark.durable_offset, mark.group,
@@ -111,12 +119,12 @@ class MarkFile:
             self.file.sync()
 
     def move_shown(self, shown: ShownMark, *, anchor: bool = False) -> None:
-        """Show readers another position, or say whether they go by it at all; an anchor as in `move`.
+        """Show readers another position, or set whether they go by it at all; an anchor as in `move`.
 
-        Another thread than that of `move` may call, one at a time.
+        A thread other than that of `move` may call it, one at a time.
         """
         if anchor:
-            self.file.sync()  # a power cut in the midst of the slot's own leaves one of those before
+            self.file.sync()  # if power fails during the slot's own write, an earlier slot survives
         self._shown_counter += 1
         mark = shown.mark
         elsewhere = -1 if mark.elsewhere is None else mark.elsewhere
@@ -133,7 +141,7 @@ class MarkFile:
             self.file.sync()
 
     def move_dropped(self, mark: DroppedMark) -> None:
-        """Say durably what is about to be dropped."""
+        """Record durably what is about to be dropped."""
         self._dropped_counter += 1
         self._write(
             _DROPPED[self._dropped_counter % 2], self._dropped_counter, _DROPPED_FIELDS.pack(mark.seq, mark.offset)
@@ -141,7 +149,7 @@ class MarkFile:
         self.file.sync()
 
     def close(self) -> None:
-        """Close the file, and with it give up its lock."""
+        """Close the file, which releases its lock."""
         self.file.close()
 
     def _write(self, position: int, counter: int, fields: bytes, shards: int = 0, version: int = _ALONE) -> None:
@@ -151,18 +159,22 @@ class MarkFile:
 
 
 def common_cut(marks: Iterable[DurableMark]) -> Seq:
-    """The greatest number up to which every one of a writer's marks shows everything; 0 where there's no mark."""
+    """Return the greatest number up to which every mark of one writer shows everything; 0 without marks."""
     marks = list(marks)
     covered = min((mark.group for mark in marks), default=0)
     return Seq(max((mark.persisted_upto for mark in marks if mark.group == covered), default=0))
 
 
 def stream_cut(marks: Iterable[DurableMark]) -> Seq:
-    """The greatest number up to which the marks of all of a stream's writers show everything; 0 where there's no mark."""
+    """Return the greatest number up to which the marks of all of a stream's writers show everything.
+
+    0 without marks.
+    """
     by_writer = _by_writer(marks)
     cuts = _cuts(by_writer)
     living = [writer for writer, own in by_writer.items() if not all(mark.is_settled for mark in own)]
-    # Where nobody lives, who stopped last has seen most: what others' marks say of other folders is long past.
+    # If no writer lives, the last to stop has seen most: the other marks' positions of other
+    # folders are outdated.
     asked = living or [writer for writer, cut in cuts.items() if cut == max(cuts.values())]
     elsewhere = [_elsewhere(by_writer[writer]) for writer in asked]
     here = min((cuts[writer] for writer in asked), default=Seq(0))
@@ -174,7 +186,7 @@ def _elsewhere(own: Sequence[DurableMark]) -> Seq:
 
 
 def writer_cuts(marks: Iterable[DurableMark]) -> dict[WriterId, Seq]:
-    """For each writer, the greatest number up to which all its marks show everything of its own."""
+    """Return, for each writer, the greatest number up to which all its marks show everything of its own."""
     return _cuts(_by_writer(marks))
 
 
@@ -190,7 +202,7 @@ def _by_writer(marks: Iterable[DurableMark]) -> dict[WriterId, list[DurableMark]
 
 
 def missing_shards(folder: str, there: Sequence[ShardId], marks: Iterable[DurableMark]) -> CorruptWal | None:
-    """The error where marks tell of more shards than have folders; None where all are there."""
+    """Return the error if marks count more shards than have folders; None if all are there."""
     told = sum(max(mark.shards for mark in own) for own in _by_writer(marks).values())
     if told <= len(there):
         return None
@@ -203,7 +215,7 @@ def missing_shards(folder: str, there: Sequence[ShardId], marks: Iterable[Durabl
 
 
 def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
-    """The shard's durable position; None where no mark, or none that holds, is there.
+    """Return the shard's durable position; None if there is no mark, or no valid one.
 
     Raises:
         LogError: the mark is of a newer version.
@@ -212,18 +224,21 @@ def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
 
 
 def read_shown(files: Files, shard_dir: str) -> ShownMark | None:
-    """What was said of how far readers may read; None where nothing ever was. Raises as `read_mark`."""
+    """Return how far readers may read, as last shown; None if it never was. Raises as `read_mark`."""
     return _shown_in(_read(files, shard_dir))
 
 
 def read_marks(files: Files, shard_dir: str) -> tuple[DurableMark | None, ShownMark | None]:
-    """Both of them, as of one moment. Raises as `read_mark`."""
+    """Return both marks, as of one moment. Raises as `read_mark`."""
     data = _read(files, shard_dir)
     return _durable_in(data), _shown_in(data)
 
 
 def read_readable(files: Files, shard_dir: str) -> DurableMark | None:
-    """How far readers may read: what is shown, where that is required, else what is durable. None and raises as `read_mark`."""
+    """Return how far readers may read: the shown position if that is required, else the durable one.
+
+    None and raises as `read_mark`.
+    """
     data = _read(files, shard_dir)
     shown = _shown_in(data)
     return _durable_in(data) if shown is None or not shown.required else shown.mark
@@ -258,13 +273,13 @@ def _shown_in(data: bytes) -> ShownMark | None:
 
 
 def is_mark_damaged(files: Files, shard_dir: str) -> bool:
-    """Whether the writer's slots hold something, and none of them makes sense."""
+    """Return whether the writer's slots hold something, but no valid slot."""
     data = _read(files, shard_dir)
     return _newest(data, _DURABLE).fields is None and any(data[: _DROPPED[0]])
 
 
 def read_dropped(files: Files, shard_dir: str) -> DroppedMark | None:
-    """What retention has dropped; None where it never did."""
+    """Return what retention has dropped; None if it never dropped anything."""
     fields = _newest(_read(files, shard_dir), _DROPPED).fields
     if fields is None:
         return None
@@ -288,7 +303,7 @@ class _Slot(NamedTuple):
 
 
 def _newest(data: bytes, slots: tuple[int, ...]) -> _Slot:
-    """The newest slot that holds."""
+    """Return the newest valid slot."""
     plain = _PLAIN[slots]
     best = _Slot()
     for start in slots:

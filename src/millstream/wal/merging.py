@@ -1,7 +1,7 @@
-"""Shards merged: records of one table that a commit group has on several shards, in the order of their numbers.
+"""Merging of shards: records of one table that a commit group has on several shards, in the order of their numbers.
 
-A group's operations lie on its shards as they were placed, so that the numbers of a table's records go to and fro between shards. Memory is
-bounded by one frame a shard.
+A group's operations lie on the shards where routing placed them, so a table's numbers alternate
+between shards. Memory is bounded by one frame per shard.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from millstream.wal.layout import SegmentFile
 from millstream.wal.segment_reader import TableRecords
 
 Place: TypeAlias = tuple[ShardId, SegmentFile, FrameEntry]
-"""A frame's, on its shard."""
+"""A frame's position, with its shard and segment."""
 
 
 def by_shard_or_group(
     frames: Iterable[Place], wanted: frozenset[TableId] | None, *, alone: bool
 ) -> Iterator[tuple[ShardId | None, Iterator[Place]]]:
-    """Frames in the pieces by which they are read.
+    """Group frames into the pieces that are read together.
 
     Args:
         frames: records frames, commit group by commit group; a shard's in their order.
@@ -36,7 +36,8 @@ def by_shard_or_group(
         alone: whether all of them are of one shard.
 
     Returns:
-        A shard with its frames in one segment that follow one another, or None with one group's frames on several shards.
+        A shard with its consecutive frames in one segment, or None with one group's frames on
+        several shards.
     """
 
     def of_segments(places: Iterable[Place]) -> Iterator[tuple[ShardId, Iterator[Place]]]:
@@ -64,7 +65,7 @@ def group_records(
     wanted: frozenset[TableId] | None,
     records: Callable[[Place, frozenset[TableId]], Iterator[TableRecords]],
 ) -> Iterator[TableRecords]:
-    """The records of a group that has frames on several shards, table by table.
+    """Read the records of a group that has frames on several shards, table by table.
 
     Args:
         places: its frames.
@@ -83,17 +84,18 @@ def group_records(
 
 
 def merged_by_number(shards: Sequence[Iterator[TableRecords]]) -> Iterator[TableRecords]:
-    """Records of one table, of several shards, in the order of their numbers.
+    """Merge records of one table, from several shards, in the order of their numbers.
 
     Args:
         shards: each shard's records of the table, in order.
 
     Returns:
-        Parts that came together are one piece, under the shard of its first part.
+        Parts that were merged are one piece, under the shard of the first part.
     """
     heads = [(head, rest) for rest in shards if (head := next(rest, None)) is not None]
     while len(heads) > 1:
-        # All that have numbers up to here are in the heads: what follows on a shard lies above its head's last number.
+        # The heads hold all records up to this number: a shard's next piece lies above the last
+        # number of its head.
         limit = min(head.last_seq for head, _ in heads)
         parts = []
         following = []
@@ -129,7 +131,7 @@ def _together(parts: Sequence[TableRecords]) -> Iterator[TableRecords]:
             hybrid_ns=pa.concat_arrays([part.hybrid_ns for part in parts]).take(places),
         )
         return
-    # Records of several schema versions: those that no other version's part stand together.
+    # Records of several schema versions: adjacent records of the same version stay together.
     sizes = [part.batch.num_rows for part in parts]
     origin = np.repeat(np.arange(len(parts)), sizes)[order]
     ends = [*(np.flatnonzero(np.diff(origin)) + 1).tolist(), len(origin)]

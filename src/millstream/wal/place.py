@@ -1,7 +1,7 @@
-"""Which place in a log a segment's header names: its stream, its shard and its base offset.
+"""The place in a log that a segment's header names: its stream, its shard and its base offset.
 
-A file's name says where a segment is, its header where it belongs. They differ when a file was copied over another one, renamed, or
-taken from another shard or from another log.
+A file's name gives the place where a segment is; its header gives the place where it belongs. They
+differ if a file was copied over another one, renamed, or taken from another shard or log.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ REPLACED = "it doesn't follow on the segment before it: one of them was replaced
 
 
 def misplacement(header: SegmentHeader, segment: SegmentFile, shard: ShardId, stream: StreamId | None) -> str | None:
-    """Why a header can't be that of a segment of this name, in this shard of this stream; None if it is.
+    """Return why a header can't belong to a segment of this name, in this shard of this stream; None if it can.
 
     Args:
         header: the file's.
         segment: the file by its name.
-        shard: whose folder it lies in.
-        stream: whose log it is; None if that isn't known.
+        shard: the shard whose folder it lies in.
+        stream: the stream of the log; None if that isn't known.
     """
     if stream is not None and header.stream != stream:
         return f"its header is that of a segment of another log, of stream {header.stream}"
@@ -35,7 +35,7 @@ def misplacement(header: SegmentHeader, segment: SegmentFile, shard: ShardId, st
 
 
 def stream_of(files: Files, folder: str) -> StreamId | None:
-    """The stream whose log a folder holds: that of its marks, without marks that of most headers; None if neither decides."""
+    """Return the stream whose log a folder holds: from its marks, else from most headers; None if neither decides."""
     shards = shards_and_strays(files, folder)[0]
     marks = [mark for shard in shards if (mark := read_mark(files, shard_folder(folder, shard))) is not None]
     found = Counter(mark.stream for mark in marks)
@@ -55,7 +55,10 @@ def stream_of(files: Files, folder: str) -> StreamId | None:
 def split_misplaced(
     files: Files, shard: ShardId, segments: list[SegmentFile], stream: StreamId | None
 ) -> tuple[list[SegmentFile], list[tuple[SegmentFile, SegmentHeader, str]]]:
-    """The segments whose headers name their place (or can't be read), and the others: each with its header and what is wrong."""
+    """Split the segments into those whose headers name their place (or can't be read), and the others.
+
+    Each of the others comes with its header and what is wrong.
+    """
     placed: list[SegmentFile] = []
     misplaced: list[tuple[SegmentFile, SegmentHeader, str]] = []
     for segment in segments:

@@ -1,6 +1,7 @@
-"""What of a stream's log is there for readers: from what retention has left to what the marks show.
+"""The range of a stream's log that readers may read: from what retention has left to what the marks show.
 
-Without marks it is every valid whole group. Where segments are missing that retention didn't drop, it says so.
+Without marks, it is every valid whole group. If segments are missing that retention didn't drop,
+that is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LogExtent:
     """The bounds of one stream's log. The arguments are `StreamReader`'s.
 
     Raises:
-        CorruptWal: from every method, where segments are missing and there is no `on_damage` to tell.
+        CorruptWal: from every method, if segments are missing and there is no `on_damage`.
     """
 
     def __init__(
@@ -40,37 +41,38 @@ class LogExtent:
 
     @property
     def goes_by_marks(self) -> bool:
-        """Whether it is told by marks, and not by what frames there are."""
+        """Whether marks set the end, and not the frames that exist."""
         return not self._without_mark
 
     def shards(self) -> tuple[ShardId, ...]:
-        """The shards that the folder has."""
+        """Return the shards that the folder has."""
         return tuple(list_shards(self._files, self._folder))
 
     def lacks_marks(self) -> bool:
-        """Whether a shard has frames and no mark that says how far they are durable."""
+        """Return whether a shard has frames but no mark that shows how far they are durable."""
         folders = [shard_folder(self._folder, shard) for shard in self.shards()]
         return any(
             read_mark(self._files, folder) is None
             and self._has_frames(folder)
-            and read_mark(self._files, folder) is None  # it may have moved for the first time in between
+            and read_mark(self._files, folder) is None  # its mark may have moved for the first time in between
             for folder in folders
         )
 
     def first_seq(self) -> Seq:
-        """The lowest number that can still be asked for."""
+        """Return the lowest number that can still be read."""
         dropped = [self.dropped(shard)[0] for shard in self.shards()]
         return Seq(max(dropped, default=0) + 1)
 
     def marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
-        """Marks of all shards, and a number up to which each of them shows everything."""
+        """Return the marks of all shards, and a number up to which each of them shows everything."""
         if self._without_mark:
             return marks_of_whole_groups(self._files, self._folder, self.shards(), self._on_damage)
         while True:
             shards = self.shards()
             marks = self._read_marks(shards)
             missing = missing_shards(self._folder, shards, marks.values())
-            # A writer that joined after the first look was given numbers below those that the others' marks may show by now.
+            # A writer that joined after the first read may have numbers below those that the other
+            # writers' marks show by now.
             if self.shards() == shards and all(
                 self._read_mark(self._files, shard_folder(self._folder, shard)) == marks.get(shard)
                 for shard in shards
@@ -86,7 +88,8 @@ class LogExtent:
             shard_dir = shard_folder(self._folder, shard)
             mark = self._read_mark(self._files, shard_dir)
             if mark is None and self._has_frames(shard_dir):
-                # The mark moves before the first frame is written, so it can only have come since the first look.
+                # The mark moves before the first frame is written, so this one can only have
+                # appeared since the first read.
                 mark = self._read_mark(self._files, shard_dir)
                 if mark is None:
                     raise self._lacks_mark(shard)
@@ -114,19 +117,19 @@ class LogExtent:
         return any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir))
 
     def _holds_frames(self, segment: SegmentFile) -> bool:
-        """Whether there is more than a header: a shard's very first segment is there before its mark has moved."""
+        """Return whether there is more than a header: a shard's very first segment exists before its mark has moved."""
         with suppress(FileNotFoundError):
             return segment.base_offset > 0 or self._files.size(segment.path) > SEGMENT_HEADER_SIZE
         return False
 
     def dropped(self, shard: ShardId) -> tuple[Seq, Offset]:
-        """The last number dropped, and the first offset left, of a shard."""
+        """Return the last number dropped, and the first offset left, of a shard."""
         shard_dir = shard_folder(self._folder, shard)
         dropped = read_dropped(self._files, shard_dir)
         segments = list_segments(self._files, shard_dir)
         first = segments[0].base_offset if segments else Offset(0)
         if first > (0 if dropped is None else dropped.offset):
-            dropped = read_dropped(self._files, shard_dir)  # retention says it first: so a second look knows
+            dropped = read_dropped(self._files, shard_dir)  # retention moves its mark first, so a second read has it
         if dropped is not None and dropped.offset >= first:
             return dropped.seq, dropped.offset
         if first == 0:
@@ -141,7 +144,7 @@ class LogExtent:
             )
             self._tell(error)
             return Seq(0) if dropped is None else dropped.seq, first
-        # A copy without the mark: what was dropped lies below the first frame that is there.
+        # A copy without the mark: the dropped part ends below the first frame that exists.
         return Seq(self._first_number(shard, segments) - 1), first
 
     def _tell(self, error: CorruptWal) -> None:
@@ -150,7 +153,10 @@ class LogExtent:
         self._on_damage(error)
 
     def _first_number(self, shard: ShardId, segments: Sequence[SegmentFile]) -> Seq:
-        """The lowest number of the group that the first frame that can be read is of; on other shards it may begin lower."""
+        """Return the lowest number of the group of the first readable frame.
+
+        On other shards the group may begin lower.
+        """
         frames = self._frames(shard, segments)
         first = next((frame for frame in frames if frame.kind is not FrameKind.SCHEMA), None)
         if first is None:
@@ -165,14 +171,14 @@ class LogExtent:
         return min(numbers)
 
     def _frames(self, shard: ShardId, segments: Iterable[SegmentFile]) -> Iterator[FrameHeader]:
-        """The heads of a shard's frames that can be read, in order."""
+        """Yield the heads of a shard's readable frames, in order."""
         for segment in segments:
             for found in walk_segment(self._files, shard, segment, end=None, payload=False):
                 if isinstance(found, ScannedFrame):
                     yield found.header
 
     def check_range(self, after: Seq, upto: Seq, persisted: Seq) -> None:
-        """`OffsetExpired` or `TokenFromFuture` where `(after, upto]` isn't there."""
+        """Raise `OffsetExpired` or `TokenFromFuture` if `(after, upto]` isn't there."""
         first = self.first_seq()
         if after < first - 1:
             raise OffsetExpired(
@@ -183,7 +189,7 @@ class LogExtent:
             raise from_future(str(max(after, upto)), persisted)
 
     def check_end(self, upto: Seq) -> None:
-        """`OffsetExpired` where reading from the log's beginning was to end in front of what retention has left."""
+        """Raise `OffsetExpired` if a read from the log's beginning would end before what retention has left."""
         first = self.first_seq()
         if upto < first - 1:
             raise OffsetExpired(
@@ -191,7 +197,7 @@ class LogExtent:
             )
 
     def check_offset(self, shard: ShardId, offset: Offset) -> None:
-        """`OffsetExpired` where retention has dropped an offset of a shard."""
+        """Raise `OffsetExpired` if retention has dropped an offset of a shard."""
         first = self.dropped(shard)[1]
         if offset < first:
             raise OffsetExpired(
@@ -199,7 +205,7 @@ class LogExtent:
             )
 
     def check_front(self, shard: ShardId, after: Seq) -> None:
-        """`OffsetExpired` where a shard has nothing left from there on."""
+        """Raise `OffsetExpired` if retention has dropped numbers of a shard after `after`."""
         dropped, _ = self.dropped(shard)
         if dropped > after:
             raise OffsetExpired(
@@ -209,7 +215,7 @@ class LogExtent:
 
 
 def from_future(asked: str, persisted: Seq) -> TokenFromFuture:
-    """The error where something was asked for that is beyond what the log shows."""
+    """Return the error for a request beyond what the log shows."""
     return TokenFromFuture(
         f"{asked} is beyond what the log shows, {persisted}",
         hint=f"Ask for {persisted} or less, or wait until the log has it.",

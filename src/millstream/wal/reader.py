@@ -1,8 +1,8 @@
 """Reading a stream's log from its folder alone: any process, at any time, also while it is being written.
 
-A reader believes the marks, so it never sees what isn't durable, nor half an operation. What lies in `(A, B]` is the same
-every time it is asked for, until retention drops it: then `OffsetExpired` says so. Frames are split nowhere but at rows
-that a token inside of a group asks for.
+A reader trusts the marks, so it never sees records that aren't durable, nor half an operation. The range `(A, B]`
+returns the same rows every time, until retention drops it: then `OffsetExpired` is raised. Frames are split only
+where a token inside a group requires it.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 
 _POLL_FIRST_S: Final = 0.0005
 _POLL_MAX_S: Final = 0.02
-"""How often an idle reader looks at the mark: a twentieth of what a person notices, and nothing to a CPU."""
+"""Interval at which an idle reader reads the mark: a twentieth of what a person notices, at little CPU cost."""
 
 
 class StreamReader:
-    """Reads one stream's log.
+    """Reader of one stream's log.
 
     Args:
         folder: `data/wal/<stream>`.
         files: the file system.
-        without_mark: show every valid whole group instead of what marks say: for a folder that was copied without them.
-        durable: go by what is durable here, also where readers are shown less: for the log's own writer, and who ships it.
-        on_damage: told of what is damaged, which `read` and `read_between` then leave out; without it they raise `CorruptWal`.
+        without_mark: show every valid whole group: for a folder that was copied without marks.
+        durable: go by what is durable here, not by what is shown: for the log's writer, and replication.
+        on_damage: receives damage, which reads then leave out; without it they raise `CorruptWal`.
 
     Concurrency: one thread a reader; any number of readers.
     """
@@ -93,7 +93,7 @@ class StreamReader:
 
     @property
     def stream_id(self) -> StreamId:
-        """Whose log it is. `LogError` where nothing has been written yet."""
+        """Return the stream of the log. Raises `LogError` if nothing has been written yet."""
         if self._stream is None:
             marks, _ = self._marks()
             self._stream = next((mark.stream for mark in marks.values()), None)
@@ -103,39 +103,39 @@ class StreamReader:
 
     @property
     def shards(self) -> tuple[ShardId, ...]:
-        """The shards that the folder has."""
+        """Return the shards that the folder has."""
         return self.extent.shards()
 
     def lacks_marks(self) -> bool:
-        """Whether a shard has frames and no mark that says how far they are durable: then only `without_mark` reads it."""
+        """Return whether a shard has frames but no mark: then only `without_mark` reads it."""
         return self.extent.lacks_marks()
 
     def persisted_upto(self) -> Seq:
-        """Every number up to it is durable and readable, or will never be."""
+        """Return the number up to which every number is durable and readable, or never will be."""
         return self._marks()[1]
 
     def token(self) -> StreamToken:
-        """The newest consistent cut as a token."""
+        """Return the newest consistent cut as a token."""
         return StreamToken.scalar(self.stream_id, self.persisted_upto())
 
     def vector_token(self) -> StreamToken:
-        """How far each writer's records are durable, for who waits for none: operations are whole in it, and it is no cut of their order."""
+        """Return how far each writer's records are durable: a vector of whole operations, but no cut of their order."""
         return self._vector(*self._marks())
 
     def _vector(self, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> StreamToken:
         return StreamToken(short_stream_id(self.stream_id), persisted, writer_cuts(marks.values()))
 
     def first_seq(self) -> Seq:
-        """The lowest number that can still be asked for: reading may begin at a token of one less."""
+        """Return the lowest number that can still be read: reading may begin at a token of one less."""
         return self.extent.first_seq()
 
     def durable_offset(self, shard: ShardId) -> Offset:
-        """Exclusive end of the durable offsets of a shard."""
+        """Return the exclusive end of a shard's durable offsets."""
         mark = self._marks()[0].get(shard)
         return Offset(0) if mark is None else mark.durable_offset
 
     def first_offset(self, shard: ShardId) -> Offset:
-        """The first offset of a shard that is still there."""
+        """Return a shard's first remaining offset."""
         return self.extent.dropped(shard)[1]
 
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
@@ -153,15 +153,15 @@ class StreamReader:
     # --- cuts and spans --------------------------------------------------------------------------------------------
 
     def cut(self, after: Seq, *, rows_max: int | None = None, bytes_max: int | None = None) -> Seq:
-        """The greatest end of a commit group that can be read up to, within the bounds.
+        """Return the greatest end of a commit group that can be read up to, within the bounds.
 
         Args:
-            after: where reading stands.
+            after: the reader's position.
             rows_max: records in `(after, cut]`; one group may exceed it.
             bytes_max: bytes of their frames; one group may exceed it.
 
         Returns:
-            `after` itself where nothing is behind it.
+            `after` itself if there is nothing after it.
 
         Raises:
             OffsetExpired, TokenFromFuture, CorruptWal.
@@ -181,14 +181,14 @@ class StreamReader:
             reached = group.last_seq
             if over:
                 return reached
-        # Behind the last group there may be numbers that will never be: everything has been read all the same.
+        # After the last group there may be numbers that never will be durable: everything has been read nevertheless.
         return max(reached, persisted)
 
     def whole_upto(self, n: Seq) -> Seq:
-        """The greatest position at or below `n` that no operation spans: `n` itself, or where the operation begins that `n` parts.
+        """Return the greatest position at or below `n` that splits no operation: `n`, or the start of its operation.
 
         Args:
-            n: any number; beyond what is durable, and below what retention has left, nothing is looked at.
+            n: any number; beyond what is durable, and below what retention has left, nothing is read.
 
         Raises:
             CorruptWal: the frames around it are damaged.
@@ -208,12 +208,12 @@ class StreamReader:
         return whole_before(n, self.first_seq(), end, lambda after, upto: self._frame_groups(after, upto, marks))
 
     def spans(self, after: Seq, upto: Seq, *, bytes_target: int = 32 << 20) -> list[LogSpan]:
-        """Pieces that together hold exactly the rows of `(after, upto]`, split at frames.
+        """Split the rows of `(after, upto]` into pieces, at frames.
 
         Args:
             after: exclusive.
             upto: inclusive; at most `persisted_upto`.
-            bytes_target: about how large a piece is.
+            bytes_target: approximate size of a piece.
         """
         marks, persisted = self._marks()
         self.extent.check_range(after, upto, persisted)
@@ -250,10 +250,10 @@ class StreamReader:
         columns: frozenset[str] | None = None,
         moments: bool = False,
     ) -> Iterator[TableRecords]:
-        """The records of a span, of some tables or all, with all their columns or some and `__seq`; a table's in their order.
+        """Yield the records of a span, of some tables or all, with `__seq` and some columns or all, in order.
 
-        Reads only the bytes of those tables and the heads of frames. Needs neither mark nor footer. With `moments`, copied rows
-        have the moment of their copy as `__commit_ts`.
+        Reads only the bytes of those tables and the heads of frames. Needs neither mark nor footer. With `moments`,
+        copied rows have the moment of their copy as `__commit_ts`.
         """
         wanted = None if tables is None else frozenset(tables)
         with Meanwhile(self.extent, span.end, span.upto):
@@ -265,7 +265,7 @@ class StreamReader:
                 )
 
     def parts_of(self, span: LogSpan) -> list[TablePart]:
-        """What a span's frames hold of which table and schema version; only heads of frames are read.
+        """Return what a span's frames hold, by table and schema version; only heads of frames are read.
 
         Frames that straddle the span's bounds count whole.
         """
@@ -282,12 +282,12 @@ class StreamReader:
     def read_between(
         self, after: Seq, upto: Seq, *, table: TableId | None = None, offsets: bool = False
     ) -> Iterator[TableRecords]:
-        """The records of `(after, upto]`, commit group by commit group; those of one table in the order of their numbers.
+        """Yield the records of `(after, upto]`, by commit group; those of one table in the order of their numbers.
 
         Raises:
             OffsetExpired: retention has dropped part of it.
             TokenFromFuture: `upto` is beyond `persisted_upto`.
-            CorruptWal: it is damaged; what came before was right.
+            CorruptWal: it is damaged; the records before the damage were right.
         """
         marks, persisted = self._marks()
         self.extent.check_range(after, upto, persisted)
@@ -296,12 +296,12 @@ class StreamReader:
     def read_tokens(
         self, after: StreamToken, upto: StreamToken, *, table: TableId | None = None
     ) -> Iterator[TableRecords]:
-        """The records between two tokens, of each writer those between its own positions; within what is read, in the order of numbers.
+        """Yield the records between two tokens: each writer's between its own positions, in the order of numbers.
 
         Args:
-            after: a token that was given out, or `whole_token` of one: a position inside of an operation splits it.
+            after: a token that was given out, or `whole_token` of one: a position inside an operation splits it.
             upto: another one.
-            table: only this one.
+            table: only this table.
 
         Raises:
             OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`.
@@ -326,7 +326,7 @@ class StreamReader:
         *,
         offsets: bool = False,
     ) -> Iterator[TableRecords]:
-        """The records of each shard between its bounds; those of one table in the order of their numbers."""
+        """Yield the records of each shard between its bounds; those of one table in the order of their numbers."""
         wanted = None if table is None else frozenset((table,))
         frames = heapq.merge(
             *(self._frames_of(shard, *bounds[shard], mark) for shard, mark in marks.items()),
@@ -357,10 +357,10 @@ class StreamReader:
         numbers: tuple[Seq | None, Seq | None] = (None, None),
         moments: bool = False,
     ) -> Iterator[TableRecords]:
-        """A shard's records from an offset to the durable end (or `upto`), with their offsets.
+        """Yield a shard's records from an offset to the durable end (or `upto`), with their offsets.
 
         Args:
-            shard: whose.
+            shard: the shard to read.
             from_offset: inclusive.
             tables: only these.
             upto: exclusive.
@@ -394,10 +394,10 @@ class StreamReader:
                     return
 
     def read_groups(self, after: Seq, upto: Seq) -> Iterator[list[RecordsFrame]]:
-        """The frames of each commit group with numbers in `(after, upto]`, shard by shard; rows are read when asked for.
+        """Yield the frames of each commit group with numbers in `(after, upto]`, by shard; rows are read on demand.
 
         Raises:
-            OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`; damaged rows when they are read, as `CorruptFrame`.
+            OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`; rows raise `CorruptFrame`.
         """
         marks, persisted = self._marks()
         self.extent.check_range(after, upto, persisted)
@@ -424,17 +424,17 @@ class StreamReader:
             yield group
 
     def numbers_at(self, moment_us: int) -> tuple[Seq, Seq]:
-        """Where a moment of the source's commits lies (µs since 1970 UTC), in whole commit groups.
+        """Return the numbers around a moment of the source's commits (µs since 1970 UTC), in whole commit groups.
 
         Returns:
-            The last number in front of the first group with a commit at or behind it, and the last number of the last group with
-            a commit at or in front of it.
+            The last number before the first group with a commit at or after it, and the last number of the last group
+            with a commit at or before it.
         """
         marks, persisted = self._marks()
         since: Seq | None = None
         until = Seq(self.first_seq() - 1)
         ends = (until, until)
-        """Of the group before, and of this one."""
+        """Ends of the previous group and of this one."""
         frames = self._all_frames(marks, until, persisted)
         for _, segment, entry in frames:
             if entry.group_last_seq != ends[1]:
@@ -453,11 +453,11 @@ class StreamReader:
         return persisted if since is None else since, until
 
     def schema_versions(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
-        """Every schema that can be read, of every table, by table and version."""
+        """Return every readable schema, of every table, by table and version."""
         return dict(sorted(self._elsewhere().all().items()))
 
     def schemas(self) -> dict[TableId, TableSchema]:
-        """The latest schema of every table that the log has rows of."""
+        """Return the latest schema of every table that the log has rows of."""
         if self._on_damage is not None:
             return {table: schema for (table, _), schema in self.schema_versions().items()}
         latest: dict[TableId, TableSchema] = {}
@@ -498,11 +498,11 @@ class StreamReader:
         return self._indexes[shard]
 
     def _frames_of(self, shard: ShardId, after: Seq, upto: Seq, mark: DurableMark) -> Iterator[Place]:
-        """A shard's records frames with rows in `(after, upto]`."""
+        """Yield a shard's records frames with rows in `(after, upto]`."""
         checked = False
         for segment, entry in self._index(shard).from_seq(after, mark):
             if not checked:
-                # The segments are listed by now: what retention hasn't spoken of yet is among them.
+                # The segments are listed by now, including those not yet marked as dropped.
                 self.extent.check_front(shard, after)
                 checked = True
             if entry.kind is not FrameKind.RECORDS:
@@ -527,7 +527,7 @@ class StreamReader:
         mark: DurableMark,
         wanted: frozenset[TableId] | None,
     ) -> SegmentSource:
-        """A segment's source, with the schemas that a frame needs."""
+        """Return a segment's source, with the schemas that a frame needs."""
         tables = entry.tables_of(wanted)
         source = sources.get(shard)
         if source is None or source.path != segment.path:
@@ -542,7 +542,7 @@ class StreamReader:
         return source
 
     def _groups(self, after: Seq, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> Iterator[GroupSize]:
-        """The commit groups behind `after`, in order, over all shards."""
+        """Yield the commit groups after `after`, in order, over all shards."""
         frames = self._all_frames(marks, after, persisted)
         current: GroupSize | None = None
         with Meanwhile(self.extent, marks):
@@ -563,7 +563,7 @@ class StreamReader:
         mark: DurableMark,
         wanted: frozenset[TableId] | None,
     ) -> Iterator[ScannedFrame]:
-        """Heads of frames of one segment that have rows of the tables wanted; their schemas are brought."""
+        """Yield the heads of one segment's frames that have rows of the wanted tables, and load their schemas."""
         for shard, segment, entry in places:
             if wanted is None or entry.tables_of(wanted):
                 source = self._source(sources, shard, segment, entry, mark, wanted)
@@ -580,7 +580,7 @@ class StreamReader:
         offsets: bool,
         moments: bool = False,
     ) -> Iterator[TableRecords]:
-        """The records of one frame; where it is damaged, and damage is only to be told, none."""
+        """Yield the records of one frame; none if it is damaged and damage is only reported."""
         shard, segment, entry = place
         tables = entry.tables_of(wanted)
         if not tables:

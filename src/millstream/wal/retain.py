@@ -1,10 +1,11 @@
-"""Retention: old segments go from a shard's front, whole, when `millstream.protocol.retention` says so.
+"""Retention: old segments are dropped from a shard's front, whole, as `millstream.protocol.retention` decides.
 
-Here segments are listed, shown to that machine, and unlinked; who needs what, and which goes when, is the machine's.
+This module lists segments, reports them to that state machine, and unlinks files. The machine
+decides which holder needs what, and what is dropped when.
 
-What is dropped is said in the mark, durably, before the first file goes: readers then tell `OffsetExpired` from an empty
-log, recovery tells dropped segments from lost ones, and files that a crash left behind are finished off the next time.
-Retention needs no free space.
+The mark durably records what is dropped before the first file goes. So readers can tell
+`OffsetExpired` from an empty log, and recovery can tell dropped segments from lost ones. Files that
+a crash left behind are removed the next time. Retention needs no free space.
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ class _Front:
     folder: str
     sealed: list[SegmentFile]
     size_bytes: int
-    """Of all its segments."""
+    """Size in bytes of all its segments."""
     stream: StreamId | None = None
-    """The stream that the log is of; None without a mark."""
+    """The log's stream; None without a mark."""
     current: SegmentFile | None = None
-    """The segment behind the last of `sealed`."""
+    """The segment after the last of `sealed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What one round of retention did."""
+    """Result of one round of retention."""
 
     dropped: tuple[SealedSegment, ...]
-    """Oldest first."""
+    """Dropped segments, oldest first."""
     kept: Keep
-    """The oldest segment that is left, and who needs it."""
+    """The oldest remaining segment, and the holder that needs it."""
 
 
 def drop_segments(
@@ -75,21 +76,25 @@ def drop_segments(
     files: Files | None = None,
     clock: Clock | None = None,
 ) -> Sweep:
-    """Drop what the tracker lets go.
+    """Drop the segments that the tracker releases.
 
     Args:
         folder: the stream's.
-        tracker: who needs what.
+        tracker: has the holders and their positions.
         bounds: how much is kept.
-        cut_off: notes durably that a holder is cut off; False where it has come on meanwhile: then this round ends.
+        cut_off: durably records that a holder is cut off; False if the holder has advanced since:
+            then this round ends.
         files: the file system.
         clock: for ages.
 
     Raises:
-        CorruptWal: a footer or header that must be read is damaged; what was dropped before stays so.
-        ShardLocked: of a folder with several writers: one of them hangs while it holds the folder's lock.
+        CorruptWal: a footer or header that must be read is damaged; what was dropped before stays
+            dropped.
+        ShardLocked: in a folder with several writers, one of them hangs while it holds the folder's
+            lock.
 
-    Concurrency: one caller at a time, of several writers' processes in turn; beside the writers and any readers.
+    Concurrency: one caller at a time (several writers' processes take turns), in parallel with the
+    writers and any readers.
     """
     files = RealFiles() if files is None else files
     clock = SystemClock() if clock is None else clock
@@ -111,7 +116,7 @@ def _drop_segments(
         if isinstance(effect, CutOff):
             if cut_off(effect):
                 continue
-            tracker.released(effect.name)  # it may tell anew
+            tracker.released(effect.name)  # it may report again
             effect = Keep(oldest_of(oldest.values()), (effect.name,))
             break
         dropped.append(effect.segment)
@@ -125,20 +130,20 @@ def _drop_segments(
     for front in fronts.values():
         _remove(files, front, [segment for segment in dropped if segment.shard == front.shard])
     gone = [read_dropped(files, front.folder) for front in fronts.values()]
-    # Below the shard that has dropped least, nobody has anything.
+    # Below the shard that has dropped least, no holder has any position.
     tracker.forget_below(Seq(min((Seq(0) if mark is None else mark.seq for mark in gone), default=Seq(0)) + 1))
     return Sweep(tuple(dropped), effect)
 
 
 def hold_for_sessions(folder: str, tracker: Retention, *, files: Files | None = None) -> None:
-    """Have a tracker know what a writer that opens reads of the log: all behind the copy of its sessions."""
+    """Register with a tracker what an opening writer reads of the log: everything after the copy of its sessions."""
     covered = covered_upto(RealFiles() if files is None else files, folder)
     if covered is not None:
         tracker.needs(SESSIONS_HOLDER, HolderKind.SESSIONS, Seq(covered + 1))
 
 
 def oldest_sealed(folder: str, *, files: Files | None = None) -> SealedSegment | None:
-    """The segment that retention would let go of first, of all shards; None where none is sealed.
+    """Return the segment that retention would drop first, over all shards; None if none is sealed.
 
     Raises:
         CorruptWal: a footer or header that must be read is damaged.
@@ -158,7 +163,7 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
         segments = [segment for segment in segments if segment.base_offset >= gone.offset]
     if mark is None:
         return _Front(shard, shard_dir, [], size)
-    # What no reader has been shown yet goes from no log, however long its followers are away.
+    # No log drops records that no reader has been shown yet, however long its followers are away.
     shown = read_readable(files, shard_dir) or mark
     last = min(mark.base_offset, shown.base_offset)
     sealed = [segment for segment in segments if segment.base_offset < last]
@@ -166,7 +171,8 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
     if current is None:
         return _Front(shard, shard_dir, [], size)
     if mark.byte_end == SEGMENT_HEADER_SIZE and sealed:
-        # The last frame tells a new writer how far the log has got; while the current segment has none, it's there.
+        # The last frame tells a new writer how far the log goes. While the current segment has no
+        # frame, it is in this one.
         current = sealed.pop()
     return _Front(shard, shard_dir, sealed, size, mark.stream, current)
 
@@ -174,7 +180,8 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
 def _oldest(files: Files, front: _Front) -> SealedSegment:
     segment = front.sealed[0]
     size = files.size(segment.path)
-    # The room it frees, and the words about it, come from its footer: so it has to be the segment that its name says.
+    # Its size and its log message come from its footer: so it has to be the segment that its name
+    # names.
     read_header(files, segment, shard=front.shard, stream=front.stream)
     try:
         footer = SegmentFooter.decode_tail(reader_of(files, segment.path), size)
@@ -200,7 +207,11 @@ def _oldest(files: Files, front: _Front) -> SealedSegment:
 
 
 def _batches(footer: SegmentFooter) -> tuple[TableBatch, ...]:
-    """One a table. The footer tells numbers a frame, not a table, and no partitions: the range is that of all its frames."""
+    """Return one batch per table.
+
+    The footer has numbers per frame, not per table, and no partitions: the range covers all frames
+    with the table.
+    """
     found: dict[TableId, tuple[Seq, Seq]] = {}
     for frame in footer.frames:
         if not frame.count:

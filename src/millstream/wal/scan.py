@@ -1,7 +1,8 @@
-"""Walking over a segment's frames, in files that may end or be damaged anywhere.
+"""Walking a segment's frames, in files that may end or be damaged anywhere.
 
-A frame counts only when its head and every part of its payload pass their checksums *and* it follows on: epoch, region,
-shard and offset are what the place asks for. What old frames, zeros or garbage may lie behind the last one doesn't matter.
+A frame counts only if its head and every part of its payload pass their checksums *and* it follows
+on: its epoch, region, shard and offset are the expected ones. Old frames, zeros or garbage after
+the last one don't matter.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _WINDOW = 4 << 20
 
 
 class Window:
-    """A file's bytes, read ahead piece by piece."""
+    """Read-ahead view of a file's bytes."""
 
     def __init__(self, read: Callable[[int, int], bytes], ahead_bytes: int = _WINDOW) -> None:
         self._read = read
@@ -48,13 +49,13 @@ class Window:
         self._data = memoryview(b"")
 
     def at(self, position: int, length: int) -> memoryview:
-        """Bytes `[position, position + length)`; fewer where the file ends."""
+        """Return bytes `[position, position + length)`; fewer if the file ends."""
         inside = position - self._start
         if inside < 0 or inside + length > len(self._data):
             try:
                 self._data = memoryview(self._read(position, max(length, self._ahead_bytes)))
             except UnreadableBytes:
-                # Only what was read ahead may lie on a bad page.
+                # Only the read-ahead may touch an unreadable page.
                 self._data = memoryview(self._read(position, length))
             self._start, inside = position, 0
         return self._data[inside : inside + length]
@@ -62,7 +63,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ScannedFrame:
-    """A frame where it lies."""
+    """A frame at its position in the file."""
 
     header: FrameHeader
     head: bytes
@@ -70,16 +71,16 @@ class ScannedFrame:
     length: int
     operations: Bytes = b""
     batches: Bytes = b""
-    """The encoded directory, out of the head."""
+    """The encoded directory, from the head."""
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Position of the next frame."""
         return self.position + self.length
 
 
 def read_filled(read: Callable[[int, int], bytes], position: int, length: int) -> bytes:
-    """Bytes of a file, with zeros where the disk can't give them back."""
+    """Return bytes of a file, with zeros in place of those that the disk can't return."""
     try:
         return read(position, length)
     except UnreadableBytes:
@@ -96,7 +97,7 @@ def read_filled(read: Callable[[int, int], bytes], position: int, length: int) -
 
 
 def reader_of(files: Files, path: str) -> Callable[[int, int], bytes]:
-    """(position, length) → bytes of one file."""
+    """Return a function (position, length) → bytes of one file."""
     return lambda position, length: files.read(path, position, length)
 
 
@@ -109,18 +110,20 @@ def scan_frames(
     end: int | None = None,
     payload: bool = True,
 ) -> Iterator[ScannedFrame]:
-    """The frames from a position on, in order, each verified before it is yielded.
+    """Yield the frames from a position on, in order, each verified first.
 
     Args:
         window: the segment's file.
         segment: its header.
         position: where a frame begins.
-        offset: the offset that this frame begins with; the segment's base where it isn't given.
-        end: where to stop; without it the walk ends by an error, at the file's end or the first bad byte.
+        offset: the offset that this frame begins with; by default the segment's base.
+        end: where to stop; without it the walk ends with an error, at the file's end or the first
+            bad byte.
         payload: whether to verify payloads too, or heads only.
 
     Raises:
-        CorruptFrame, TruncatedFrame, UnsupportedFormat: what lies at the position reached isn't the next frame.
+        CorruptFrame, TruncatedFrame, UnsupportedFormat: the bytes at the position reached aren't
+            the next frame.
     """
     expected = segment.base_offset if offset is None else offset
     while end is None or position < end:
@@ -136,7 +139,7 @@ def scan_frames(
 
 
 def read_frame(window: Window, position: int, *, payload: bool = True) -> ScannedFrame:
-    """The frame at a position, verified by itself."""
+    """Return the frame at a position, verified without its neighbours."""
     try:
         extent = frame_extent(window.at(position, FRAME_HEADER_MIN))
     except UnsupportedFormat:
@@ -152,7 +155,7 @@ def read_frame(window: Window, position: int, *, payload: bool = True) -> Scanne
 
 
 def _check_newer_head(window: Window, position: int) -> None:
-    """Tell a newer version's frame from garbage: the first 12 bytes and the CRC are the same in every version."""
+    """Distinguish a newer version's frame from garbage: 12 bytes and the CRC are the same in every version."""
     length, crc, head_length = struct.unpack("<III", window.at(position, 12))
     if not FRAME_HEADER_MIN <= head_length <= length or head_length > _HEAD_BYTES_MAX:
         raise CorruptFrame("no frame begins here")
@@ -162,11 +165,11 @@ def _check_newer_head(window: Window, position: int) -> None:
 
 
 def lost_groups(frames: Iterable[ScannedFrame], before: GroupNumber) -> list[range]:
-    """The numbers of groups of which something may have stood where loss frames stand now.
+    """Return the numbers of groups that may have had a part where loss frames stand now.
 
     Args:
         frames: in order.
-        before: the group in front of the first of them.
+        before: the group before the first of them.
     """
     found = []
     first = before + 1
@@ -179,7 +182,7 @@ def lost_groups(frames: Iterable[ScannedFrame], before: GroupNumber) -> list[ran
 
 
 def commit_times(head: bytes, segment: SegmentHeader) -> tuple[int, int] | None:
-    """Least and greatest commit time, µs, of a frame's operations, by its verified head."""
+    """Return the least and greatest commit time, µs, of a frame's operations, from its verified head."""
     header, _ = decode_frame_header(head)
     if header.kind is not FrameKind.RECORDS:
         return None
@@ -191,10 +194,10 @@ def commit_times(head: bytes, segment: SegmentHeader) -> tuple[int, int] | None:
 
 
 def frames_behind(read: Callable[[int, int], bytes], position: int, size: int) -> Iterator[ScannedFrame]:
-    """Frames with a valid head anywhere in `[position, size)`: for telling a torn tail from damage.
+    """Yield frames with a valid head anywhere in `[position, size)`: they distinguish a torn tail from damage.
 
-    Frames stand at multiples of 8 and their third word tells version, kind and flags, so that candidates are found by a
-    vector comparison.
+    Frames stand at multiples of 8, and their third word has version, kind and flags, so candidates
+    are found by a vector comparison.
     """
     position += -position % 8
     window = Window(read)

@@ -1,4 +1,7 @@
-"""Records out of one segment: a frame's head is always read and checked, of its payload only the tables wanted."""
+"""Records of one segment.
+
+A frame's head is always read and checked; of its payload, only the wanted tables are read.
+"""
 
 from __future__ import annotations
 
@@ -32,33 +35,33 @@ from millstream.wal.walk import NO_STREAM, loss_at
 
 _RUN_FRAMES_MAX: Final = 256
 _RUN_BYTES_MAX: Final = 1 << 20
-"""Of payload: more of it costs by the byte anyway, and would only take memory."""
+"""Bytes of payload in a run: more costs per byte anyway, and only takes memory."""
 _GAP_BYTES: Final = 16 << 10
-"""Bytes between two parts that are read along rather than passed over by another system call."""
+"""Bytes between two parts up to which the gap is read, which is cheaper than another system call."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRecords:
-    """Records of one table under one schema version, out of one frame or several, in the order of their numbers."""
+    """Records of one table under one schema version, from one frame or several, in the order of their numbers."""
 
     schema: TableSchema
     batch: pa.RecordBatch
-    """`record_schema(schema)`, or the columns asked for and `__seq`; with `__offset` first where asked."""
+    """Rows in `record_schema(schema)`, or the columns asked for and `__seq`; with `__offset` first if asked for."""
     shard: ShardId
     first_seq: Seq
     last_seq: Seq
     operation_seq: pa.Array
-    """For each record the first number that its operation has on this shard: what shards are merged by."""
+    """First number of each record's operation on this shard: shards are merged by it."""
     hybrid_ns: pa.Array
-    """For each record the hybrid time of its frame: what regions are merged by."""
+    """Hybrid time of each record's frame: regions are merged by it."""
     region: RegionId
     frame_offset: Offset
-    """The first offset of the frame (of the first, where they are of several): records of several tables are merged by offset within one."""
+    """First offset of the (first) frame: records of several tables are merged by offset within one frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """What a stretch of the log holds of one table under one schema version, by the heads of its frames."""
+    """Contents of a stretch of the log, for one table under one schema version, from the heads of its frames."""
 
     schema: TableSchema
     first_seq: Seq
@@ -66,7 +69,7 @@ class TablePart:
     """Bounds of its numbers."""
     rows: int
     size_bytes: int
-    """As they lie in the log, compressed."""
+    """Size in bytes in the log, compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,9 @@ class LogSpan:
     upto: Seq
     """Rows with numbers in `(after, upto]`."""
     schema_frames: tuple[SchemaPlace, ...]
-    """The schema frames in front."""
+    """The schema frames before the piece."""
     stream: StreamId
-    """The stream that the segment is of."""
+    """The segment's stream."""
 
     @property
     def size_bytes(self) -> int:
@@ -92,14 +95,14 @@ class LogSpan:
 
     @property
     def end(self) -> dict[ShardId, ByteEnd]:
-        """Where its shard has to reach for it to be there."""
+        """Minimum end of its shard for the span to exist."""
         base = Offset(int(self.path.rsplit("/", 1)[-1].removesuffix(".wal")))
         return {self.shard: ByteEnd(base, self.byte_end)}
 
 
 @dataclass(slots=True)
 class GroupSize:
-    """How much of a commit group was found, so far."""
+    """Size of a commit group, as far as it was found."""
 
     last_seq: Seq
     rows: int
@@ -112,13 +115,14 @@ class SegmentSource:
     Args:
         files: the file system.
         path: the segment's.
-        on_damage: told of a damaged header or schema, and of tables' rows in a frame, which are then done without; without it
-            they are errors.
-        elsewhere: where schemas are found that this segment has lost.
-        shard, stream: which its header must name, if they are given.
+        on_damage: receives a damaged header or schema, and tables' rows in a frame, which are then
+            skipped; without it they are errors.
+        elsewhere: finds schemas that this segment has lost.
+        shard, stream: the shard and stream that its header must name, if they are given.
 
     Raises:
-        CorruptWal, UnsupportedFormat, FileNotFoundError: from every method, the making included.
+        CorruptWal, UnsupportedFormat, FileNotFoundError: from every method, including the
+            constructor.
     """
 
     def __init__(
@@ -145,15 +149,18 @@ class SegmentSource:
             self._header = SegmentHeader(NO_STREAM, RegionId(0), ShardId(0), Epoch(0), base)
         self._schemas = SchemaSet(self._header.directory)
         self._brought: set[int] = set()
-        """Where schemas stand that were read."""
+        """Positions of schemas that were read."""
         self._heads = Window(reader_of(files, path), HEADS_AHEAD_BYTES)
 
     def knows(self, tables: Iterable[TableEntry]) -> bool:
-        """Whether the schemas of these have been brought."""
+        """Return whether the schemas of these tables have been loaded."""
         return all((table.table_id, table.schema_version) in self._schemas for table in tables)
 
     def bring_schemas(self, places: Iterable[SchemaPlace]) -> None:
-        """Read the schemas at these places, each once: in a log that is new each frame may bring one, of hundreds of tables."""
+        """Load the schemas at these positions, each once.
+
+        In a new log each frame may bring one, for hundreds of tables.
+        """
         new = [place for place in places if place[0] not in self._brought]
         for some in [new] if self._on_damage is None else [[place] for place in new]:
             try:
@@ -169,7 +176,7 @@ class SegmentSource:
                     self._schemas.add(schema)
 
     def bring_from_elsewhere(self, tables: Iterable[TableEntry]) -> None:
-        """Take schemas that this segment has lost from another one."""
+        """Load schemas that this segment has lost from another segment."""
         for table in tables:
             if self._elsewhere is not None and (table.table_id, table.schema_version) not in self._schemas:
                 schema = self._elsewhere().find(table.table_id, table.schema_version)
@@ -177,7 +184,10 @@ class SegmentSource:
                     self._schemas.add(schema)
 
     def frame(self, position: int, *, first: Offset | None = None, end: Offset | None = None) -> ScannedFrame:
-        """The head of the frame at a position, verified; `first` and `end` are its offsets, for the error, where known."""
+        """Return the verified head of the frame at a position.
+
+        `first` and `end` are its offsets, for the error, if known.
+        """
         try:
             return read_frame(self._heads, position, payload=False)
         except CorruptFrame as error:
@@ -189,7 +199,7 @@ class SegmentSource:
             raise damage(error, file=self.path, byte=position, offset_from=first, offset_to=end) from error
 
     def decode(self, scanned: ScannedFrame) -> RecordsFrame:
-        """A records frame; its rows are read when they are asked for."""
+        """Decode a records frame; its rows are read on demand."""
         behind = scanned.position + len(scanned.head)
 
         def read_payload(position: int, length: int) -> bytes:
@@ -212,13 +222,13 @@ class SegmentSource:
         moments: bool = False,
         by_table: bool = False,
     ) -> Iterator[TableRecords]:
-        """As `records` of each of some frames that follow one another; what no other table's rows part is one piece.
+        """As `records` for each of some consecutive frames; records that no other table's rows separate are one piece.
 
-        With `by_table` tables come one behind the other, whatever the order of their frames.
+        With `by_table`, tables come one after the other, whatever the order of their frames.
         """
         found: list[TableRecords] | None = None
         if len(run) > 1 and all(scanned.header.numbering is Numbering.BATCH for scanned in run):
-            # Where it fails, one by one: then it's known of which frame it is.
+            # If it fails, the frames are read one by one, which shows the damaged one.
             with suppress(CorruptFrame, TruncatedFrame):
                 found = self._decode_run(
                     run, wanted, columns=columns, offsets=offsets, moments=moments, by_table=by_table
@@ -242,7 +252,10 @@ class SegmentSource:
         moments: bool,
         by_table: bool,
     ) -> list[TableRecords] | None:
-        """The pieces of a run; None where a table's numbers don't rise from frame to frame. Raises `CorruptFrame`, `TruncatedFrame`."""
+        """Return the pieces of a run; None if a table's numbers don't ascend from frame to frame.
+
+        Raises `CorruptFrame`, `TruncatedFrame`.
+        """
         frames = FrameRun([FrameHead(s.header, s.operations, s.batches) for s in run], self._schemas)
         parts = self._read_parts(run, wanted)
         tables: dict[_Key, list[FramePart]] = {}
@@ -252,7 +265,7 @@ class SegmentSource:
         for key, of_table in tables.items():
             records = frames.records(of_table, columns=columns, offsets=offsets, moments=moments)
             if (np.diff(records.batch.column("__seq").to_numpy()) <= 0).any():
-                return None  # an operation on several partitions of a table goes on over frames
+                return None  # an operation on several partitions of a table continues over frames
             times = [run[part.frame].header.hybrid_time for part in of_table]
             decoded[key] = records, np.repeat(np.array(times, np.int64), [part.part.rows for part in of_table])
         done = dict.fromkeys(tables, 0)
@@ -267,7 +280,7 @@ class SegmentSource:
         return pieces
 
     def _read_parts(self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None) -> list[FramePart]:
-        """The parts of some tables, or of all, in the order in which they lie; those near one another are read at once."""
+        """Return the parts of some tables, or of all, in file order; parts close together are read at once."""
         places: list[tuple[int, int, PayloadPart]] = []
         for number, scanned in enumerate(run):
             position = scanned.position + len(scanned.head)
@@ -299,7 +312,10 @@ class SegmentSource:
         offsets: bool = False,
         moments: bool = False,
     ) -> Iterator[TableRecords]:
-        """A frame's records of the tables wanted, with numbers in `(after, upto]`; see `codec.log_records.records_of`."""
+        """Yield a frame's records of the wanted tables, with numbers in `(after, upto]`.
+
+        See `codec.log_records.records_of`.
+        """
         header = scanned.header
         if wanted is not None and not any(part.table_id in wanted for part in header.parts):
             return
@@ -320,7 +336,7 @@ class SegmentSource:
                 self._on_damage(told)
 
     def parts(self, scanned: ScannedFrame) -> list[TablePart]:
-        """What a frame holds of which table; no payload is read."""
+        """Return what a frame holds, by table; no payload is read."""
         frame = self.decode(scanned)
         try:
             found = []
@@ -341,7 +357,7 @@ class SegmentSource:
 
 
 def sum_of_parts(one: TablePart, other: TablePart) -> TablePart:
-    """Both together; of one table and version."""
+    """Return the sum of both, which are of one table and version."""
     return TablePart(
         one.schema,
         min(one.first_seq, other.first_seq),
@@ -357,7 +373,7 @@ def _table_records(
     mine = of_part(frame.batches, schema)
     operation, count = (frame.batches.column(name).to_numpy()[mine] for name in ("operation", "count"))
     of_row = np.repeat(operation, count)
-    if frame.header.numbering is Numbering.OPERATION:  # partitions of a table stand one behind the other
+    if frame.header.numbering is Numbering.OPERATION:  # partitions of a table stand one after the other
         order = np.argsort(batch.column("__seq").to_numpy(), kind="stable")
         batch, of_row = batch.take(pa.array(order)), of_row[order]
     times_ns = pa.array(np.full(len(of_row), frame.header.hybrid_time, np.int64))
@@ -386,10 +402,12 @@ def _table(part: FramePart) -> TableId:
 
 
 def runs_of(frames: Iterable[ScannedFrame], wanted: frozenset[TableId] | None) -> Iterator[list[ScannedFrame]]:
-    """Frames of one segment as runs to be decoded together; those without rows of the tables wanted are left out.
+    """Group one segment's frames into runs that are decoded together.
+
+    Frames without rows of the wanted tables are left out.
 
     Raises:
-        CorruptWal: as `frames`, once those in front of the damage have been given.
+        CorruptWal: as `frames`, after the frames before the damage.
     """
     run: list[ScannedFrame] = []
     size = 0
@@ -414,7 +432,7 @@ def runs_of(frames: Iterable[ScannedFrame], wanted: frozenset[TableId] | None) -
 
 
 def _straddles(first: Seq, last: Seq, after: Seq | None, upto: Seq | None) -> bool:
-    """Whether numbers `first` to `last` may lie outside of `(after, upto]`."""
+    """Return whether numbers `first` to `last` may lie outside `(after, upto]`."""
     return (after is not None and first <= after) or (upto is not None and last > upto)
 
 
@@ -429,7 +447,7 @@ def _within_seqs(found: TableRecords, after: Seq | None, upto: Seq | None) -> It
 
 
 def within_offsets(found: TableRecords, start: Offset, end: Offset) -> Iterator[TableRecords]:
-    """The records with offsets in `[start, end)`, or nothing."""
+    """Yield the records with offsets in `[start, end)`, or nothing."""
     offsets = found.batch.column("__offset").to_numpy()
     yield from _filtered(found, (offsets >= start) & (offsets < end))
 
@@ -459,13 +477,13 @@ def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[Tabl
 def whole_before(
     n: Seq, first: Seq, end: Seq, groups_between: Callable[[Seq, Seq], Iterable[Sequence[RecordsFrame]]]
 ) -> Seq:
-    """The greatest position at or below `n` that no operation spans.
+    """Return the greatest position at or below `n` that splits no operation.
 
     Args:
         n: any number.
-        first: below it nothing is left to look at.
+        first: below it nothing is left to read.
         end: from it on nothing is durable.
-        groups_between: the frames of each commit group with numbers in (after, upto].
+        groups_between: returns the frames of each commit group with numbers in (after, upto].
     """
     while first <= n < end:
         groups = list(groups_between(Seq(n - 1), Seq(n + 1)))
@@ -477,12 +495,13 @@ def whole_before(
 
 
 def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple[object, int] | None:
-    """What tells the operation of a number from any other, and the first number by which a frame knows it."""
+    """Return an identity of a number's operation, and the first number by which a frame knows the operation."""
     best: tuple[object, int] | None = None
     for frame in (frame for group in groups for frame in group):
         if not frame.header.first_seq <= seq <= frame.header.last_seq:
             continue
-        # Operations' numbers follow one another, so that it is the last one to begin at or in front of it.
+        # Operations' numbers follow one another, so it is the last operation that begins at or
+        # before the number.
         firsts = first_seqs(frame.operations, frame.batches)
         begun = np.where(firsts <= seq, firsts, -1)
         place = int(begun.argmax())
@@ -493,7 +512,7 @@ def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple
 
 
 def frames_in(source: SegmentSource, span: LogSpan) -> Iterator[ScannedFrame]:
-    """The records frames of a span."""
+    """Yield the records frames of a span."""
     position = span.byte_start
     while position < span.byte_end:
         scanned = source.frame(position)

@@ -1,9 +1,10 @@
-"""Which shards of a folder a writer opens, and the locks that make it the only one.
+"""The shards of a folder that a writer opens, and the locks that make it the only one.
 
-A shard's lock is its mark file's. A writer that hangs (SIGSTOP, a frozen host) holds it for as long as it hangs; once its lease has
-run out it answers nobody any more, and its mark is replaced: it goes on holding, and writing, a file that no path names. What it
-might still do by a path is to begin a segment or a spare. So writers that share a folder do that, recovery and retention under the
-folder's own lock, and look first whether their marks are still in their places.
+A shard's lock is on its mark file. A writer that hangs (SIGSTOP, a frozen host) holds it for as
+long as it hangs. Once its lease has run out it can't answer callers, and its mark is replaced: it
+keeps locking, and writing, a file that no path names. By path it could still begin a segment or a
+spare. So writers that share a folder do that, and recovery and retention, under the folder's own
+lock, and first check that their marks are still in place.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _LOOK_S: Final = 0.005
 def own_shards(
     files: Files, folder: str, writer: WriterId, named: Sequence[ShardId], numbers: GroupNumbers
 ) -> list[ShardId]:
-    """The shards named, and those of this writer's that lie in the folder: all that do, where it is the only writer.
+    """Return the named shards and this writer's shards in the folder; all in the folder if it is the only writer.
 
     Raises:
         CorruptWal: the folder lacks shards that the log has.
-        ShardTaken: one of them is another writer's, or all are several writers'.
+        ShardTaken: one of them is another writer's, or all belong to several writers.
     """
     there = {shard: read_mark(files, shard_folder(folder, shard)) for shard in list_shards(files, folder)}
     missing = missing_shards(folder, list(there), filter(None, there.values()))
@@ -58,7 +59,7 @@ def own_shards(
 
 
 def refuse_beside_an_owner(files: Files, folder: str, writer: WriterId | None) -> None:
-    """`ShardTaken` where the folder is the log of another writer that is the only one; None: of any that is."""
+    """Raise `ShardTaken` if the folder is the log of another writer that owns it alone; None: of any such writer."""
     for shard in list_shards(files, folder):
         mark = read_mark(files, shard_folder(folder, shard))
         if mark is not None and mark.elsewhere is None and mark.writer != writer:
@@ -71,13 +72,13 @@ def refuse_beside_an_owner(files: Files, folder: str, writer: WriterId | None) -
 
 
 def greatest_known(files: Files, folder: str) -> Seq:
-    """The greatest number that any mark in the folder knows to have been given."""
+    """Return the greatest number that any mark in the folder records as given."""
     marks = filter(None, (read_mark(files, shard_folder(folder, shard)) for shard in list_shards(files, folder)))
     return Seq(max((max(mark.reserved_to, mark.persisted_upto) for mark in marks), default=0))
 
 
 def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers: GroupNumbers) -> None:
-    """Refuse to begin an empty log where numbers were given out: a mark was there before the first of them."""
+    """Refuse to begin an empty log if numbers were given out: a mark existed before the first of them."""
     given = numbers.given_before()
     if given == 0:
         return
@@ -95,10 +96,10 @@ def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers
 
 @contextmanager
 def folder_lock(files: Files, folder: str, clock: Clock, *, make: bool = False) -> Iterator[None]:
-    """Hold the folder's lock; without `make` nothing where there is none, for a folder that one writer owns needs none.
+    """Hold the folder's lock. Without `make`, a missing lock file is fine: a folder that one writer owns needs none.
 
     Raises:
-        ShardLocked: another process holds it, and goes on holding it.
+        ShardLocked: another process holds it, and keeps holding it.
     """
     path = f"{folder}/{LOCK_NAME}"
     if make and not files.exists(path):
@@ -126,13 +127,14 @@ def folder_lock(files: Files, folder: str, clock: Clock, *, make: bool = False) 
 def lock_shards(
     files: Files, folder: str, shards: Sequence[ShardId], *, seize: bool = False
 ) -> dict[ShardId, MarkFile]:
-    """Take the locks of shards, whose folders are made.
+    """Take the locks of shards, and make their folders.
 
     Args:
         files: the file system.
         folder: the stream's; with `seize` its lock is held.
-        shards: which.
-        seize: the writer before answers nobody any more: take its shards from it if it holds their locks still.
+        shards: the shards to lock.
+        seize: the previous writer can't answer callers any longer: take its shards even if it still
+            holds their locks.
 
     Raises:
         ShardLocked: another process has one.
@@ -161,12 +163,12 @@ def lock_shards(
 
 
 def holds_mark(shard_dir: str, mark: MarkFile) -> bool:
-    """Whether a mark is still the shard's: nobody has replaced it."""
+    """Return whether the mark is still the shard's, and wasn't replaced."""
     return mark.file.is_at(f"{shard_dir}/{MARK_NAME}")
 
 
 def _lock(files: Files, shard_dir: str) -> MarkFile | None:
-    """The shard's mark with its lock, which counts only where the mark wasn't replaced on the way; None where another has it."""
+    """Return the shard's locked mark; None if another process has the lock. A lock on a replaced mark doesn't count."""
     while True:
         mark = MarkFile.open(files, shard_dir)
         if not mark.file.lock():

@@ -1,7 +1,7 @@
-"""What of a damaged log can be read, part by part: a frame may lose one table's rows and keep the others'.
+"""The readable parts of a damaged log, part by part: a frame may lose one table's rows and keep the others'.
 
-Everything is read and decoded. A schema whose frame is damaged is taken from any other segment that brings it: then its
-records aren't lost.
+Everything is read and decoded. If a schema frame is damaged, the schema is taken from any other
+segment that has it: then its records aren't lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from millstream.wal.walk import Loss, footer_of, header_of, walk_segment
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A frame whose head holds."""
+    """A frame with a valid head."""
 
     frame: ScannedFrame
     lost: tuple[PayloadPart, ...] = ()
@@ -47,7 +47,7 @@ class Checked:
         return not self.lost
 
     def loss(self, segment: SegmentFile) -> Loss:
-        """What is lost of it."""
+        """Return what is lost of it."""
         header = self.frame.header
         end = Offset(header.first_offset + header.count)
         tables = None if len(self.lost) == len(header.parts) else tuple(part.table_id for part in self.lost)
@@ -69,12 +69,12 @@ Surveyed: TypeAlias = Checked | Loss
 
 
 class KnownSchemas:
-    """The schemas that a log's segments bring, all of them; read when first asked for.
+    """All schemas in a log's segments, read when first asked for.
 
     Args:
         files: the file system.
         folder: the stream's.
-        others: known from elsewhere (a catalog).
+        others: schemas known from elsewhere (a catalog).
     """
 
     def __init__(self, files: Files, folder: str, others: Iterable[TableSchema] = ()) -> None:
@@ -84,15 +84,15 @@ class KnownSchemas:
         self._looked = False
 
     def find(self, table: TableId, version: SchemaVersion) -> TableSchema | None:
-        """One schema; None where no segment has it any more."""
+        """Return one schema; None if no segment has it."""
         return self.all().get((table, version))
 
     def names(self) -> dict[TableId, str]:
-        """What each table is called, by its newest schema that can be read."""
+        """Return each table's name, from its newest readable schema."""
         return {table: schema.full_name for (table, _), schema in sorted(self.all().items(), key=lambda item: item[0])}
 
     def all(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
-        """Every one that can be read."""
+        """Return every readable schema."""
         if not self._looked:
             self._looked = True
             with suppress(MillstreamError):
@@ -100,7 +100,7 @@ class KnownSchemas:
                 for shard in shards_and_strays(self._files, self._folder)[0]:
                     for segment in segments_and_strays(self._files, shard_folder(self._folder, shard), looks=True)[0]:
                         header = header_of(self._files, segment)
-                        # Another log's tables have the same ids, and other columns.
+                        # Another log's tables may have the same ids, and other columns.
                         if header is None or stream in (None, header.stream):
                             self._look(shard, segment)
         return self._found
@@ -111,7 +111,7 @@ class KnownSchemas:
 
 
 def schemas_in(files: Files, shard: ShardId, segment: SegmentFile) -> Iterator[TableSchema]:
-    """The schemas that a segment brings, those that can be read."""
+    """Yield a segment's readable schemas."""
     footer = footer_of(files, segment)
     if isinstance(footer, SegmentFooter):
         places = [(entry.position, entry.length) for entry in footer.frames if entry.kind is FrameKind.SCHEMA]
@@ -131,7 +131,7 @@ def schemas_in(files: Files, shard: ShardId, segment: SegmentFile) -> Iterator[T
 def survey_segment(
     files: Files, shard: ShardId, segment: SegmentFile, elsewhere: KnownSchemas, *, end: Offset | None
 ) -> Iterator[Surveyed]:
-    """A segment's frames, each checked to its last row, and what can't be read between them; see `walk_segment`."""
+    """Yield a segment's frames, each checked to its last row, and the losses between them; see `walk_segment`."""
     header = header_of(files, segment)
     schemas = SchemaSet() if header is None else SchemaSet(header.directory)
     for found in walk_segment(files, shard, segment, end=end, payload=False):
@@ -170,7 +170,7 @@ def _check(
 
 
 def accepted_loss(files: Files, segment: SegmentFile, found: ScannedFrame) -> Loss:
-    """What a loss frame stands for."""
+    """Return the loss that a loss frame stands for."""
     header = found.header
     why, tables = "it was accepted that this is lost", None
     with suppress(CorruptFrame):

@@ -1,9 +1,11 @@
-"""What may become of a log while somebody reads it: retention drops its front, and one that has led is cut back to what its new leader has.
+"""Changes to a log while it is read: retention drops its front, or it is cut back to a new leader's log.
 
-Both are said before they are done: retention moves what it has dropped up (`DroppedMark`), and who cuts a log back lowers its marks first
-(`wal.replica.divergence`), which nobody else ever does. So a reader that finds a file gone, or other bytes than the mark had promised, looks at the marks
-again, and knows which it was. A log that was cut back and has grown again meanwhile has marks of another epoch, or lower ones: what a
-reader remembers of its frames may be another history's.
+Both are recorded before they happen. Retention first moves its mark of what is dropped up
+(`DroppedMark`). A node that cuts a log back first lowers its marks (`wal.replica.divergence`),
+which nothing else does. So if a file is gone, or has other bytes than the mark promised, the reader
+reads the marks again and learns which of the two it was. A log that was cut back and has grown
+again has marks of another epoch, or lower ones: frames that a reader remembers may belong to
+another history.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from millstream.wal.readable_range import LogExtent
 
 
 class HistoryWatch:
-    """Whether a log is still the one that a reader has come to know, by its marks from look to look. For one thread."""
+    """Checks whether a log is still the one that its reader knows, by comparing its marks. For one thread."""
 
     def __init__(self) -> None:
         self._seen: Mapping[ShardId, DurableMark] = {}
 
     def is_other(self, marks: Mapping[ShardId, DurableMark]) -> bool:
-        """Whether frames that were known when it was asked last may not be those of these marks."""
+        """Return whether frames known from the last call may not be those of these marks."""
         seen, self._seen = self._seen, marks
         return seen is not marks and any(
             (now := marks.get(shard)) is None or now.epoch != mark.epoch or _end(now) < _end(mark)
@@ -36,12 +38,12 @@ class HistoryWatch:
 
 
 class Meanwhile:
-    """Around reading: turns what a reader runs into where the log was cut back, or dropped, meanwhile, into the error that says so.
+    """Context of a read: if the log was cut back or dropped during it, it raises the error that explains that.
 
     Args:
         extent: the log's.
-        ends: up to where reading relies on it, by shard; or its marks.
-        upto: up to which number it reads; that of the marks where None.
+        ends: end that the read relies on, by shard; or the log's marks.
+        upto: number that it reads up to; that of the marks if None.
 
     Raises:
         LogTruncated: the log was cut back below one of those.
@@ -88,7 +90,8 @@ class Meanwhile:
                 persisted_upto=int(persisted),
             ) from error
         if is_lower or (is_other and not self._is_dropped(error)):
-            # It has grown again; a damaged log that got another writer in just this moment says so when it is read once more.
+            # It has grown again. A damaged log that got another writer at this very moment raises
+            # its error when it is read again.
             raise LogTruncated(
                 "the log has another writer since this reading began, and other bytes: it was cut back meanwhile",
                 hint="Read again, from a token that was there before this node led, or before it led last; a log that is damaged says so then.",
@@ -96,7 +99,7 @@ class Meanwhile:
             ) from error
 
     def _is_dropped(self, error: FileNotFoundError | CorruptWal) -> bool:
-        """Whether it is a segment that is gone because retention has dropped it."""
+        """Return whether a segment is gone because retention has dropped it."""
         if not isinstance(error, FileNotFoundError) or not str(error.filename).endswith(".wal"):
             return False
         _, shard, name = str(error.filename).rsplit("/", 2)

@@ -1,4 +1,4 @@
-"""Walking over a segment that may be damaged anywhere: what is valid, and between it what can't be read."""
+"""Walking a segment that may be damaged anywhere: valid frames, and the losses between them."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class Loss:
     why: str
     offset_from: Offset | None
     offset_to: Offset | None
-    """Offsets `[from, to)` can't be read; None where no records are lost, or their end isn't known."""
+    """Offsets `[from, to)` can't be read; None if no records are lost, or their end isn't known."""
     shard: ShardId | None = None
     byte_to: int | None = None
-    """Exclusive end of the bytes; None where it isn't known."""
+    """Exclusive end of the bytes; None if it isn't known."""
     first_seq: Seq | None = None
     last_seq: Seq | None = None
-    """Bounds of the lost records' numbers, where they are known."""
+    """Bounds of the lost records' numbers, if known."""
     tables: tuple[TableId, ...] | None = None
-    """Only the records of these are lost in the range; None for all."""
+    """Tables whose records are lost in the range; None for all."""
 
 
 Found: TypeAlias = ScannedFrame | Loss
 
 
 def header_of(files: Files, segment: SegmentFile) -> SegmentHeader | None:
-    """The segment's header; None where it can't be read."""
+    """Return the segment's header; None if it can't be read."""
     with suppress(CorruptFrame, UnsupportedFormat):
         return SegmentHeader.decode(files.read(segment.path, 0, SEGMENT_HEADER_SIZE))
     return None
 
 
 def footer_of(files: Files, segment: SegmentFile) -> SegmentFooter | CorruptFrame | None:
-    """The footer, what is wrong with it, or None where there is none."""
+    """Return the footer, or the error in it, or None if there is none."""
     try:
         return SegmentFooter.decode_tail(reader_of(files, segment.path), files.size(segment.path))
     except CorruptFrame as error:
@@ -62,7 +62,7 @@ def footer_of(files: Files, segment: SegmentFile) -> SegmentFooter | CorruptFram
 
 
 def losses_around(files: Files, shard: ShardId, segment: SegmentFile, *, is_last: bool) -> list[Loss]:
-    """Damage to a segment's header and footer: no records are lost with them."""
+    """Return the damage to a segment's header and footer: no records are lost with them."""
     losses = []
     if header_of(files, segment) is None:
         losses.append(Loss(segment.path, 0, UNREADABLE_HEADER, None, None, shard))
@@ -74,7 +74,7 @@ def losses_around(files: Files, shard: ShardId, segment: SegmentFile, *, is_last
 
 
 def loss_at(files: Files, shard: ShardId, segment: SegmentFile, byte: int) -> Loss | None:
-    """What is lost at a byte where no frame can be read; None where only the end of the log would say."""
+    """Return the loss at a byte where no frame can be read; None if only the end of the log could show it."""
     for found in walk_segment(files, shard, segment, end=None, payload=False):
         if isinstance(found, Loss) and found.byte <= byte and (found.byte_to is None or byte < found.byte_to):
             return found
@@ -82,7 +82,7 @@ def loss_at(files: Files, shard: ShardId, segment: SegmentFile, byte: int) -> Lo
 
 
 def ends_of(segments: Sequence[SegmentFile], mark: DurableMark | None) -> list[Offset | None]:
-    """Where the records of each of a shard's segments must end; None where nothing says so (the last one's, without a mark)."""
+    """Return the required end of each segment's records; None if nothing gives it (the last one, without a mark)."""
     ends: list[Offset | None] = [following.base_offset for following in segments[1:]]
     if segments:
         holds = mark is not None and mark.durable_offset >= segments[-1].base_offset
@@ -93,16 +93,17 @@ def ends_of(segments: Sequence[SegmentFile], mark: DurableMark | None) -> list[O
 def walk_segment(
     files: Files, shard: ShardId, segment: SegmentFile, *, end: Offset | None, payload: bool = True
 ) -> Iterator[Found]:
-    """A segment's valid frames and, between them, what can't be read.
+    """Yield a segment's valid frames and, between them, what can't be read.
 
-    With a footer its index finds what follows on damage; without one, a frame is looked for at every place where one may
-    stand. Bytes behind the last frame are no damage where the records are complete without them: they aren't told of.
+    With a footer, its index finds what follows damage; without one, a frame is looked for at every
+    possible position. Bytes after the last frame are no damage if the records are complete without
+    them: they aren't reported.
 
     Args:
         files: the file system.
-        shard: whose segment it is.
-        segment: which.
-        end: where its records must end; see `ends_of`.
+        shard: the segment's shard.
+        segment: the segment to walk.
+        end: the required end of its records; see `ends_of`.
         payload: whether to verify payloads too, or heads only.
     """
     header = header_of(files, segment)
@@ -138,7 +139,7 @@ def _behind(
     offset: Offset,
     size: int,
 ) -> ScannedFrame | None:
-    """The next frame behind a bad place that may be this segment's."""
+    """Return the next frame after a bad place that may belong to this segment."""
     for frame in frames_behind(read, position + 8, size):
         fits = frame.header.shard == shard and frame.header.first_offset >= offset
         if fits and (header is None or frame.header.epoch == header.epoch):
@@ -149,7 +150,7 @@ def _behind(
 def scan_like(
     window: Window, header: SegmentHeader | None, shard: ShardId, position: int, offset: Offset, *, payload: bool
 ) -> Iterator[ScannedFrame]:
-    """Frames that follow on; where the header is lost, the first frame says what the others must be like."""
+    """Yield consecutive frames; if the header is lost, the first frame shows what the others must be like."""
     if header is None:
         first = read_frame(window, position, payload=payload)
         if first.header.shard != shard:
@@ -159,7 +160,7 @@ def scan_like(
 
 
 def header_like(frame: FrameHeader) -> SegmentHeader:
-    """What a lost header must have said, but for the stream, which frames don't name."""
+    """Return what a lost header must have had, except the stream, which frames don't name."""
     directory = DIRECTORIES[frame.numbering]
     return SegmentHeader(NO_STREAM, frame.region, frame.shard, frame.epoch, frame.first_offset, directory=directory)
 

@@ -1,6 +1,7 @@
-"""How far a log holds whole groups, judged by its frames alone: for folders that were copied without their marks.
+"""The end of a log's whole groups, judged by its frames alone: for folders that were copied without their marks.
 
-Unlike recovery it changes nothing and needs no lock; like it, it shows a group only when all of its parts are there.
+Unlike recovery it changes nothing and needs no lock. Like recovery, it shows a group only if all of
+its parts are there.
 """
 
 from __future__ import annotations
@@ -29,42 +30,42 @@ class _End:
     """The end of a shard as found."""
 
     segment: SegmentFile
-    """The last one."""
+    """The last segment."""
     header: SegmentHeader
     sealed_last: ScannedFrame | None = None
     """The last frame of the last sealed segment."""
     is_sealed: bool = False
     """Whether that is the last segment."""
     frames: list[ScannedFrame] = field(default_factory=list)
-    """The valid frames of the last segment, where it is open."""
+    """The valid frames of the last segment, if it is open."""
     holes: list[range] = field(default_factory=list)
-    """Groups of which something may have stood where bytes between them can't be read."""
+    """Groups that may have had a part in unreadable bytes between frames."""
 
     def found(self) -> list[ScannedFrame]:
-        """All frames looked at."""
+        """Return all frames read."""
         return self.frames if self.sealed_last is None else [self.sealed_last, *self.frames]
 
     @property
     def writer(self) -> WriterId:
-        """Who wrote the last frame; 0 where there is none."""
+        """Return the writer of the last frame; 0 if there is none."""
         frames = self.frames or self.found()
         return frames[-1].header.writer if frames else WriterId(0)
 
     def damaged(self, why: str) -> CorruptWal:
-        """The error for records that are missing behind what was found."""
+        """Return the error for records that are missing after what was found."""
         last = self.frames[-1] if self.frames else None
         offset = self.segment.base_offset if last is None else Offset(last.header.first_offset + last.header.count)
         byte = SEGMENT_HEADER_SIZE if last is None else last.end
         return damage(why, file=self.segment.path, byte=byte, offset_from=offset, offset_to=None)
 
     def has_whole(self, group: GroupNumber) -> bool:
-        """Whether this shard's part of the group is there: a segment is sealed only when its groups are durable."""
+        """Return whether this shard has its part of the group: a segment is sealed only when its groups are durable."""
         if self.sealed_last is not None and group <= self.sealed_last.header.group:
             return True
         if any(frame.header.group == group and not frame.header.more for frame in self.frames):
             return True
         if self.sealed_last is None and self.segment.base_offset > 0:
-            # Nothing else tells what retention dropped: what lies below the first frame that is there.
+            # Only the first frame that exists shows what retention dropped: everything below it.
             first = next(iter(self.frames), None)
             if first is not None and group < first.header.group:
                 return True
@@ -75,13 +76,13 @@ class _End:
 def marks_of_whole_groups(
     files: Files, folder: str, shards: Iterable[ShardId], on_damage: OnDamage | None = None
 ) -> tuple[Mapping[ShardId, DurableMark], Seq]:
-    """Marks that show every valid whole group, and the last one's last number. Every mark bears that group.
+    """Return marks that show every valid whole group, and the last group's last number. Every mark has that group.
 
-    Bytes that can't be read between groups are the reader's to tell of. A group that lacks a part at a shard's end was being
-    written when it is the last one, and is damage where another follows.
+    The reader reports unreadable bytes between groups. If a group lacks a part at a shard's end, it
+    was being written if it is the last group, and is damaged if another follows.
 
     Raises:
-        CorruptWal: it is that, and there is no `on_damage` to tell.
+        CorruptWal: a group is damaged, and there is no `on_damage`.
     """
     stream = stream_of(files, folder)
     found = {shard: _end(files, shard, shard_folder(folder, shard), stream, on_damage) for shard in shards}
@@ -90,19 +91,22 @@ def marks_of_whole_groups(
     writers = {shard: end.writer or _writer_beside(shard, ends) for shard, end in ends.items()}
     for writer in sorted(set(writers.values())):
         marks |= _marks_of_writer({shard: ends[shard] for shard, of in writers.items() if of == writer}, on_damage)
-    # Nobody writes here, so that what is whole is all there will ever be.
+    # The folder has no writer, so what is whole is all there will ever be.
     return marks, stream_cut(marks.values())
 
 
 def _writer_beside(shard: ShardId, ends: Mapping[ShardId, _End]) -> WriterId:
-    """The writer of a shard whose own last frame can't be read: whose groups have parts there, else the first one of all."""
+    """Return the writer of a shard whose own last frame can't be read.
+
+    It is the writer whose groups have parts there, else the first writer of all.
+    """
     others = [end for end in ends.values() if end.writer]
     partners = [end for end in others if any(shard in frame.header.other_shards for frame in end.found())]
     return min((end.writer for end in partners or others), default=WriterId(0))
 
 
 def _marks_of_writer(ends: Mapping[ShardId, _End], on_damage: OnDamage | None) -> dict[ShardId, DurableMark]:
-    """Marks for the shards of one writer: they share commit groups, which are numbered for them alone."""
+    """Return marks for the shards of one writer: they share commit groups, numbered for that writer alone."""
     headers = sorted((frame.header for end in ends.values() for frame in end.found()), key=lambda header: header.group)
     newest = headers[-1].group if headers else GroupNumber(0)
     cut_from: GroupNumber | None = None
@@ -147,7 +151,7 @@ def _marks_of_writer(ends: Mapping[ShardId, _End], on_damage: OnDamage | None) -
 
 
 def _missing(header: FrameHeader, ends: Mapping[ShardId, _End]) -> ShardId | None:
-    """A shard that lacks its part of a frame's group; None where the group is whole."""
+    """Return a shard that lacks its part of a frame's group; None if the group is whole."""
     shards = (header.shard, *header.other_shards)
     return next((s for s in shards if s in ends and not ends[s].has_whole(header.group)), None)
 
@@ -157,7 +161,7 @@ def _end(
 ) -> _End | None:
     segments, misplaced = split_misplaced(files, shard, list_segments(files, shard_dir), stream)
     for segment, _, why in misplaced:
-        if not segments or segment > segments[-1]:  # any other one is the reader's to tell of
+        if not segments or segment > segments[-1]:  # the reader reports any other one
             error = damage(
                 why, file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=segment.base_offset
             )
@@ -175,7 +179,7 @@ def _end(
     if len(segments) > 1:
         end.sealed_last = _last_of_sealed(files, segments[-2])
     bad: GroupNumber | None = None
-    """The group of the first bytes that can't be read."""
+    """The group of the first unreadable bytes."""
     whole: list[ScannedFrame] = []
     for found in walk_segment(files, shard, segments[-1], end=None):
         if isinstance(found, Loss):
@@ -188,14 +192,15 @@ def _end(
         if bad is None:
             end.frames.append(found)
         elif found.header.group > bad:
-            # A later group behind bad bytes: damage, of which the reader tells; not a torn tail.
+            # A later group after bad bytes is damage, which the reader reports, and not a torn
+            # tail.
             end.holes.append(range(bad, found.header.group + 1))
             end.frames, bad = list(whole), None
     return end
 
 
 def _header_like(files: Files, shard: ShardId, segments: Sequence[SegmentFile]) -> SegmentHeader:
-    """What a lost header of a shard's last segment must have said: whoever reads the segment is told of it."""
+    """Return what a lost header of a shard's last segment must have had. The segment's reader reports the loss."""
     known = next((header for segment in segments if (header := header_of(files, segment)) is not None), None)
     stream = NO_STREAM if known is None else known.stream
     epoch = Epoch(0) if known is None else known.epoch
@@ -203,7 +208,7 @@ def _header_like(files: Files, shard: ShardId, segments: Sequence[SegmentFile]) 
 
 
 def _last_of_sealed(files: Files, segment: SegmentFile) -> ScannedFrame | None:
-    """A sealed segment's last frame; None where the segment isn't sealed, or its footer is damaged."""
+    """Return a sealed segment's last frame; None if the segment isn't sealed, or its footer is damaged."""
     read = reader_of(files, segment.path)
     with suppress(CorruptFrame):
         footer = SegmentFooter.decode_tail(read, files.size(segment.path))
@@ -216,7 +221,7 @@ def _last_of_sealed(files: Files, segment: SegmentFile) -> ScannedFrame | None:
 
 
 def _frame_of(entry: FrameEntry) -> ScannedFrame:
-    """What a footer says of a frame that can't be read: it was durable, or the segment wouldn't have been sealed."""
+    """Rebuild from the footer a frame that can't be read: it was durable, or the segment wouldn't have been sealed."""
     header = FrameHeader(
         kind=entry.kind,
         first_offset=entry.offset,

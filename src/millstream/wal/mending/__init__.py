@@ -1,1 +1,1 @@
-"""Looking at a log that may be damaged, and the only way past damage."""
+"""Inspection and repair of a log that may be damaged; repair is the only way past damage."""

@@ -1,4 +1,4 @@
-"""What `inspect` finds in a log on disk: its segments, its frames, what is damaged, and counts."""
+"""Results of `inspect` on a log on disk: its segments, its frames, its damage, and counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SegmentInfo:
     """`sealed`, `open` (no footer: being written, or left by a crash) or `damaged` (header or footer can't be read)."""
     base_offset: Offset
     end_offset: Offset | None
-    """Exclusive; of an open one as far as whole frames go. None where damage hides it."""
+    """Exclusive end; of an open segment, the end of its whole frames. None if damage hides it."""
     records: int | None
     frames: int | None
     size_bytes: int
@@ -29,9 +29,9 @@ class SegmentInfo:
     first_seq: Seq | None
     last_seq: Seq | None
     durable_to: Offset | None
-    """Exclusive end of its records that are durable; None where no mark says so."""
+    """Exclusive end of its durable records; None if no mark shows it."""
     shown_to: Offset | None
-    """… and of those that readers are shown."""
+    """Exclusive end of the records that readers are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +56,37 @@ class FrameInfo:
     tables: tuple[tuple[TableId, int, int, int], ...]
     """(table id, schema version, rows, bytes)"""
     numbering: Numbering
-    """Which sequence numbers its directory has."""
+    """Kind of sequence numbers in its directory."""
     durable: bool
-    """Whether it lies in front of the shard's mark."""
+    """Whether it lies before the shard's mark."""
     shown: bool
-    """Whether readers see it: it is held by others, too, where that is asked for."""
+    """Whether readers see it: if the level requires it, other machines hold it, too."""
 
 
 @dataclass(slots=True)
 class Verification:
-    """What `verify` found."""
+    """Result of `verify`."""
 
     segments: int = 0
     frames: int = 0
     records: int = 0
     bytes_checked: int = 0
     losses: list[Loss] = field(default_factory=list)
-    """Damage: records, or what is needed to trust them, can't be read."""
+    """Damage: unreadable records, or unreadable bytes needed to trust them."""
     accepted: list[Loss] = field(default_factory=list)
-    """What was lost, and is passed over because `wal repair` was told so."""
+    """Losses that `wal repair` was told to accept, and that readers skip."""
     unfinished: list[Loss] = field(default_factory=list)
-    """Bytes behind the last whole frame, as a crash or a write that is going on leaves them: nothing durable is lost."""
+    """Bytes after the last whole frame, left by a crash or a write in progress: nothing durable is lost."""
     readable: dict[ShardId, list[tuple[Offset, Offset]]] = field(default_factory=dict)
-    """What is not lost: by shard the ranges of offsets that were read and passed."""
+    """Ranges of offsets that were read and passed, by shard."""
     readable_in_part: dict[ShardId, list[tuple[Offset, Offset]]] = field(default_factory=dict)
-    """Ranges of which only some tables' records are lost."""
+    """Ranges in which only some tables' records are lost."""
     hidden: dict[ShardId, int] = field(default_factory=dict)
-    """By shard, how many records are durable and not shown to readers, since others don't hold them as the stream's level asks."""
+    """Number of durable records by shard that readers aren't shown, because other machines don't
+    hold them as the level requires.
+    """
     unmarked: list[ShardId] = field(default_factory=list)
-    """Shards with frames but without a mark: whether durable records are missing at their ends can't be said."""
+    """Shards with frames but without a mark: durable records may be missing at their ends, unnoticed."""
 
     @property
     def has_marks(self) -> bool:
@@ -93,36 +95,36 @@ class Verification:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is lost but what was accepted. Without marks: nothing of what can be judged."""
+        """Whether nothing is lost except accepted losses. Without marks, this covers only what can be checked."""
         return not self.losses
 
 
 @dataclass(slots=True)
 class TableStats:
-    """What the log holds of one table."""
+    """Counts of one table's records in the log."""
 
     table_id: TableId
     name: str
     records: int = 0
     size_bytes: int = 0
-    """Of its payload."""
+    """Size in bytes of its payload."""
 
 
 @dataclass(slots=True)
 class PartitionStats:
-    """What the log holds of one partition of a table; of partition None, what has none."""
+    """Counts of one partition of a table; partition None counts the rows without one."""
 
     table_id: TableId
     partition: str | None
     records: int = 0
     first_seq: Seq = SEQ_MAX
     last_seq: Seq = Seq(0)
-    """Between the two there may be numbers of others."""
+    """Greatest number; numbers of others may lie between the two."""
 
 
 @dataclass(slots=True)
 class LogStats:
-    """What the log holds."""
+    """Counts of the whole log."""
 
     segments: int = 0
     size_bytes: int = 0
@@ -132,16 +134,18 @@ class LogStats:
     first_seq: Seq | None = None
     last_seq: Seq | None = None
     persisted_upto: Seq | None = None
-    """How far it is durable."""
+    """Number up to which it is durable."""
     high_water_mark: Seq | None = None
-    """How far readers are shown it."""
+    """Number up to which readers are shown it."""
     oldest_commit_us: int | None = None
     newest_commit_us: int | None = None
     has_marks: bool = True
-    """Whether every shard has its mark; else `persisted_upto` may be missing, and what isn't durable counts too."""
+    """Whether every shard has its mark; else `persisted_upto` may be missing, and records that
+    aren't durable count too.
+    """
     dropped_upto: Seq = Seq(0)
     tables: dict[TableId, TableStats] = field(default_factory=dict)
     partitions: dict[tuple[TableId, str | None], PartitionStats] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     accepted: list[Loss] = field(default_factory=list)
-    """What was lost, and is passed over because `wal repair` was told so."""
+    """Losses that `wal repair` was told to accept, and that readers skip."""

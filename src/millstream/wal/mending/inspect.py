@@ -1,8 +1,8 @@
-"""Looking at a log, whole or damaged, live or copied: `wal ls | inspect | verify | stats`.
+"""Inspection of a log, whole or damaged, live or copied: `wal ls | inspect | verify | stats`.
 
-Everything reads from the folder alone and goes on past damage: what can't be read is named by file, byte and offset range,
-and what lies behind it is still shown. Nothing is changed. Without marks (a copied folder) every valid frame is shown, and
-`has_marks` says so.
+Everything reads from the folder alone and continues past damage. Unreadable bytes are reported by
+file, byte and offset range, and what follows them is still shown. Nothing is changed. Without marks
+(a copied folder) every valid frame is shown, and `has_marks` is False.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _STRAY: Final = "it isn't the log's: readers and writers stop here until it is m
 
 
 def ls(folder: str, *, files: Files | None = None) -> list[SegmentInfo]:
-    """All segments, shard by shard, in order. Opens headers and footers only, and walks over open segments."""
+    """Return all segments, shard by shard, in order. Opens headers and footers only, and walks open segments."""
     files = RealFiles() if files is None else files
     stream = stream_of(files, folder)
     return [
@@ -71,9 +71,12 @@ def inspect(
     table: TableId | None = None,
     files: Files | None = None,
 ) -> Iterator[FrameInfo | Loss]:
-    """The frames with numbers in `(after, upto]` and rows (or the schema) of a table, shard by shard; losses in between.
+    """Yield the frames with numbers in `(after, upto]` and rows (or the schema) of a table, shard by shard.
 
-    Schemas bear no numbers: of a range, those of a segment that stand in front of the first frame which needs them.
+    Losses in between.
+
+    Schemas have no numbers. For a range, a segment's schema frames are included if the first frame
+    that needs them is.
     """
     files = RealFiles() if files is None else files
     has_range = after > _START or upto is not None
@@ -96,7 +99,7 @@ def inspect(
             if has_range and head.kind is FrameKind.SCHEMA:
                 schemas |= dict.fromkeys(brought, found)
                 continue
-            # A loss whose numbers nobody knows may be of any.
+            # A loss whose numbers are unknown may be in any range.
             if head.last_seq and (head.last_seq <= after or (upto is not None and head.first_seq > upto)):
                 continue
             needed = [schemas.pop(key) for key in brought if key in schemas]
@@ -108,7 +111,7 @@ def inspect(
 def verify(folder: str, *, files: Files | None = None) -> Verification:
     """Read everything: every checksum, every row's decoding, the chain of segments, the marks.
 
-    A folder that isn't there is a whole, empty log.
+    A folder that doesn't exist is a whole, empty log.
     """
     files = RealFiles() if files is None else files
     report = Verification()
@@ -123,8 +126,9 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     if (missing := missing_shards(folder, shards, filter(None, marks_there))) is not None:
         report.losses.append(Loss(folder, 0, missing.message, None, None))
     if report.unmarked:
-        # A group that one shard lacks is torn when it is the last of all, and damage where another follows.
-        with suppress(UnexpectedFile):  # told of already
+        # A group that one shard lacks is torn if it is the last of all, and damage if another
+        # follows.
+        with suppress(UnexpectedFile):  # already reported
             marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
             newest = {
                 shard: max(m.group for m in marks.values() if m.writer == mark.writer) for shard, mark in marks.items()
@@ -134,7 +138,7 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
 
 
 def stats(folder: str, *, files: Files | None = None, partitions: bool = False) -> LogStats:
-    """Counts over the whole log, by table too, and by `partitions` where asked; reads heads of frames, not rows."""
+    """Count the whole log, by table too, and by `partitions` if asked; reads heads of frames, not rows."""
     files = RealFiles() if files is None else files
     counted = LogStats()
     groups: set[Seq] = set()
@@ -179,7 +183,10 @@ def stats(folder: str, *, files: Files | None = None, partitions: bool = False) 
 def _segments(
     files: Files, folder: str
 ) -> Iterator[tuple[ShardId, SegmentFile | None, DurableMark | None, Offset | None, list[Loss]]]:
-    """Every segment with its shard's mark, where its records must end, and the damage to its header and footer; None if it is misplaced."""
+    """Yield every segment with its mark, the required end of its records, and damage to its header and footer.
+
+    The segment is None if it is misplaced.
+    """
     stream = stream_of(files, folder)
     for shard in list_shards(files, folder):
         shard_dir = shard_folder(folder, shard)
@@ -192,7 +199,7 @@ def _segments(
 
 
 def _is_beyond(loss: Loss, segment: SegmentFile, mark: DurableMark | None) -> bool:
-    """Whether it lies where nothing is durable yet: what is being written, or what a crash left."""
+    """Return whether a loss lies where nothing is durable yet: it is being written, or a crash left it."""
     return mark is not None and (segment.base_offset, loss.byte) >= (mark.base_offset, mark.byte_end)
 
 
@@ -200,7 +207,7 @@ def _is_beyond(loss: Loss, segment: SegmentFile, mark: DurableMark | None) -> bo
 
 
 _Marks: TypeAlias = tuple[DurableMark | None, DurableMark | None]
-"""A shard's: what is durable, and what is shown."""
+"""A shard's marks: what is durable, and what is shown."""
 
 
 def _marks(files: Files, shard_dir: str) -> _Marks:
@@ -210,7 +217,7 @@ def _marks(files: Files, shard_dir: str) -> _Marks:
 
 
 def _within(mark: DurableMark | None, base: Offset, end: Offset | None) -> Offset | None:
-    """How far a segment's records count by a mark."""
+    """Return how far a segment's records count by a mark."""
     if mark is None or end is None:
         return None
     return max(base, min(end, mark.durable_offset))
@@ -307,7 +314,7 @@ def _verify_shard(
     elsewhere: KnownSchemas,
     torn: list[tuple[Loss, GroupNumber]],
 ) -> None:
-    """Check one shard; frames that lack rows at an unmarked end are added to `torn`, with their groups."""
+    """Check one shard; add frames that lack rows at an unmarked end to `torn`, with their groups."""
     shard_dir = shard_folder(folder, shard)
     segments, strays = segments_and_strays(files, shard_dir, looks=True)
     report.losses += [Loss(stray, 0, _STRAY, None, None, shard) for stray in strays]
@@ -359,7 +366,7 @@ class _Segment:
     segment: SegmentFile
     mark: DurableMark | None
     end: Offset | None
-    """Where its records must end."""
+    """Required end of its records."""
     is_last: bool
     torn: list[tuple[Loss, GroupNumber]]
     """Filled in: see `_verify_shard`."""
@@ -368,7 +375,7 @@ class _Segment:
 def _verify_segment(
     files: Files, checking: _Segment, report: Verification, elsewhere: KnownSchemas, group: GroupNumber
 ) -> tuple[Offset, GroupNumber]:
-    """Check one segment, in front of which a group is expected; returns the offset and the group behind what it tells of."""
+    """Check one segment, which should begin after `group`; return the offset and the group after its last frame."""
     shard, segment, mark, is_last = checking.shard, checking.segment, checking.mark, checking.is_last
     report.segments += 1
     readable = report.readable.setdefault(shard, [])
@@ -377,11 +384,11 @@ def _verify_segment(
     reached, byte_end = segment.base_offset, SEGMENT_HEADER_SIZE
     is_open = is_last and not isinstance(footer, SegmentFooter)
     torn: list[Loss] = []
-    """In an open segment: what a crash may have left, unless a later group stands behind it …"""
+    """In an open segment: what a crash may have left, unless a later group follows it …"""
     with_heads: list[tuple[Loss, GroupNumber]] = []
     torn_group = GroupNumber(0)
     behind: list[ScannedFrame] = []
-    """… and the frames behind that."""
+    """… and the frames after that."""
     for found in survey_segment(files, shard, segment, elsewhere, end=checking.end):
         loss = found if isinstance(found, Loss) else None if found.is_whole else found.loss(segment)
         if isinstance(found, Checked):
@@ -428,7 +435,7 @@ def _add(
     report: Verification,
     readable: list[tuple[Offset, Offset]],
 ) -> Offset:
-    """Count a whole frame; the offset behind it."""
+    """Count a whole frame; return the offset after it."""
     report.frames += 1
     report.bytes_checked += frame.length
     first, end = frame.header.first_offset, Offset(frame.header.first_offset + frame.header.count)
@@ -445,7 +452,7 @@ def _add(
 
 
 def _rows(frame: ScannedFrame, *, but: Sequence[TableId] = ()) -> int:
-    """The rows that it brings: of a frame that was repaired, fewer than its offsets."""
+    """Return the number of rows in a frame; a repaired frame has fewer rows than offsets."""
     return sum(part.rows for part in frame.header.parts if part.table_id not in but)
 
 
@@ -481,7 +488,7 @@ def _count(
 
 
 def _count_partitions(counted: LogStats, header: SegmentHeader, found: ScannedFrame) -> None:
-    """Numbers of each table and partition of a frame, from its directory. Raises `CorruptFrame`."""
+    """Count the numbers of each table and partition of a frame, from its directory. Raises `CorruptFrame`."""
     _, batches = decode_directory(header.directory, found.header.numbering, found.operations, found.batches)
     spans = pa.table(
         {

@@ -1,4 +1,4 @@
-"""Segments that lie where others belong: set aside, and put back where their place is empty and the chain of hashes agrees."""
+"""Misplaced segments: set aside, and put back if their place is empty and the chain of hashes agrees."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Move:
     """A segment's file that doesn't stay where it is."""
 
     shard: ShardId
-    """In whose folder it lies."""
+    """Shard in whose folder it lies."""
     path: str
     target: str | None
-    """Where it belongs; None if it is only set aside, next to where it lies."""
+    """Path where it belongs; None if it is only set aside, next to its present path."""
     why: str
 
 
@@ -36,19 +36,19 @@ class Placement:
     """The segments by their places, once the moves are done."""
 
     segments: dict[ShardId, list[SegmentFile]]
-    """By shard, each under the base offset at which it will lie, with the path at which it lies now."""
+    """Segments by shard, each with the base offset at which it will lie, and its present path."""
     moves: tuple[Move, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A segment that lies in no place of its own."""
+    """A segment that isn't in its own place."""
 
     folder_shard: ShardId
     path: str
     header: SegmentHeader
     why: str
-    """The fault in its place; empty if it was set aside before."""
+    """Why it doesn't belong there; empty if it was set aside before."""
 
 
 def place_segments(files: Files, folder: str, shards: Sequence[ShardId], stream: StreamId | None) -> Placement:
@@ -57,8 +57,8 @@ def place_segments(files: Files, folder: str, shards: Sequence[ShardId], stream:
     Args:
         files: the file system.
         folder: the stream's.
-        shards: all that there are.
-        stream: whose log it is; None if nothing tells.
+        shards: all shards in it.
+        stream: the log's stream; None if nothing names it.
 
     Raises:
         UnexpectedFile: a file lies there that isn't the log's.
@@ -71,7 +71,7 @@ def place_segments(files: Files, folder: str, shards: Sequence[ShardId], stream:
         candidates += (_Candidate(shard, segment.path, header, why) for segment, header, why in misplaced)
         candidates += _set_aside_before(files, shard, shard_dir)
     moves: list[Move] = []
-    # In order, so that each finds the one in front of it.
+    # In order, so that each finds the one before it.
     for found in sorted(candidates, key=lambda found: (found.header.shard, found.header.base_offset, found.path)):
         shard, base = found.header.shard, found.header.base_offset
         fits = shard in placed and found.header.stream == stream and _fits(files, folder, placed[shard], found)
@@ -85,7 +85,7 @@ def place_segments(files: Files, folder: str, shards: Sequence[ShardId], stream:
 
 
 def move_segments(files: Files, moves: Iterable[Move]) -> list[str]:
-    """Do it; a repair that is cut short finds the files that were set aside, and goes on.
+    """Move the files. A repair that is cut short finds the files that were set aside, and continues.
 
     Returns:
         The files that stay aside.
@@ -138,7 +138,7 @@ def _set_aside_before(files: Files, shard: ShardId, shard_dir: str) -> Iterator[
 
 
 def _fits(files: Files, folder: str, placed: Sequence[SegmentFile], found: _Candidate) -> bool:
-    """Whether the place that a header names is empty, and the segments on both sides of it agree."""
+    """Return whether the place that a header names is empty, and the segments on both sides of it agree."""
     header = found.header
     shard_dir = shard_folder(folder, header.shard)
     base = header.base_offset

@@ -1,4 +1,4 @@
-"""What mending a damaged log takes: what is lost, what is made anew, and how each segment will be written. Changes nothing."""
+"""Plan of a repair: what is lost, what is rebuilt, and how each segment will be written. Changes nothing."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ _RANGE: Final = re.compile(r"(?:(seq|\d+):)?(\d+)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRange:
-    """Records that somebody does without."""
+    """Records whose loss a person accepts."""
 
     start: int
     end: int
-    """Exclusive."""
+    """Exclusive end."""
     shard: ShardId | None = None
-    """None where the log has only one."""
+    """Shard; None if the log has only one."""
     by_number: bool = False
     """Whether these are numbers (`seq`), not offsets."""
 
     @classmethod
     def parse(cls, text: str) -> AcceptedRange:
-        """`FROM-TO` or `SHARD:FROM-TO`: offsets, TO exclusive, as `verify` prints them; `seq:A-B`: numbers, B inclusive.
+        """Parse `FROM-TO` or `SHARD:FROM-TO`: offsets, TO exclusive, as `verify` prints them.
+
+        `seq:A-B`: numbers, B inclusive.
 
         Raises:
             UsageError: it is neither.
@@ -74,13 +76,13 @@ class SegmentPlan:
     header: SegmentHeader
     pieces: list[Surveyed] = field(default_factory=list)
     is_there: bool = True
-    """False for one that is made in the place of segments that are missing."""
+    """False for a segment that is made in place of missing ones."""
     sealed: bool = True
     """Whether it has to end with a footer."""
     tail_from: int | None = None
-    """Bytes of an open one from here on are left for recovery to judge."""
+    """Position in an open segment from which bytes are left for recovery to judge."""
     footer_from: int | None = None
-    """Where a footer stands that can't be read."""
+    """Position of a footer that can't be read."""
     header_lost: bool = False
     changed: bool = False
     end_offset: Offset = Offset(0)
@@ -88,18 +90,18 @@ class SegmentPlan:
 
 @dataclass(slots=True)
 class RepairPlan:
-    """What is damaged, and what mending it takes."""
+    """The damage, and what its repair takes."""
 
     losses: list[Loss] = field(default_factory=list)
-    """Records that can't be had any more: each has to be accepted."""
+    """Unrecoverable records: each has to be accepted."""
     mends: list[Loss] = field(default_factory=list)
-    """What is made anew; no record is lost by it."""
+    """Damage that is rebuilt; no record is lost by it."""
     moves: list[Move] = field(default_factory=list)
-    """Segments that lie in another one's place: set aside, or put where they belong."""
+    """Misplaced segments: set aside, or put where they belong."""
     kept_aside: list[str] = field(default_factory=list)
     """Files with what was cut, once it is done."""
     segments: dict[ShardId, list[SegmentPlan]] = field(default_factory=dict)
-    """What will be written; of no use elsewhere."""
+    """Segments that will be written; only for the repair."""
 
     @property
     def is_needed(self) -> bool:
@@ -107,7 +109,7 @@ class RepairPlan:
         return bool(self.losses or self.mends or self.moves)
 
     def ranges(self) -> list[AcceptedRange]:
-        """What has to be accepted, joined where losses touch."""
+        """Return the ranges that have to be accepted, joined if losses touch."""
         found: list[AcceptedRange] = []
         for shard, start, end in sorted(span_of(loss) for loss in self.losses):
             if found and found[-1].shard == shard and start <= found[-1].end:
@@ -125,19 +127,19 @@ def plan_repair(
     only: Iterable[ShardId] | None = None,
     above: Seq | None = None,
 ) -> RepairPlan:
-    """Find all damage and what mending it would cost. Reads and decodes everything; changes nothing.
+    """Find all damage and what its repair would cost. Reads and decodes everything; changes nothing.
 
     Args:
         folder: the stream's.
         schemas: known from a catalog, for records whose schema the log has lost.
         files: the file system.
-        only: these shards; all that there are if not given.
-        above: look at the last segments only, of the groups that end above that number.
+        only: these shards; all by default.
+        above: read only the last segments, with the groups that end above that number.
 
     Raises:
         UnexpectedFile: a file lies there that isn't the log's.
-        LogError: nothing of the log says whose it is.
-        CorruptWal: a shard's folder is gone: nothing says what lay in it.
+        LogError: nothing in the log names its stream.
+        CorruptWal: a shard's folder is gone, and nothing shows what was in it.
     """
     files = RealFiles() if files is None else files
     plan = RepairPlan()
@@ -164,7 +166,7 @@ def plan_repair(
 
 
 def span_of(loss: Loss) -> tuple[ShardId, int, int]:
-    """Shard and offsets `[start, end)` of records that are lost."""
+    """Return shard and offsets `[start, end)` of records that are lost."""
     assert loss.shard is not None
     assert loss.offset_from is not None
     assert loss.offset_to is not None
@@ -183,7 +185,7 @@ def _plan_shard(
     elsewhere: KnownSchemas,
     above: Seq | None,
 ) -> list[SegmentPlan]:
-    """How each of a shard's segments will be written, where those that were found lie in their places."""
+    """Plan how each of a shard's segments will be written, once those in `found` are in their places."""
     shard_dir = shard_folder(folder, shard)
     mark, dropped = read_mark(files, shard_dir), read_dropped(files, shard_dir)
     if dropped is not None:
@@ -228,7 +230,7 @@ def _plan_shard(
 
 
 def _ending_above(files: Files, segments: Sequence[SegmentFile], above: Seq) -> list[SegmentFile]:
-    """The last segments, from the last one that begins with a group at or below a number."""
+    """Return the last segments, from the last one that begins with a group at or below a number."""
     for place in reversed(range(len(segments))):
         with suppress(CorruptFrame, TruncatedFrame):
             first = read_frame(Window(reader_of(files, segments[place].path)), SEGMENT_HEADER_SIZE, payload=False)
@@ -249,7 +251,7 @@ def _missing(
 def _like(
     headers: Sequence[SegmentHeader | None], mark: DurableMark | None, shard: ShardId, base: Offset
 ) -> SegmentHeader:
-    """What a header that is lost must have said, by those of the shard's other segments and its mark."""
+    """Return what a lost header must have had, from the shard's other headers and its mark."""
     known = [header for header in headers if header is not None]
     near = max((h for h in known if h.base_offset <= base), key=lambda h: h.base_offset, default=None)
     near = near or (known[0] if known else None)
@@ -321,12 +323,12 @@ def _take_stock(segment: SegmentFile, made: SegmentPlan, piece: Surveyed, plan: 
 
 
 def position_of(piece: Surveyed) -> int:
-    """Where it stands in its file."""
+    """Return the piece's position in its file."""
     return piece.byte if isinstance(piece, Loss) else piece.frame.position
 
 
 def _end_of(pieces: Sequence[Surveyed], size: int) -> int:
-    """Where the bytes of the last piece end."""
+    """Return where the bytes of the last piece end."""
     if not pieces:
         return SEGMENT_HEADER_SIZE
     last = pieces[-1]
@@ -336,7 +338,7 @@ def _end_of(pieces: Sequence[Surveyed], size: int) -> int:
 
 
 def footer_hash_of(files: Files, segment: SegmentFile) -> bytes | None:
-    """What the header of the segment behind it must name; None where its footer doesn't hold."""
+    """Return the hash that the next segment's header must name; None if the footer isn't valid."""
     if not isinstance(footer_of(files, segment), SegmentFooter):
         return None
     size = files.size(segment.path)

@@ -1,16 +1,19 @@
-"""The only way past damage: cutting out what can't be read, after a person has said so, and keeping what is cut.
+"""Repair, the only way past damage: unreadable bytes are cut out, and kept, once a person accepts the loss.
 
-`plan_repair` says what is damaged, what of it costs records and what doesn't; nothing is changed. `repair` does it, when the
-ranges that were accepted cover exactly the records that are lost: no less, and nothing that could still be read.
+`plan_repair` reports what is damaged, and which of it costs records; nothing is changed. `repair`
+performs it, if the accepted ranges cover exactly the lost records: no fewer, and nothing that could
+still be read.
 
-How an accepted loss is made durable: in the place of what is cut stands a *loss frame* of the same length, which says which
-offsets nobody will ever read, and why. So offsets stay dense, positions in the file stay what they were, and every reader, old
-index or copy of the folder passes without knowing of anything else. A frame that has lost one table's rows keeps the others': its
-directory names records that no part holds. What costs no records is made anew: a footer from the frames, a header from the
-segments beside it, a schema from wherever else it stands.
+An accepted loss is made durable as a *loss frame*, in place of the cut bytes and of the same
+length. It records which offsets are lost, and why. So offsets stay dense and positions in the file
+stay the same. Every reader, old index or copy of the folder works without further knowledge. A
+frame that has lost one table's rows keeps the others': its directory names records that no part
+holds. Anything that costs no records is rebuilt: a footer from the frames, a header from the
+adjacent segments, a schema from any other copy of it.
 
-A damaged segment is rewritten beside itself, fsynced and renamed over; what was cut is fsynced before, in `.torn` files. The
-header of the segment behind it names its footer, and is rewritten after it. A crash in between leaves a log that can be repeated on.
+A damaged segment is rewritten to a second file, fsynced and renamed over; what was cut is fsynced
+before, in `.torn` files. The next segment's header names the footer, and is rewritten after it.
+After a crash in between, the repair can be repeated.
 """
 
 from __future__ import annotations
@@ -52,29 +55,31 @@ def repair(
     files: Files | None = None,
     clock: Clock | None = None,
 ) -> RepairPlan:
-    """Mend a log: afterwards a writer opens it, and readers pass over what was lost.
+    """Repair a log: afterwards a writer opens it, and readers skip what was lost.
 
     Args:
         folder: the stream's.
         accepted: exactly the records that are lost.
-        drop_readable: accept ranges that hold whole frames which can be read, and drop those too: so that no half of a
-            transaction stays.
+        drop_readable: accept ranges that include whole readable frames, and drop those too, so that
+            no half of a transaction stays.
         schemas: known from a catalog, for records whose schema the log has lost.
         files: the file system.
-        clock: for what is said of when it was accepted.
+        clock: for the recorded time of acceptance.
 
     Returns:
-        What was done, with the files that hold what was cut.
+        The plan as performed, with the files that hold what was cut.
 
     Raises:
-        LossNotAccepted: the ranges don't cover what is lost, or cover what isn't; nothing was changed.
+        LossNotAccepted: the ranges don't cover what is lost, or cover what isn't; nothing was
+            changed.
         ShardLocked: a writer runs.
         UnexpectedFile, LogError: as `plan_repair`.
-        OSError: the disk failed, or is full; what was renamed before stays, and the rest can be repeated.
+        OSError: the disk failed, or is full; what was renamed before stays, and the rest can be
+            repeated.
     """
     files = RealFiles() if files is None else files
     clock = SystemClock() if clock is None else clock
-    # A writer among several takes what is locked under the folder's lock only.
+    # A writer among several takes over locked shards only under the folder's lock.
     with folder_lock(files, folder, clock), ExitStack() as held:
         marks = lock_shards(files, folder, list_shards(files, folder))
         for mark in marks.values():
@@ -96,20 +101,20 @@ def repair(
 def set_tail_aside(
     files: Files, folder: str, marks: Mapping[ShardId, MarkFile], *, above: Seq, now_ns: int
 ) -> list[str]:
-    """Cut out what a writer wrote above a number, as it was forgotten there: readers have passed those numbers.
+    """Cut out what a forgotten writer wrote above a number: readers have passed those numbers.
 
     Args:
         files: the file system.
         folder: the stream's.
         marks: of all the writer's shards; the caller holds their locks.
         above: the end of one of its groups.
-        now_ns: the time, for what is said of the loss.
+        now_ns: the time to record for the loss.
 
     Returns:
-        The files that hold what was cut; none where nothing had to be.
+        The files that hold what was cut; none if nothing had to be.
 
     Raises:
-        LossNotAccepted: something of these shards is damaged besides; nothing was changed.
+        LossNotAccepted: these shards have other damage; nothing was changed.
         OSError: the disk failed, or is full; the rest can be repeated.
     """
     plan = plan_repair(folder, files=files, only=marks, above=above)
@@ -119,7 +124,8 @@ def set_tail_aside(
             for place, piece in enumerate(made.pieces):
                 if not isinstance(piece, Checked) or piece.frame.header.kind is FrameKind.LOSS:
                     continue
-                # With the schemas that came with them: what follows the log's end must tell of the group before.
+                # Cut their schema frames too: a frame after the log's end must name the previous
+                # group.
                 if piece.is_whole and piece.frame.header.group_last_seq > above:
                     made.pieces[place] = lost = _loss_of(made, piece.frame, f"its writer was forgotten at {above}")
                     made.changed = True
@@ -143,7 +149,7 @@ def set_tail_aside(
 
 
 def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop_readable: bool) -> None:
-    """Raise `LossNotAccepted` unless the ranges are exactly what is lost; turn into losses what may go besides."""
+    """Raise `LossNotAccepted` unless the ranges are exactly what is lost; turn readable frames to drop into losses."""
     needed = " ".join(f"--accept-loss {wanted}" for wanted in plan.ranges())
     for offered in accepted:
         if offered.shard is None and not offered.by_number and len(plan.segments) > 1:
@@ -169,7 +175,7 @@ def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop
 
 
 def _accepted_before(plan: RepairPlan) -> Iterator[ScannedFrame]:
-    """Loss frames that are there already: a repair that was cut short may be repeated."""
+    """Yield loss frames that exist already: a repair that was cut short may be repeated."""
     for segments in plan.segments.values():
         for made in segments:
             for piece in made.pieces:
@@ -242,7 +248,7 @@ def _check_readable(
 
 
 def _loss_of(made: SegmentPlan, frame: ScannedFrame, why: str) -> Loss:
-    """A whole frame as one that is lost."""
+    """Return a whole frame as a loss."""
     header = frame.header
     end = Offset(header.first_offset + header.count)
     return Loss(
@@ -252,11 +258,11 @@ def _loss_of(made: SegmentPlan, frame: ScannedFrame, why: str) -> Loss:
 
 
 def _holds(made: SegmentPlan, frame: ScannedFrame, offered: AcceptedRange) -> bool:
-    """Whether a frame has a record with a number in the range; numbers of several tables interleave."""
+    """Return whether a frame has a record with a number in the range; numbers of several tables interleave."""
     found = decode_frame(frame.head, SchemaSet(made.header.directory), read_payload=lambda _position, _length: b"")
     assert isinstance(found, RecordsFrame)
     if found.header.numbering is Numbering.OPERATION:
-        return True  # only its rows say more than its header
+        return True  # only its rows have more detail than its header
     firsts, counts = (found.batches.column(name).to_pylist() for name in ("first_seq", "count"))
     return any(
         first < offered.end and offered.start < first + count for first, count in zip(firsts, counts, strict=True)

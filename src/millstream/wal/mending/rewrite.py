@@ -1,4 +1,4 @@
-"""Writing a damaged segment anew, without what is lost: see `repair`."""
+"""Rewriting a damaged segment without what is lost: see `repair`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COPY_BYTES: Final = 1 << 20
 
 
 class Rewriter:
-    """Writes what was planned, shard by shard, segment by segment."""
+    """Writes the planned segments, shard by shard, segment by segment."""
 
     def __init__(self, files: Files, plan: RepairPlan, elsewhere: KnownSchemas, now_ns: int) -> None:
         self.files = files
@@ -52,7 +52,7 @@ class Rewriter:
                         yield piece.frame.header
 
     def write(self, shard: ShardId, shard_dir: str, mark_file: MarkFile) -> None:
-        """Write the shard's segments that change, and those behind them whose header names their footer."""
+        """Write the shard's changed segments, and the segments after them whose headers name their footers."""
         segments = self.plan.segments[shard]
         mark, shown = read_mark(self.files, shard_dir), read_shown(self.files, shard_dir)
         if mark is not None:
@@ -89,7 +89,7 @@ class Rewriter:
 
 
 class _Writing:
-    """One segment being written anew."""
+    """One segment being rewritten."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Writing:
         self.durable_end = self.shown_end = SEGMENT_HEADER_SIZE
 
     def run(self, shard_dir: str) -> None:
-        """Write it beside itself, with what is cut kept aside; rename it over."""
+        """Write a second file, with what is cut kept aside; rename it over the first."""
         made, files = self._made, self._files
         self._keep_aside()
         temporary = f"{made.path}.tmp"
@@ -190,7 +190,7 @@ class _Writing:
             if piece.is_whole:
                 self._brought |= {(part.table_id, part.schema_version) for part in frame.header.parts}
                 self._write_kept(file, frame)
-            # One that is lost comes back from elsewhere, before its first use.
+            # A lost schema frame is rewritten from another copy before its first use.
             return
         lost = {(part.table_id, part.schema_version) for part in piece.lost}
         self._bring_schemas(file, frame.header, lost)
@@ -209,7 +209,7 @@ class _Writing:
         self._before = frame.header
 
     def _catch_up(self, file: WritableFile, frame: ScannedFrame) -> None:
-        """Fill up to where the frame stood, so that positions that readers hold stay right; where there is room."""
+        """Fill up to where the frame was, so that positions that readers hold stay right; only if there is room."""
         room = frame.position - self._position
         filler = encode_loss_frame(self._empty(frame.header), {"why": "filled"}, length=max(room, 0))
         if sum(len(buffer) for buffer in filler) == room:
@@ -225,7 +225,7 @@ class _Writing:
         self._before = header
 
     def _bring_schemas(self, file: WritableFile, header: FrameHeader, lost: set[tuple[TableId, SchemaVersion]]) -> None:
-        """Write the schemas that a records frame needs and that nothing has brought."""
+        """Write the schemas that a records frame needs and that the new segment lacks."""
         for part in header.parts if header.kind is FrameKind.RECORDS else ():
             key = (part.table_id, part.schema_version)
             if key in self._brought or key in lost:
@@ -238,7 +238,7 @@ class _Writing:
             self._brought.add(key)
 
     def _write_parts(self, file: WritableFile, piece: Checked, lost: set[tuple[TableId, SchemaVersion]]) -> None:
-        """A frame without the parts that are lost, behind a note that says so, in as many bytes as it had."""
+        """Write a frame without its lost parts, after a note that records the loss, in as many bytes as it had."""
         frame = piece.frame
         position = frame.position + len(frame.head)
         buffers: list[Bytes] = [without_parts(frame.head, lost)]
@@ -254,12 +254,12 @@ class _Writing:
         self._write_new(file, buffers)
 
     def _write_loss(self, file: WritableFile, place: int, loss: Loss) -> None:
-        """A loss frame in the place of what is cut, as long as that was."""
+        """Write a loss frame in place of what is cut, with the same length."""
         assert loss.offset_from is not None
         assert loss.offset_to is not None
         count = loss.offset_to - loss.offset_from
         if not count:
-            return  # a schema, which comes back before its first use
+            return  # a schema, which is written again before its first use
         following = next((p.frame.header for p in self._made.pieces[place + 1 :] if isinstance(p, Checked)), None)
         header = replace(self._loss_header(following, loss), first_offset=loss.offset_from, count=count)
         room = 0 if loss.byte_to is None else min(loss.byte_to, self._size) - self._position
@@ -267,12 +267,13 @@ class _Writing:
 
     def _loss_header(self, following: FrameHeader | None, loss: Loss) -> FrameHeader:
         if following is not None:
-            # Of the group behind it something may be lost, too: its own last frame says when it is whole.
+            # Part of the next group may be lost, too: its own last frame shows when it is whole.
             return self._empty(following)
         rewriter, made = self._rewriter, self._made
         before, behind = self._before, self._following
         if behind is None:
-            # Nothing follows on this shard: the log has got as far as the marks, and the other shards, say.
+            # Nothing follows on this shard: the marks and the other shards show how far the log
+            # goes.
             group, last = rewriter.newest, rewriter.newest_seq
         else:
             group = GroupNumber(max(behind.group - 1, 0 if before is None else before.group))
@@ -296,7 +297,7 @@ class _Writing:
         )
 
     def _empty(self, like: FrameHeader) -> FrameHeader:
-        """A header for a frame in front of one of the same group, which takes no offsets."""
+        """Return a header for a frame before one of the same group, which takes no offsets."""
         return replace(
             like,
             kind=FrameKind.LOSS,

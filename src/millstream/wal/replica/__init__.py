@@ -1,1 +1,1 @@
-"""A log on another machine: the leader's end that hands out bytes, the follower's that verifies and keeps them, and how one becomes the other."""
+"""A log on another machine: the leader ships bytes, the follower verifies and keeps them; roles can change."""

@@ -1,13 +1,17 @@
-"""`<stream>.acks`: what followers and the object store hold of a stream, told by who ships it to who writes it.
+"""`<stream>.acks`: what followers and the object store hold of a stream, published by its shipper to its writer.
 
-They are two processes, or two threads, on one machine. One of them writes the file, whenever somebody has acknowledged something; the other one looks at
-it while callers wait for more than this machine. It says nothing that can't be learned anew, so it is never fsynced: after a power cut it may
-say less, and what ships the log makes it anew from what the followers say.
+The two are processes, or threads, on one machine. The shipper writes the file whenever an
+acknowledgement arrives. The writer polls it while callers wait for more than this machine.
+Everything in it can be learned again, so it is never fsynced: after a power cut it may show less,
+and the shipper rebuilds it from the followers' reports.
 
-Layout, little-endian: two slots, at 0 and 8192, written in turn with one write each; the newest that holds counts, so a torn one costs nothing.
-A slot is `MILLACK` and a newline, CRC-32C of all that follows, u16 version, u16 entries, u64 counter, the stream's 16 bytes, i64 the leader's own promised epoch; then
-64 at most of the followers and one of the object store, of 104 bytes: 64 bytes of the name with zeros behind it, i64 promised epoch, i64 group, i64
-`persisted_upto`, i64 when it was told (nanoseconds since 1970 UTC), u8 kind (1 a follower, 2 the object store), 7 zeros.
+Layout, little-endian: two slots, at 0 and 8192, written in turn with one write each. The newest
+valid slot counts, so a torn one costs nothing. A slot is `MILLACK` and a newline, CRC-32C of
+everything that follows, u16 version, u16 entries, u64 counter, the stream's 16 bytes, i64 the
+leader's own promised epoch. Then come entries, at most 64 for followers and one for the object
+store, of 104 bytes each: 64 bytes of the name padded with zeros, i64 promised epoch, i64 group, i64
+`persisted_upto`, i64 time of the report (nanoseconds since 1970 UTC), u8 kind (1 a follower, 2 the
+object store), 7 zeros.
 """
 
 from __future__ import annotations
@@ -35,12 +39,12 @@ _TRIES: Final = 3
 
 
 class AcksFile:
-    """The file, for who ships the stream: the only one that writes it.
+    """The file, for the stream's shipper: the only process that writes it.
 
     Args:
         files: the file system.
-        path: the file's; its folder is there. Made where there is none.
-        stream: whose log.
+        path: the file's; its folder exists. Made if there is none.
+        stream: the stream that the reports are about.
         promised: the leader's own epoch.
 
     Concurrency: one thread at a time.
@@ -52,7 +56,7 @@ class AcksFile:
         data = _read(files, path)
         found = _newest(data)
         self._counter = 0 if found is None else found[0]
-        # Of another stream, or damaged: nothing of it counts.
+        # An entry of another stream, or a damaged one, doesn't count.
         known = None if found is None else _decoded(data, found, stream)
         self._places = {} if known is None else {_key(place.name, place.is_store): place for place in known.places}
         if files.exists(path):
@@ -63,15 +67,15 @@ class AcksFile:
 
     @property
     def holdings(self) -> Holdings:
-        """What the file says."""
+        """Return the contents of the file."""
         return Holdings(self._promised, tuple(self._places.values()))
 
     def tell(self, holding: Holding) -> None:
-        """What a follower, or the object store, holds now: in the place of what it held before.
+        """Record what a follower, or the object store, holds now; this replaces its earlier report.
 
         Raises:
             UsageError: 64 other followers are known.
-            OSError: the disk fails, or is full; the file says what it said.
+            OSError: the disk fails, or is full; the file is unchanged.
         """
         key = _key(holding.name, holding.is_store)
         if key and key not in self._places and sum(map(bool, self._places)) >= FOLLOWERS_MAX:
@@ -81,10 +85,12 @@ class AcksFile:
             self._write()
 
     def take_over(self, holdings: Holdings, now_ns: int) -> None:
-        """What the leader knows now, at a moment of its clock (nanoseconds since 1970 UTC). Raises as `tell`, having changed a part.
+        """Record everything that the leader knows at a moment of its clock (nanoseconds since 1970 UTC).
 
-        Followers that aren't among them are forgotten: they have lost something, or have never told this leader anything. The object store is told of when
-        it has taken something. A place that holds what it did keeps the time at which it said so.
+        Raises as `tell`, with part of it done. Followers that aren't among the holdings are
+        removed: they have lost something, or have never reported to this leader. The object store's
+        entry is set once it has taken something. A place whose holding is unchanged keeps the time
+        of its report.
         """
         self.promise(holdings.promised)
         followers = {place.name for place in holdings.places if not place.is_store}
@@ -97,18 +103,18 @@ class AcksFile:
                 self.tell(replace(place, told_ns=now_ns))
 
     def forget(self, name: str, *, is_store: bool = False) -> None:
-        """Nothing more is known of a place. Raises `OSError` as `tell`."""
+        """Remove a place's entry. Raises `OSError` as `tell`."""
         if self._places.pop(_key(name, is_store), None) is not None:
             self._write()
 
     def promise(self, epoch: Epoch) -> None:
-        """The leader has promised another epoch. Raises `OSError` as `tell`."""
+        """Record that the leader has promised another epoch. Raises `OSError` as `tell`."""
         if epoch != self._promised:
             self._promised = epoch
             self._write()
 
     def close(self) -> None:
-        """Close the file; it goes on saying what it says."""
+        """Close the file; its contents stay."""
         self._file.close()
 
     def _write(self) -> None:
@@ -128,12 +134,12 @@ class AcksFile:
 
 
 class AcksReader:
-    """The file, for who writes the stream's log; a `HighWater`.
+    """The file, for the writer of the stream's log; a `HighWater`.
 
     Args:
         files: the file system.
-        path: the file's. Where there is none yet, nobody holds anything.
-        stream: whose log. What another one's followers hold doesn't count.
+        path: the file's. If it doesn't exist yet, no other machine holds anything.
+        stream: the log's stream. Another stream's followers don't count.
     """
 
     def __init__(self, files: Files, path: str, stream: StreamId) -> None:
@@ -150,7 +156,7 @@ class AcksReader:
         self._doubted = frozenset(place for place in self.look().places if place.group > newest)
 
     def look(self) -> Holdings:
-        """See `ports.HighWater`. A file that is just being written, or damaged, says what it said before."""
+        """See `ports.HighWater`. If the file is being written, or is damaged, returns the previous contents."""
         for _ in range(_TRIES):
             data = _read(self._files, self._path)
             if data != self._data:
@@ -168,7 +174,7 @@ class AcksReader:
 
 
 def _key(name: str, is_store: bool) -> str:  # noqa: FBT001 (as the field)
-    """There is one object store."""
+    """Return the key of a place; there is one object store."""
     return "" if is_store else name
 
 
@@ -180,7 +186,7 @@ def _read(files: Files, path: str) -> bytes:
 
 
 def _newest(data: bytes) -> tuple[int, int, int] | None:
-    """Counter, place and entries of the newest slot that holds. `LogError` where it is of a newer version."""
+    """Return counter, position and entries of the newest valid slot. Raises `LogError` if it is of a newer version."""
     best: tuple[int, int, int] | None = None
     for start in (0, _SLOT_BYTES):
         if len(data) < start + _HEAD.size:
@@ -201,7 +207,7 @@ def _newest(data: bytes) -> tuple[int, int, int] | None:
 
 
 def _decoded(data: bytes, found: tuple[int, int, int], stream: StreamId) -> Holdings | None:
-    """What a slot says; None where it is another stream's."""
+    """Return the contents of a slot; None if it is another stream's."""
     _, start, count = found
     *_, owner, promised = _HEAD.unpack_from(data, start)
     if owner != stream.bytes:

@@ -1,13 +1,15 @@
-"""Where two logs of one stream part: what an old leader has that the new one's history doesn't, set aside and cut off.
+"""Divergence of two logs of one stream: an old leader's records beyond the new history are set aside.
 
-Their lineages say behind which commit group they part. Up to where that group ends on each shard their bytes are the same.
+Their lineages name the last commit group that they share. Up to the end of that group, their bytes
+are the same on each shard.
 
-What lies beyond is copied first, into a folder that reads as a log by itself, from the first record that parts on; a copy is whole once all
-its marks are there. Then the marks are lowered, then the files cut, the last ones first. A crash anywhere leaves what the same call
-goes on from.
+The rest is first copied into a folder that reads as a log of its own, from the first record that
+differs. A copy is whole once all its marks are there. Then the marks are lowered, then the files
+cut, the last ones first. After a crash at any point, the same call continues.
 
-A shard of which nothing stays keeps a mark, which shows nothing: whoever reads there meanwhile learns by it what has become of the log. It is nobody's, so
-that no other shard waits for it: the new leader may not have the shard at all.
+A shard with no remaining record keeps a mark that shows nothing: a reader there learns from it what
+has become of the log. The mark's writer is `NOBODY`, so that no other shard waits for it: the new
+leader may not have the shard at all.
 """
 
 from __future__ import annotations
@@ -40,20 +42,21 @@ _COPY_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """What `truncate_to` has taken out of a log."""
+    """The part that `truncate_to` has taken out of a log."""
 
     folder: str
-    """Reads as a log by itself."""
+    """Folder that reads as a log of its own."""
     first_seq: Seq
-    """The first number that lies there and not in the common history."""
+    """First number in the folder that isn't in the common history."""
     size_bytes: int
-    """Of the segments that lie there: what is common in the first of each shard lies there too."""
+    """Size in bytes of the segments there. The first segment of each shard includes its common part."""
 
 
 def ends_behind(files: Files, folder: str, group: GroupNumber) -> dict[ShardId, ByteEnd]:
-    """For each shard, the end of its last frame of that group or an older one; of a segment whose frames end there, without its footer.
+    """Return, for each shard, the end of its last frame of that group or an older one.
 
-    A shard that has no such frame any more (or never had one) ends where its first segment begins.
+    If a segment's frames end there, its footer isn't included. A shard without such a frame ends
+    where its first segment begins.
 
     Raises:
         CorruptWal: a segment's header is damaged.
@@ -65,7 +68,7 @@ def ends_behind(files: Files, folder: str, group: GroupNumber) -> dict[ShardId, 
 
 
 def last_group_upto(files: Files, folder: str, seq: Seq) -> GroupNumber:
-    """The last commit group of a log whose numbers all lie at or below one; 0 where there is none."""
+    """Return a log's last commit group whose numbers are all at or below `seq`; 0 if there is none."""
     found = 0
     for shard in list_shards(files, folder):
         for segment in _with_frames(files, list_segments(files, shard_folder(folder, shard))):
@@ -80,21 +83,22 @@ def last_group_upto(files: Files, folder: str, seq: Seq) -> GroupNumber:
 def truncate_to(
     folder: str, common: Mapping[ShardId, ByteEnd], *, aside: str, files: Files | None = None
 ) -> SetAside | None:
-    """Cut a log back to what it has in common with a new leader's, and set aside what it has beyond.
+    """Cut a log back to what it has in common with a new leader's, and set aside the rest.
 
     Args:
-        folder: the stream's; nobody writes or follows there.
-        common: of each shard; one that isn't named has nothing in common.
-        aside: the folder for what is beyond; the same one where a crash makes this a repetition.
+        folder: the stream's; no process writes or follows there.
+        common: the common end of each shard; a shard that isn't named has nothing in common.
+        aside: the folder for the rest; the same one when this repeats a call that crashed.
         files: the file system.
 
     Returns:
-        What was set aside; None where there was nothing beyond, and nothing was changed.
+        The part set aside; None if there was nothing to set aside, and nothing was changed.
 
     Raises:
-        ShardLocked: somebody writes or follows.
+        ShardLocked: another process writes or follows.
         LogError: a common end isn't where a frame ends; nothing was changed.
-        OSError: the disk failed or is full; what was there is there, or in the folder aside, whole.
+        OSError: the disk failed or is full; all records are still there, or whole in the folder
+            aside.
     """
     files = RealFiles() if files is None else files
     with ExitStack() as held:
@@ -112,7 +116,8 @@ def truncate_to(
         has_records = any(cut.has_frames_beyond for cut in cuts.values())
         if has_records and not _is_whole(files, aside, cuts):
             _copy(files, aside, cuts, common_seq)
-        # No mark is nobody's before all of them say how far the log goes: else what the others show would pass for all there is.
+        # No mark's writer becomes `NOBODY` before all marks are lowered: else the other marks would
+        # pass for the whole log.
         for moved in (lowered, gone):
             for shard, to in moved.items():
                 lower_shown(files, cuts[shard].folder, marks[shard], to)
@@ -125,7 +130,10 @@ def truncate_to(
 
 
 def found_aside(files: Files, aside: str) -> SetAside | None:
-    """What lies in a folder that `truncate_to` was given; None where nothing does, or its copy was cut short."""
+    """Return what lies in a folder that `truncate_to` was given.
+
+    None if there is nothing, or its copy was cut short.
+    """
     shards = [shard_folder(aside, shard) for shard in list_shards(files, aside)]
     dropped = [mark for shard_dir in shards if (mark := read_dropped(files, shard_dir)) is not None]
     if not dropped:
@@ -147,12 +155,12 @@ def _end_behind(files: Files, segments: Sequence[SegmentFile], group: GroupNumbe
 
 
 def _with_frames(files: Files, segments: Sequence[SegmentFile]) -> Iterator[SegmentFile]:
-    """Those that have more than a header, the last first."""
+    """Yield the segments that have more than a header, the last first."""
     return (segment for segment in reversed(segments) if files.size(segment.path) > SEGMENT_HEADER_SIZE)
 
 
 def _frames(files: Files, segment: SegmentFile, *, payload: bool = True) -> Iterator[ScannedFrame]:
-    """A segment's frames, up to the first that isn't whole."""
+    """Yield a segment's frames, up to the first that isn't whole."""
     header = read_header(files, segment)
     with suppress(CorruptFrame, TruncatedFrame):
         yield from scan_frames(Window(reader_of(files, segment.path)), header, payload=payload)
@@ -163,7 +171,7 @@ def _frames(files: Files, segment: SegmentFile, *, payload: bool = True) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a shard is to end."""
+    """The end that a shard is cut to."""
 
     shard: ShardId
     folder: str
@@ -172,13 +180,13 @@ class Cut:
     end: ByteEnd
     end_offset: Offset
     last: FrameHeader | None
-    """The last frame that stays."""
+    """Last frame that stays."""
     has_frames_beyond: bool
     beyond_bytes: int
 
     @classmethod
     def at(cls, files: Files, folder: str, shard: ShardId, end: ByteEnd | None) -> Cut:
-        """Look what a shard has on both sides of an end; None: nothing stays. `LogError` where no frame ends there."""
+        """Read a shard on both sides of an end; None: nothing stays. Raises `LogError` if no frame ends there."""
         shard_dir = shard_folder(folder, shard)
         segments = tuple(list_segments(files, shard_dir))
         if end is None:
@@ -206,7 +214,7 @@ class Cut:
 
     @property
     def is_below_mark(self) -> bool:
-        """Whether something that is shown lies beyond."""
+        """Whether anything that is shown lies beyond the end."""
         mark = self.mark
         if mark is None:
             return False
@@ -214,7 +222,7 @@ class Cut:
         return ByteEnd(mark.base_offset, shown) > self.end
 
     def apply(self, files: Files) -> None:
-        """Take away what lies beyond, the last first."""
+        """Remove what lies beyond, the last first."""
         for segment in reversed(self.segments):
             if ByteEnd(segment.base_offset, 0) >= self.end or segment.base_offset > self.end.base_offset:
                 files.remove(segment.path)
@@ -229,7 +237,7 @@ class Cut:
 
 
 def _lowered(cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
-    """The marks of what stays, where something that was shown goes: a new leader's history ends with a whole group."""
+    """Return the marks of what stays, if shown records go: a new leader's history ends with a whole group."""
     if not any(cut.is_below_mark for cut in cuts.values()):
         return {}
     newest = _newest_that_stays(cuts)
@@ -251,7 +259,7 @@ def _lowered(cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
 
 
 def _gone(files: Files, cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
-    """The marks of shards of which no record stays."""
+    """Return the marks of shards with no remaining record."""
     newest = _newest_that_stays(cuts)
     gone = {}
     for shard, cut in cuts.items():
@@ -259,7 +267,7 @@ def _gone(files: Files, cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMar
             continue
         dropped = read_dropped(files, cut.folder)
         if cut.is_below_mark and dropped is not None and (newest is None or dropped.seq > newest.group_last_seq):
-            dropped = None  # nobody knows whether that was common; see `_forget_dropped`
+            dropped = None  # it is unknown whether that was common; see `_forget_dropped`
         gone[shard] = placeholder(cut.mark.stream, dropped)
     return gone
 
@@ -270,7 +278,7 @@ def _newest_that_stays(cuts: Mapping[ShardId, Cut]) -> FrameHeader | None:
 
 
 def _forget_dropped(files: Files, cuts: Mapping[ShardId, Cut], marks: Mapping[ShardId, MarkFile]) -> None:
-    """Begin shards anew as the new leader has them, of which nothing is left, and nobody knows whether what retention has dropped was common."""
+    """Reset empty shards to begin as on the new leader: it is unknown whether the records dropped here were common."""
     for shard, cut in cuts.items():
         mark, dropped = read_mark(files, cut.folder), read_dropped(files, cut.folder)
         if mark is None or dropped is None or mark.writer != NOBODY or list_segments(files, cut.folder):

@@ -1,13 +1,14 @@
-"""Which commit groups a follower has whole, on all their shards, of those that its marks don't show yet.
+"""Tracking of the commit groups that a follower has whole, on all their shards, beyond what its marks show.
 
-A group's frames come on each shard by themselves, in any order of shards. Marks that say that they cover it are believed only where each
-shard that its frames name has its part.
+A group's frames arrive separately on each shard, in any order of shards. Marks that cover the group
+are trusted only if each shard that its frames name has its part.
 
-Marks aren't fsynced, so a power cut may keep bytes that were acknowledged and lose the marks that came with them. A log of one writer tells
-by itself how far it is whole: groups are numbered without a gap, and each names its shards. So what was acknowledged is shown again
-without the leader. Of several writers only their marks say what is whole; there it waits for the leader.
+Marks aren't fsynced, so a power cut may keep acknowledged bytes and lose the marks that came with
+them. A log of one writer shows how far it is whole without marks: groups are numbered without a
+gap, and each names its shards. So what was acknowledged is shown again without the leader. With
+several writers, only their marks show what is whole; the follower then waits for the leader.
 
-So it can be told, too, of a log whose marks never came: what lies in front of damage in an object store.
+The same works for a log whose marks never came: the part before damage in an object store.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from millstream.wal.replica.verify import WholeFrame
 
 @dataclass(slots=True)
 class PartialGroups:
-    """Groups of which some shard's part has come, and another's hasn't. One that lies on one shard alone takes no room."""
+    """Groups that have arrived on some of their shards only. A group on a single shard takes no room."""
 
     _lacking: dict[WriterId, dict[GroupNumber, tuple[Seq, frozenset[ShardId]]]] = field(default_factory=dict)
-    """Its last number, and the shards whose parts haven't come."""
+    """By group: its last number, and the shards whose parts haven't come."""
     _lost: dict[ShardId, GroupNumber] = field(default_factory=dict)
-    """Up to there, parts on a shard may have been lost by somebody's word: loss frames stand for them."""
+    """By shard, the group up to which parts may have been accepted as lost: loss frames stand for them."""
 
     def note(self, frames: Iterable[WholeFrame]) -> None:
-        """Frames have come whole."""
+        """Note frames that have come whole."""
         for frame in frames:
             header = frame.header
             if header.kind is FrameKind.LOSS:
@@ -58,13 +59,15 @@ class PartialGroups:
         shown: Mapping[ShardId, DurableMark],
         dropped: Mapping[ShardId, DroppedMark],
     ) -> tuple[GroupNumber, ShardId] | None:
-        """A group up to that one, and a shard that lacks its part of it; None where all are whole, which are forgotten then.
+        """Return a group up to `upto`, and a shard that lacks its part of it.
+
+        None if all are whole; those groups are then forgotten.
 
         Args:
-            writer: whose groups.
-            upto: the last group that is asked for.
-            shown: the marks as they are: what they show had come before.
-            dropped: what the log begins behind, of each shard where it isn't its beginning.
+            writer: the groups' writer.
+            upto: the last group to check.
+            shown: the current marks: what they show had come before.
+            dropped: for each shard that doesn't begin at offset 0, what it begins after.
         """
         of_writer = self._lacking.get(writer, {})
         asked = [group for group in of_writer if group <= upto]
@@ -85,7 +88,7 @@ class PartialGroups:
 
 
 class _End(NamedTuple):
-    """Where a group ends on a shard."""
+    """End of a group on a shard."""
 
     group: GroupNumber
     end: ByteEnd
@@ -97,14 +100,14 @@ class _End(NamedTuple):
 
 @dataclass(slots=True)
 class GroupEnds:
-    """Where the groups end that lie behind the marks: for an open, which forgets it all then."""
+    """Ends of the groups beyond the marks: used at an open, and then discarded."""
 
     _writer: WriterId | None = None
     _several: bool = False
     _ends: dict[ShardId, list[_End]] = field(default_factory=dict)
 
     def note(self, frames: Iterable[WholeFrame]) -> None:
-        """Frames lie there whole."""
+        """Note frames that lie there whole."""
         for header, end, end_offset in frames:
             self._several |= self._writer not in (None, header.writer)
             self._writer = header.writer
@@ -119,13 +122,13 @@ class GroupEnds:
         dropped: Mapping[ShardId, DroppedMark],
         unmarked: frozenset[ShardId] = frozenset(),
     ) -> dict[ShardId, DurableMark]:
-        """The marks that show all whole groups in a row behind those that are shown; none where there are no such.
+        """Return the marks that show all whole groups in a row after those shown; none if there are no such groups.
 
         Args:
-            shown: the marks as they are.
+            shown: the current marks.
             partial: of the same frames.
-            dropped: what the log begins behind.
-            unmarked: the shards that the log has, all of one writer, where it is asked though no mark has ever come.
+            dropped: what the log begins after.
+            unmarked: the shards of the log, all of one writer, if no mark has ever come.
         """
         own = {shard: mark for shard, mark in shown.items() if mark.writer}
         writer = self._writer
@@ -173,7 +176,7 @@ class GroupEnds:
         return made
 
     def _begins_behind(self, shards: frozenset[ShardId], dropped: Mapping[ShardId, DroppedMark]) -> GroupNumber | None:
-        """The group behind which the log begins, where that is known: of what retention has left of each shard the beginning may not have come."""
+        """Return the group after which the log begins; None if the first remaining frames may be missing."""
         gone = max((mark.seq for mark in dropped.values()), default=Seq(0))
         if not gone:
             return GroupNumber(0)

@@ -1,16 +1,16 @@
 """A follower's log: the leader's bytes, verified as they come, in a folder that every reader reads as any other.
 
-One commit of position and state: the log is the position. A shipment's bytes are verified first, and nothing is written where they
-don't hold; then they are written and fsynced; then the marks that came with them are moved, as a writer moves its own
-(`wal.mark`), so that a reader beside it sees whole groups only, whenever it looks and whatever a crash keeps.
+Position and state are committed together: the log is the position. A shipment's bytes are verified first; if they are
+invalid, nothing is written. Then they are written and fsynced. Then the marks that came with them are moved, as a
+writer moves its own (`wal.mark`). So a concurrent reader sees whole groups only, at any time and after any crash.
 
-Lower than the end: compared with what lies here, byte for byte; other bytes are `Diverged`, and nothing is overwritten. Higher: `ReplicaGap`.
+Bytes below the end must equal those here (else `Diverged`; nothing is overwritten). Bytes above it: `ReplicaGap`.
 
 When the disk fails:
 
-- for want of space: what was written of the shipment is cut back, the caller gets `DiskFull`, and may send it again;
-- any other failed write, and every failed fsync: the log takes nothing more (`ReplicaFailed`); opening it anew verifies what lies behind the
-  marks, writes it once more and goes on from there.
+- If there is no space, the shipment's bytes are cut back. The caller gets `DiskFull`, and may send it again.
+- After any other failed write, and every failed fsync, the log takes nothing more (`ReplicaFailed`). A new open
+  verifies the bytes after the marks, rewrites them and continues from there.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_star
 from millstream.wal.shards import lock_shards
 
 LOCK_NAME: Final = ".follower"
-"""In a stream's folder; locked while somebody follows there. A writer is kept away by the locks of the shards' marks."""
+"""Lock file in a stream's folder, held while a follower writes there. The marks' locks keep writers away."""
 
 
 class ReplicaEnd(NamedTuple):
     """How far a follower shows its log."""
 
     group: GroupNumber
-    """The last commit group that is there on all shards; with several writers, the lowest of theirs."""
+    """Last commit group that is there on all shards; with several writers, the lowest of their last groups."""
     persisted_upto: Seq
     records: int
-    """Offsets in front of the marks, over all shards: also of what retention has dropped."""
+    """Offsets before the marks, over all shards, including what retention has dropped."""
 
 
 @dataclass(slots=True)
 class _Shard:
-    """One that lies here."""
+    """One shard of the log."""
 
     folder: str
     mark: MarkFile
@@ -72,9 +72,9 @@ class _Shard:
     dropped: DroppedMark | None
     arriving: ArrivingShard
     file: WritableFile | None = None
-    """Of the segment that arrives, once something is to be written."""
+    """File of the arriving segment, once something is to be written."""
     anchored: Offset | None = None
-    """The segment that the mark named when it was fsynced last."""
+    """Segment that the mark named at its last fsync."""
 
 
 @dataclass(slots=True)
@@ -91,17 +91,17 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Plan:
-    """What a shipment changes, verified and not written yet."""
+    """Changes of a shipment, verified and not written yet."""
 
     arriving: dict[ShardId, ArrivingShard] = field(default_factory=dict)
     pieces: list[_Piece] = field(default_factory=list)
     whole: list[WholeFrame] = field(default_factory=list)
     dropped: dict[ShardId, DroppedMark] = field(default_factory=dict)
-    """Where shards begin that have nothing yet."""
+    """Starts of shards that have nothing yet."""
 
 
 class ReplicaLog:
-    """A follower's log, open for shipments. One thread; any number of readers beside it, in any process."""
+    """A follower's log, open for shipments. One thread uses it; any number of readers may read the folder."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ReplicaLog:
         self._withholds = withholds
         self._syncers = ThreadPoolExecutor(4, "replica-sync") if side_by_side else None
         self.failure: ReplicaFailed | None = None
-        """Why nothing more is taken; None while all is well."""
+        """Reason why nothing more is taken; None while the log works."""
 
     @classmethod
     def open(
@@ -142,23 +142,23 @@ class ReplicaLog:
         withholds: bool = False,
         unmarked: frozenset[ShardId] = frozenset(),
     ) -> ReplicaLog:
-        """Take the locks, verify what lies behind the marks, and make it durable.
+        """Take the locks, verify what lies after the marks, and make it durable.
 
         Args:
-            folder: the stream's; made where it isn't there.
+            folder: the stream's; made if it doesn't exist.
             files: the file system.
-            stream: whose log it must be; None to take what lies there, or comes first.
-            withholds: show readers nothing of what comes without a word of what may be shown.
-            side_by_side: fsync several shards by several threads; without, in order, for tests that count.
-            unmarked: show what lies here in whole groups though none of its leader's marks has come, since it won't: the shards that
-                the log has, all of one writer.
+            stream: the stream that the log must be of; None to take what lies there, or comes first.
+            withholds: show readers nothing of a shipment that lacks shown positions.
+            side_by_side: fsync several shards in parallel threads; otherwise in order, for tests that count.
+            unmarked: the shards of the log, all of one writer, if its leader's marks will never come: show the whole
+                groups that lie here.
 
         Raises:
             ShardLocked: another process follows here, or writes.
             CorruptWal: what the marks cover is damaged, or isn't there.
             OtherStream: another stream's log lies here.
             UnexpectedFile: a file lies there that isn't the log's.
-            DiskFull: there is no space to write again what lies behind the marks.
+            DiskFull: there is no space to rewrite what lies after the marks.
         """
         files = RealFiles() if files is None else files
         files.makedirs(folder)
@@ -214,24 +214,24 @@ class ReplicaLog:
 
     @property
     def stream(self) -> StreamId | None:
-        """Whose log it is; None where nothing has come yet."""
+        """The log's stream; None if nothing has come yet."""
         return self._stream
 
     @property
     def region(self) -> RegionId | None:
-        """Of all its segments; None where nothing has come yet."""
+        """Region of all its segments; None if nothing has come yet."""
         return self._region
 
     def position(self) -> ReplicaPosition:
-        """Where the bytes end that are durable here, of each shard that has any."""
+        """Return the end of the durable bytes of each shard that has any."""
         return {number: shard.arriving.end for number, shard in self._shards.items() if not shard.arriving.is_new}
 
     def marks(self) -> Mapping[ShardId, DurableMark]:
-        """What is shown of each shard, but where readers wait for others to hold it."""
+        """Return the durable mark of each shard; readers may be shown less."""
         return {number: shard.shown for number, shard in self._shards.items() if shard.shown is not None}
 
     def end(self) -> ReplicaEnd:
-        """How far the log is shown."""
+        """Return how far the log is shown."""
         marks = [mark for mark in self.marks().values() if mark.writer]
         return ReplicaEnd(
             GroupNumber(min((mark.group for mark in marks), default=0)),
@@ -240,17 +240,17 @@ class ReplicaLog:
         )
 
     def group_of(self, writer: WriterId) -> GroupNumber:
-        """The last commit group of one writer that is there on all its shards."""
+        """Return the last commit group of one writer that is there on all its shards."""
         return GroupNumber(min((mark.group for mark in self.marks().values() if mark.writer == writer), default=0))
 
     def apply(self, shipment: Shipment) -> None:
-        """Take a shipment: when this returns, its bytes are verified and durable, and what its marks cover is shown as the leader shows it.
+        """Apply a shipment: verify its bytes, make them durable, then show what its marks cover as the leader does.
 
         Raises:
-            ReplicaGap: it lies beyond what is here; nothing was changed. `position` says what is to come.
-            ShipmentUnreadable: a checksum fails, or the marks say what the bytes don't; a frame that was cut, and of which a piece came
-                before, is to come again from its beginning.
-            Diverged: other bytes lie here at the same place, or whole frames come that don't follow on; nothing was changed.
+            ReplicaGap: it lies beyond the end; nothing was changed. `position` is the next position expected.
+            ShipmentUnreadable: a checksum fails, or the marks don't match the bytes; a frame that was cut must come
+                again whole.
+            Diverged: other bytes lie here at the same place, or whole frames don't follow on; nothing was changed.
             OtherStream: it is of another stream or region; nothing was changed.
             DiskFull: there is no space; nothing of it is here, and it may come again.
             ReplicaFailed: the disk failed; nothing more is taken.
@@ -272,7 +272,7 @@ class ReplicaLog:
         self._uninterrupted(plan, shipment)
 
     def show_all(self) -> None:
-        """Show readers all that is here, in whole groups: what this follower has acknowledged is held as it has to be.
+        """Show readers all whole groups here: what this follower has acknowledged is held as the level requires.
 
         Raises:
             ReplicaFailed: the disk failed; nothing more is taken.
@@ -285,7 +285,7 @@ class ReplicaLog:
             raise self._poison("the disk failed", error) from error
 
     def close(self) -> None:
-        """Give up the locks."""
+        """Release the locks."""
         if self._syncers is not None:
             self._syncers.shutdown()
         for shard in self._shards.values():
@@ -297,7 +297,7 @@ class ReplicaLog:
     # --- verifying -------------------------------------------------------------------------------------------------
 
     def _plan(self, plan: _Plan, shipment: Shipment, part: SegmentPart) -> None:
-        """Verify one part, behind those before it."""
+        """Verify one part, which follows those before it."""
         arriving = plan.arriving.get(part.shard)
         if arriving is None:
             known = self._shards.get(part.shard)
@@ -333,13 +333,13 @@ class ReplicaLog:
         else:
             start = footer_start(data, end - len(data))
             if start is None:
-                with suppress(ShipmentUnreadable, Diverged):  # whoever is told gets to know how far it holds
+                with suppress(ShipmentUnreadable, Diverged):  # the caller learns how far the valid bytes go
                     arriving.feed(data, plan.whole)
                 raise arriving.unreadable("it ends without a footer, or the footer was cut")
             frames = start - (end - len(data))
             arriving.feed(data[:frames], plan.whole)
             arriving.finish(data[frames:])
-        # Of one shard they follow each other, whatever lies between them: one piece a file.
+        # Pieces of one shard are consecutive, whatever lies between them: one piece per file.
         last = next((made for made in reversed(plan.pieces) if made.shard == piece.shard), None)
         if last is not None and last.base == piece.base:
             last.buffers += piece.buffers
@@ -349,7 +349,7 @@ class ReplicaLog:
             plan.pieces.append(piece)
 
     def _compare(self, part: SegmentPart, data: memoryview, arriving: ArrivingShard) -> None:
-        """Bytes that are here already must be the same."""
+        """Check that bytes already here are the same."""
         shard = self._shards.get(part.shard)
         if shard is None or part.base_offset > shard.arriving.base:
             raise _gap(part, arriving.end)  # twice in one shipment
@@ -377,7 +377,7 @@ class ReplicaLog:
             raise arriving.unreadable("a frame came once more, and isn't the same")
 
     def _forget_partial(self, number: ShardId) -> None:
-        """What came of a frame before may be what is wrong with it: it comes again."""
+        """Drop the first piece of a cut frame, which may be the invalid one: the frame comes again."""
         shard = self._shards.get(number)
         if shard is None or shard.arriving.position == shard.arriving.verified:
             return
@@ -390,7 +390,7 @@ class ReplicaLog:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def _uninterrupted(self, plan: _Plan, shipment: Shipment) -> None:
-        """All that changes files; where it is broken off, only opening anew knows what is there."""
+        """Make all changes to files; if it is interrupted, only a new open finds out what is there."""
         try:
             self._begin_shards(plan, shipment)
             self._write(plan)
@@ -405,7 +405,7 @@ class ReplicaLog:
             raise
 
     def _begin_shards(self, plan: _Plan, shipment: Shipment) -> None:
-        """Make the shards that come for the first time: each with a mark that shows nothing, and holds nobody up."""
+        """Make the shards that come for the first time, each with a mark that shows nothing and delays no other."""
         names = [shard for shard in {*plan.arriving, *shipment.marks} if shard not in self._shards]
         marks: dict[ShardId, MarkFile] = {}
         if names:
@@ -432,7 +432,7 @@ class ReplicaLog:
             shard.shown = first
 
     def _write(self, plan: _Plan) -> None:
-        """Write and fsync all; the shards have come as far then as was verified."""
+        """Write and fsync everything; each shard then ends where its verified bytes do."""
         made: list[str] = []
         try:
             touched: list[WritableFile] = []
@@ -464,7 +464,7 @@ class ReplicaLog:
         self._groups.note(plan.whole)
 
     def _make_segment(self, shard: _Shard, piece: _Piece, made: list[str]) -> None:
-        """A segment gets its name once what came of it is durable: no reader meets half a header."""
+        """Make a segment, and name it once its first bytes are durable: no reader meets half a header."""
         path = segment_path(shard.folder, piece.base)
         temporary = f"{path}.tmp"
         if self._files.exists(temporary):
@@ -492,7 +492,7 @@ class ReplicaLog:
                 raise error
 
     def _cut_back(self, plan: _Plan, made: Sequence[str]) -> None:
-        """Take away what was written of a shipment that has no room. Raises `OSError` where that fails, too."""
+        """Remove what was written of a shipment that doesn't fit. Raises `OSError` if that fails, too."""
         for path in reversed(made):
             self._files.remove(path)
         for number in plan.arriving:
@@ -512,7 +512,7 @@ class ReplicaLog:
     # --- showing ---------------------------------------------------------------------------------------------------
 
     def _show(self, shipment: Shipment) -> None:
-        """Move the marks that came, and what readers see as far as the leader says so."""
+        """Move the marks that came, and move the shown positions as far as the leader's."""
         if not shipment.marks:
             return
         if shipment.shown or self._readers.is_required or (self._withholds and shipment.shown is None):
@@ -524,7 +524,7 @@ class ReplicaLog:
             self._readers.allow_all(self.marks())
 
     def _require(self) -> None:
-        """Before marks move that readers of some shard aren't to see yet."""
+        """Hold readers at what is shown, before marks move past it on some shard."""
         self._readers.require(
             (number, shard.folder, shard.mark, shard.shown)
             for number, shard in self._shards.items()
@@ -532,7 +532,7 @@ class ReplicaLog:
         )
 
     def _move_marks(self, marks: Mapping[ShardId, DurableMark]) -> None:
-        """Show what marks cover that are newer than those here, where it is all there."""
+        """Move marks that are newer than those here, if everything they cover is here."""
         shown = self.marks()
         newer = {number: mark for number, mark in sorted(marks.items()) if is_newer(mark, shown.get(number))}
         for number, mark in newer.items():
@@ -548,7 +548,7 @@ class ReplicaLog:
                 shard.anchored = mark.base_offset
 
     def _show_whole(self, ends: GroupEnds, unmarked: frozenset[ShardId]) -> None:
-        """Show what a power cut has kept of what was acknowledged, though the marks that came with it are gone."""
+        """Show acknowledged groups that a power cut has kept, although the marks that came with them are gone."""
         shown = self.marks()
         dropped = {number: shard.dropped for number, shard in self._shards.items() if shard.dropped is not None}
         newer = ends.marks(shown, self._groups, dropped, unmarked)
@@ -558,7 +558,7 @@ class ReplicaLog:
             self._shards[number].mark.move(mark)
             self._shards[number].shown = mark
         for shard in self._shards.values():
-            # What is shown from here on is acknowledged, and may stand in the page cache only.
+            # The marks shown from here on cover acknowledged bytes, and may exist in the page cache only.
             if shard.shown is not None:
                 shard.mark.move(shard.shown, anchor=True)
                 shard.anchored = shard.shown.base_offset

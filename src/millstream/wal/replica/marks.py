@@ -1,7 +1,9 @@
-"""A follower's marks: which of the leader's it may write, and in which order, so that no reader ever sees less, or half a group.
+"""A follower's marks: which of the leader's it may write, and in which order.
 
-The leader's marks of one moment show at most what all of them cover. A follower takes each that is newer than its own, once the bytes
-that it covers lie there.
+No reader may see less than before, or half a group.
+
+The leader's marks of one moment show at most what all of them cover. A follower takes each one that
+is newer than its own, once the bytes that it covers are there.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from millstream.wal.replica.verify import ArrivingShard
 from millstream.wal.scan import Window, reader_of, scan_frames
 
 NOBODY = WriterId(0)
-"""The writer of a shard's mark before its first own one came."""
+"""Writer of a shard's mark before its first own one came."""
 
 
 def placeholder(stream: StreamId, dropped: DroppedMark | None) -> DurableMark:
-    """The mark of a shard that shows nothing yet, or nothing any more: nobody's, and settled, so that it keeps nothing back that others show."""
+    """Return the mark of a shard that shows nothing yet, or nothing any longer.
+
+    Its writer is `NOBODY`, and it is settled, so that it holds back nothing that other marks show.
+    """
     base = Offset(0) if dropped is None else dropped.offset
     return DurableMark(
         stream=stream,
@@ -44,7 +49,10 @@ def placeholder(stream: StreamId, dropped: DroppedMark | None) -> DurableMark:
 
 
 def is_newer(mark: DurableMark, shown: DurableMark | None) -> bool:
-    """Whether a mark that came says more than the one that is there: of one shard, each that is later covers no less, of anything."""
+    """Return whether a new mark covers more than the current one.
+
+    A later mark of a shard covers no less of anything.
+    """
     if shown is None:
         return True
     later = (_place(mark) >= _place(shown), mark.group >= shown.group, mark.persisted_upto >= shown.persisted_upto)
@@ -56,18 +64,18 @@ def _place(mark: DurableMark) -> tuple[int, ...]:
 
 
 def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: ArrivingShard) -> None:
-    """A mark may be shown where what it covers lies there, verified, and ends with a frame.
+    """Check that what a mark covers is here, verified, and ends with a frame; then it may be shown.
 
     Raises:
-        ReplicaGap: it doesn't lie there yet.
-        ShipmentUnreadable: the mark says what the bytes don't.
+        ReplicaGap: it isn't here yet.
+        ShipmentUnreadable: the mark doesn't match the bytes.
     """
     if mark.stream != arriving.stream:
         raise ShipmentUnreadable(f"a mark is of stream {mark.stream}, the log of {arriving.stream}")
     here = ByteEnd(arriving.base, arriving.verified)
     there = ByteEnd(mark.base_offset, mark.byte_end)
     if mark.byte_end == SEGMENT_HEADER_SIZE and mark.base_offset == arriving.base:
-        # A segment that has nothing but its header isn't shipped.
+        # A segment that has only its header isn't shipped.
         there = replace(there, position=min(arriving.verified, SEGMENT_HEADER_SIZE))
     if there > here:
         raise ReplicaGap(
@@ -87,7 +95,7 @@ def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: Arrivi
 
 
 def _end_in(files: Files, shard_dir: str, mark: DurableMark) -> tuple[Offset, GroupNumber, bool]:
-    """Where records end in front of a place that more lies behind: the last frame's end, its group, and whether that goes on."""
+    """Return the end of the last frame before a place inside the log, its group, and whether the group goes on."""
     read = reader_of(files, segment_path(shard_dir, mark.base_offset))
     try:
         header = SegmentHeader.decode(read(0, SEGMENT_HEADER_SIZE))
@@ -103,7 +111,11 @@ def _end_in(files: Files, shard_dir: str, mark: DurableMark) -> tuple[Offset, Gr
 def moves(
     shown: Mapping[ShardId, DurableMark], newer: Mapping[ShardId, DurableMark]
 ) -> Iterator[tuple[ShardId, DurableMark]]:
-    """The marks to write, in order: with several shards first all positions, with what was shown before; then what is complete up to them."""
+    """Yield the marks to write, in order.
+
+    With several shards, first all positions, with what was shown before; then what is complete up
+    to them.
+    """
     if len(shown) > 1:
         before = stream_cut(shown.values())
         for shard, mark in newer.items():

@@ -1,7 +1,9 @@
-"""A follower's folder on its way into other hands: made ready for a writer.
+"""Preparing a follower's folder for a writer.
 
-A writer's recovery explains what lies at the end of a log by a crash of the writer before. What a shipment left there, one shard far ahead
-of another, it would take for damage: so before a follower is promoted, everything that isn't shown goes. What was acknowledged is shown.
+A writer's recovery expects the end of a log to be what a crash of the previous writer leaves. The
+end of a follower's log is different: a shipment may put one shard far ahead of another, which
+recovery would take for damage. So before a promotion, everything that isn't shown is removed.
+Acknowledged records are shown.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from millstream.wal.shards import lock_shards
 
 
 def prepare_promotion(folder: str, *, files: Files | None = None) -> ReplicaEnd:
-    """Make a follower's log one that a writer may open; nobody follows into it any more when this is called.
+    """Prepare a follower's log for a writer; no process may follow into it any longer.
 
     Returns:
-        Where it ends: what a writer's recovery will find.
+        Its end, which a writer's recovery will find.
 
     Raises:
-        As `ReplicaLog.open`. A crash leaves what the same call goes on from.
+        As `ReplicaLog.open`. After a crash, the same call continues.
     """
     files = RealFiles() if files is None else files
     log = ReplicaLog.open(folder, files=files, side_by_side=False)

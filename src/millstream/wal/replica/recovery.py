@@ -1,11 +1,11 @@
-"""What a follower's folder holds after any crash: how far each shard's bytes are the leader's, verified.
+"""Recovery of a follower's folder after any crash: how far each shard's bytes are the leader's, verified.
 
-Segments in front of the one that a shard's mark names are durable whole: of them the chain of headers and footers is read, as a
-writer's recovery does. The others are verified frame by frame, as when they came. What doesn't hold is behind the mark (else it is
-damage): it is cut off, and comes again. What holds behind the mark is written once more where it stands and fsynced, since after
-a failed fsync it may stand in the page cache only. A segment that has nothing but a header goes: its leader may make it anew.
-
-Each step leaves a folder that recovers to the same.
+Segments before the one that a shard's mark names are durable whole: only their chain of headers and
+footers is read, as in a writer's recovery. The others are verified frame by frame, as when they
+came. Invalid bytes lie after the mark (else they are damage): they are cut off, and come again.
+Valid bytes after the mark are rewritten in place and fsynced, because after a failed fsync they may
+exist in the page cache only. A segment with only a header is removed: its leader may replace it.
+Each step leaves a folder that recovers to the same state.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def recover_replica(
     Args:
         files: the file system.
         shard_dir: the shard's folder, whose lock the caller holds.
-        shard: which.
-        stream: whose it must be; None where nobody knows yet.
+        shard: the shard.
+        stream: the stream that it must be of; None if that isn't known yet.
         mark: the shard's, if any.
         dropped: what retention has dropped of it, if anything.
-        note: told of the frames behind the mark that hold.
+        note: called with the valid frames after the mark.
 
     Returns:
-        How far the shard has come; None where there is nothing that tells of its stream.
+        How far the shard has come; None if nothing there names its stream.
 
     Raises:
         CorruptWal: what the mark covers isn't there, or is damaged.
@@ -99,7 +99,7 @@ def note_sealed(
     covered: GroupNumber,
     note: Callable[[Sequence[WholeFrame]], None],
 ) -> None:
-    """Tell of the frames of later groups than one that lie in sealed segments in front of a mark: another shard's mark may be older."""
+    """Note frames of groups after `group` in sealed segments before a mark: another shard's mark may be older."""
     for segment in reversed(list_segments(files, shard_dir)):
         if segment.base_offset >= mark.base_offset:
             continue
@@ -116,12 +116,12 @@ def note_sealed(
 
 
 def fresh_shard(stream: StreamId, shard: ShardId, base: Offset) -> ArrivingShard:
-    """One that has nothing, and begins at an offset."""
+    """Return a shard that has nothing, and begins at an offset."""
     return ArrivingShard(stream, None, shard, base, end_offset=base, previous_hash=None if base else NO_HASH)
 
 
 def _follow_sealed(files: Files, arriving: ArrivingShard, sealed: Sequence[SegmentFile]) -> None:
-    """Go along the headers and footers of segments that are whole."""
+    """Follow the headers and footers of whole segments."""
     footer: bytes | None = None
     for segment in sealed:
         header = read_header(files, segment, shard=arriving.shard, stream=arriving.stream)
@@ -150,7 +150,7 @@ def _follow_sealed(files: Files, arriving: ArrivingShard, sealed: Sequence[Segme
 
 
 def _footer(files: Files, segment: SegmentFile) -> bytes | None:
-    """The encoded footer, where it holds."""
+    """Return the encoded footer, if it is valid."""
     size = files.size(segment.path)
     if size < SEGMENT_HEADER_SIZE + SEGMENT_TRAILER_SIZE:
         return None
@@ -173,7 +173,7 @@ def _verify(
     shown: tuple[Offset, int],
     note: Callable[[Sequence[WholeFrame]], None],
 ) -> bool:
-    """Take in a segment as if it came; whether it holds to its end, and has something."""
+    """Take in a segment as if it came; return whether it is valid to its end and has any frame."""
     size = files.size(segment.path)
     footer = _footer(files, segment)
     end = size - (0 if footer is None else len(footer))
@@ -185,7 +185,8 @@ def _verify(
             try:
                 arriving.feed(memoryview(piece), whole)
             finally:
-                # Some of these may be shown already: those aren't missed on other shards, whose marks say as much.
+                # Some of these may be shown already. They aren't missed on other shards, whose
+                # marks cover them.
                 note(whole)
                 whole.clear()
         if footer is not None:
@@ -204,7 +205,7 @@ def _verify(
 
 
 def _remove(files: Files, segments: Sequence[SegmentFile]) -> None:
-    """The last ones go first."""
+    """Remove segments, the last ones first."""
     for segment in reversed(segments):
         files.remove(segment.path)
 

@@ -1,15 +1,17 @@
-"""What a leader's log has for a follower: bytes of its segments, up to its durable marks, from wherever the follower stands.
+"""The leader's side of shipping: bytes of its segments, up to its durable marks, from the follower's position on.
 
-A reader of files, which needs neither the writer nor its locks. First the marks are read, all of one moment; then what lies in front of
-them goes, in pieces as large as the caller has room for, shard by shard; then the marks. What came to be durable meanwhile is the next
-round's. So a follower that catches up with a busy leader gets marks again and again.
+It reads files, and needs neither the writer nor its locks. It first reads all marks as of one
+moment. Then it ships the bytes before them, in pieces as large as the caller has room for, shard by
+shard; then the marks. Bytes that became durable since belong to the next round, so a follower that
+catches up with a busy leader gets marks again and again.
 
-Only what is durable goes: frames in front of a mark, and of segments in front of the one that it names all, with their footers. A segment
-that has no frames yet isn't given: recovery takes it away and makes it anew. What recovery seals, cuts or copies is behind the marks, or
-stays byte for byte.
+Only durable bytes are shipped: the frames before a mark, and whole segments before the one that it
+names, with their footers. A segment without frames isn't shipped: recovery removes it and makes it
+again. Bytes that recovery seals, cuts or copies lie after the marks, or stay the same.
 
-A source begins each shard a little before the follower's end, and does so again wherever the follower doesn't stand where the last
-piece ended: a follower that has other bytes than this log finds out there, before anything is put behind them.
+A source begins each shard a little before the follower's end. It does so again whenever the
+follower isn't where the last piece ended. So a follower that has other bytes than this log finds
+out before anything is appended to them.
 """
 
 from __future__ import annotations
@@ -35,23 +37,23 @@ from millstream.wal.scan import reader_of
 BYTES_MAX: Final = 4 << 20
 _OVERLAP_BYTES: Final = 4096
 _LEAST_BYTES: Final = SEGMENT_HEADER_SIZE
-"""Room for less than that isn't filled: a header isn't cut."""
+"""Bytes of room below which nothing more is added: a header isn't cut."""
 _POLL_S: Final = (0.0005, 0.02)
-"""How long a look at the marks waits for the next: twice as long each time nothing has moved."""
+"""Shortest and longest pause in seconds between reads of the marks; it doubles each time nothing has moved."""
 
 
 class LogMarks(NamedTuple):
-    """What a log's writers say, as of one moment."""
+    """Marks of a log's writers, as of one moment."""
 
     durable: Mapping[ShardId, DurableMark] = {}
     shown: Mapping[ShardId, DurableMark] = {}
-    """How far readers see each shard, never beyond what is durable; empty where they see all of it."""
+    """How far readers see each shard, never beyond what is durable; empty if they see all of it."""
     by_one: bool = False
-    """What any one follower has acknowledged is held."""
+    """Whether the acknowledgement of any single follower meets the level."""
 
 
 def durable_marks(files: Files, folder: str) -> Mapping[ShardId, DurableMark]:
-    """The marks of all shards that have one, as of one moment: what their writers have made durable, whoever may read it.
+    """Return the durable marks of all shards that have one, as of one moment, whether or not readers may see as much.
 
     Raises:
         CorruptWal: shards are missing.
@@ -60,12 +62,13 @@ def durable_marks(files: Files, folder: str) -> Mapping[ShardId, DurableMark]:
 
 
 def log_marks(files: Files, folder: str) -> LogMarks:
-    """As `durable_marks`, and how far readers may read."""
+    """Return the marks as `durable_marks`, and how far readers may read."""
     while True:
         shards = list_shards(files, folder)
         found = {shard: read_marks(files, shard_folder(folder, shard)) for shard in shards}
         marks = {shard: mark for shard, (mark, _) in found.items() if mark is not None}
-        # A writer that joined after the first look was given numbers below those that the others' marks may show by now.
+        # A writer that joined after the first read may have numbers below those that the other
+        # writers' marks show by now.
         if list_shards(files, folder) == shards and all(
             read_mark(files, shard_folder(folder, shard)) == marks.get(shard)
             for shard in shards
@@ -78,7 +81,8 @@ def log_marks(files: Files, folder: str) -> LogMarks:
             if not required:
                 return LogMarks(marks)
             shown = {
-                # A power cut may have thrown back what is durable behind what was shown, until the log is recovered.
+                # After a power cut, the durable mark may be older than the shown one, until the log
+                # is recovered.
                 shard: mark
                 if (seen := found[shard][1]) is None or not seen.required
                 else min(seen.mark, mark, key=_reach)
@@ -98,7 +102,8 @@ class ShipSource:
         files: the file system.
         folder: the stream's.
         clock: for waiting.
-        tells_shown: whether what readers see goes along; not to who takes everything for good.
+        tells_shown: whether to include what readers see; not for a receiver that treats everything
+            as final.
     """
 
     def __init__(
@@ -109,27 +114,29 @@ class ShipSource:
         self._clock = SystemClock() if clock is None else clock
         self._tells_shown = tells_shown
         self._moment = LogMarks()
-        """What is being given: the marks of the moment at which the last round began."""
+        """Marks being shipped, as of the moment at which the last round began."""
         self._told: LogMarks | None = None
-        """The marks that were given last."""
+        """Marks that were shipped last."""
         self._expected: dict[ShardId, ByteEnd] = {}
-        """Where the follower stands once it has what was given."""
+        """Position of the follower once it has what was shipped."""
         self._region: RegionId | None = None
         self._checked: dict[ShardId, Offset] = {}
-        """The last segment of each shard whose place in the log was checked."""
+        """Last segment of each shard whose place in the log was checked."""
 
     def read(self, position: ReplicaPosition, bytes_max: int = BYTES_MAX) -> Shipment | None:
-        """What comes next behind a follower's position; None where there is nothing that it wasn't given.
+        """Return the next shipment after a follower's position; None if it has been given everything.
 
         Args:
-            position: what the follower has, or will have once it has taken what was given before.
-            bytes_max: of the parts together. Exceeded where a header or a footer alone is larger: those aren't cut.
+            position: what the follower has, or will have once it has taken what was shipped before.
+            bytes_max: bound of the parts together. A header or a footer that is larger exceeds it:
+                those aren't cut.
 
         Returns:
-            Without `documents` and `sent_ns`; `epoch` is the greatest of the marks. With marks where this is the last of a round.
+            A shipment without `documents` and `sent_ns`; `epoch` is the greatest of the marks. The
+            last of a round has marks.
 
         Raises:
-            FollowerBehindRetention: the segment behind a position was dropped.
+            FollowerBehindRetention: the segment after a position was dropped.
             Diverged: the log never had such a position.
             CorruptWal: a segment, or a shard, is missing or damaged.
         """
@@ -138,7 +145,7 @@ class ShipSource:
         if not self._target:
             return None
         parts: list[SegmentPart] = []
-        # Of all shards: who keeps what comes may keep the first word of it only.
+        # For all shards: the receiver may keep only the first report of each.
         first_kept = {
             shard: dropped
             for shard in self._target
@@ -169,14 +176,17 @@ class ShipSource:
         return self._shipment(parts, self._target, first_kept)
 
     def restart(self) -> None:
-        """Give the marks once more, and look whether the follower has the same bytes: it asked for what lies behind its position."""
+        """Ship the marks once more, and check that the follower has the same bytes: it asked for more."""
         self._told = None
         self._checked.clear()
         self._moment = LogMarks()  # what it covers may have been dropped since
         self._expected.clear()
 
     def wait_beyond(self, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the marks have moved on from those given last; False where they haven't in time, or `stop` says so."""
+        """Wait until the marks have moved since they were last shipped.
+
+        Return False on a timeout, or if `stop` returns True.
+        """
         deadline = self._clock.monotonic_ns() + int(timeout_s * 1e9)
         pause = _POLL_S[0]
         while self._told is not None and self._moment == self._told:
@@ -189,24 +199,24 @@ class ShipSource:
         return True
 
     def leader_end(self) -> Seq:
-        """How far the log is durable now."""
+        """Return how far the log is durable now."""
         return stream_cut(durable_marks(self._files, self._folder).values())
 
     def now(self) -> LogMarks:
-        """What is durable now, and what readers see. Raises `CorruptWal` where shards are missing."""
+        """Return what is durable now, and what readers see. Raises `CorruptWal` if shards are missing."""
         found = log_marks(self._files, self._folder)
         return found if self._tells_shown else LogMarks(found.durable)
 
     def position_after(self, position: ReplicaPosition) -> ReplicaPosition:
-        """Where a follower that stood at a position stands once it has what the last `read` gave it."""
+        """Return the position of a follower that was at `position`, once it has what the last `read` returned."""
         return {**position, **self._expected}
 
     def bytes_behind(self, position: ReplicaPosition, marks: Mapping[ShardId, DurableMark]) -> int:
-        """How many bytes lie between a position and marks: of segments that are gone meanwhile, none."""
+        """Return the number of bytes between a position and marks; segments removed since count as none."""
         count = 0
         for shard, mark in marks.items():
             at = position.get(shard, ByteEnd(Offset(0), 0))
-            # A segment that has no frames yet isn't given.
+            # A segment without frames isn't shipped.
             in_last = 0 if mark.byte_end == SEGMENT_HEADER_SIZE else mark.byte_end
             if at.base_offset == mark.base_offset:
                 count += max(0, in_last - at.position)
@@ -220,7 +230,10 @@ class ShipSource:
         return max(0, count)
 
     def region(self) -> RegionId:
-        """Whose log it is. Raises `CorruptWal` where a header is damaged, `FileNotFoundError` where there is no segment."""
+        """Return the log's region.
+
+        Raises `CorruptWal` if a header is damaged, `FileNotFoundError` if there is no segment.
+        """
         if not self._target:
             self._moment = self.now()
         return self._region_of_log()
@@ -249,13 +262,13 @@ class ShipSource:
         )
 
     def _region_of_log(self) -> RegionId:
-        """It never changes; every segment tells it."""
+        """Return the region, which never changes; every segment names it."""
         if self._region is None:
             for shard in self._target:
                 for segment in reversed(list_segments(self._files, shard_folder(self._folder, shard))):
                     try:
                         self._region = read_header(self._files, segment).region
-                    except FileNotFoundError:  # recovery makes it anew
+                    except FileNotFoundError:  # recovery makes it again
                         continue
                     return self._region
             return RegionId(0)
@@ -263,7 +276,7 @@ class ShipSource:
 
 
 class _ShardReader:
-    """One shard's bytes in front of a mark."""
+    """One shard's bytes before a mark."""
 
     def __init__(
         self, files: Files, folder: str, shard: ShardId, mark: DurableMark, dropped: DroppedMark | None
@@ -274,10 +287,10 @@ class _ShardReader:
         self._mark = mark
         self._first = Offset(0) if dropped is None else dropped.offset
         self.checked: Offset | None = None
-        """The last segment whose place in the log was checked."""
+        """Last segment whose place in the log was checked."""
 
     def start(self, position: ByteEnd | None) -> ByteEnd:
-        """Where a follower goes on: checked that it may."""
+        """Return the position to continue from, after checking it."""
         if position is None:
             return ByteEnd(self._first, 0)
         if position.base_offset < self._first:
@@ -288,13 +301,13 @@ class _ShardReader:
         return position
 
     def parts(self, start: ByteEnd, bytes_max: int, *, overlap: int) -> tuple[ByteEnd, list[SegmentPart], bool]:
-        """Parts from there on, where they end, and whether that is at the mark."""
+        """Return the parts from there on, where they end, and whether that is at the mark."""
         found: list[SegmentPart] = []
         mark = self._mark
         at = start
         left = bytes_max
         is_own = not overlap
-        """Whether this log itself has led there."""
+        """Whether this log's own bytes have led there."""
         while at.base_offset < mark.base_offset:
             if left < _LEAST_BYTES and found:
                 return at, found, False
@@ -310,7 +323,7 @@ class _ShardReader:
                 if end == begin:
                     if found:
                         return at, found, False
-                    end = size  # the footer alone
+                    end = size  # only the footer is left
                 data = self._files.read(path, begin, end - begin)
             except FileNotFoundError as error:
                 raise self._gone(at, is_own=is_own) from error
@@ -337,9 +350,9 @@ class _ShardReader:
         return ByteEnd(at.base_offset, max(end, at.position)), found, end == mark.byte_end
 
     def _check_place(self, base: Offset) -> None:
-        """Raise `CorruptWal` unless a segment's header names its place, and the header behind it names its footer.
+        """Raise `CorruptWal` unless a segment's header names its place, and the next header names its footer.
 
-        A follower would take the bytes of another segment for a history that parts from its own.
+        A follower would take another segment's bytes for a history that diverges from its own.
         """
         if self.checked == base:
             return
@@ -348,7 +361,7 @@ class _ShardReader:
         if base < self._mark.base_offset:
             footer = self._footer_of(segment.path, self._files.size(segment.path))
             following = SegmentFile(footer.end_offset, segment_path(self._folder, footer.end_offset))
-            with suppress(FileNotFoundError):  # the next part tells of that
+            with suppress(FileNotFoundError):  # the next part reports that
                 behind = read_header(self._files, following, shard=self._shard, stream=self._mark.stream)
                 if behind.previous_hash != footer.footer_hash:
                     raise self._damaged(following.path, 0, REPLACED)
@@ -364,7 +377,7 @@ class _ShardReader:
         return [SegmentPart(self._shard, base, begin, data)]
 
     def _reaches(self, position: ByteEnd) -> bool:
-        """Whether the log has bytes up to a place behind its mark: a power cut may have kept those, and an older mark."""
+        """Return whether the log has bytes up to a place after its mark: a power cut may leave an older mark."""
         segments = {segment.base_offset: segment for segment in list_segments(self._files, self._folder)}
         if position.base_offset in segments:
             return position.position <= self._files.size(segments[position.base_offset].path)
@@ -385,11 +398,11 @@ class _ShardReader:
         return min(SegmentFooter.size_in(trailer), size - SEGMENT_HEADER_SIZE)
 
     def _end_of(self, path: str, size: int) -> Offset:
-        """Where the segment behind a sealed one begins."""
+        """Return where the segment after a sealed one begins."""
         return self._footer_of(path, size).end_offset
 
     def _footer_of(self, path: str, size: int) -> SegmentFooter:
-        """A sealed segment's footer. Raises `CorruptWal`."""
+        """Return a sealed segment's footer. Raises `CorruptWal`."""
         try:
             footer = SegmentFooter.decode_tail(reader_of(self._files, path), size)
         except CorruptFrame as error:

@@ -1,8 +1,10 @@
-"""What readers of a follower see, where a stream's level asks that others hold a write before anybody reads it.
+"""The part of a follower's log that its readers see, if other machines must hold a write before anyone reads it.
 
-The leader says, with its marks, how far its own readers see the log. The follower keeps that in its marks' areas *shown*, as a writer does: it is
-required there before the first mark of what is durable moves, and follows behind those marks. So nothing is shown here that the level doesn't hold
-for, and what was shown stays shown, whoever leads next. Where the leader asks for nothing, readers go by what is durable.
+With its marks, the leader ships how far its own readers see the log. The follower keeps that in its
+marks' areas *shown*, as a writer does. It is required there before the first durable mark moves,
+and follows after those marks. So nothing is shown here before the level is met, and what was shown
+stays shown, whichever node leads next. If the leader has no such level, readers go by what is
+durable.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from millstream.wal.replica.marks import NOBODY, is_newer, moves
 from millstream.wal.scan import Window, reader_of, scan_frames
 
 _AHEAD_BYTES: Final = 1 << 16
-"""Heads of frames are read a shipment at a time, no more."""
+"""Read-ahead in bytes for heads of frames; one read per shipment suffices."""
 
 
 @dataclass(slots=True)
@@ -35,14 +37,14 @@ class _Seen:
 
 @dataclass(slots=True)
 class ReplicaShown:
-    """The areas *shown* of a follower's marks. Of the thread that moves the marks."""
+    """The areas *shown* of a follower's marks. Used by the thread that moves the marks."""
 
     files: Files
     _seen: dict[ShardId, _Seen] = field(default_factory=dict)
     """Shards whose readers go by what is shown."""
 
     def found(self, shard: ShardId, shard_dir: str, file: MarkFile) -> None:
-        """A shard lies there when the log is opened."""
+        """Take in a shard that exists when the log is opened."""
         shown = read_shown(self.files, shard_dir)
         if shown is not None and shown.required:
             self._seen[shard] = _Seen(shard_dir, file, shown.mark)
@@ -53,10 +55,12 @@ class ReplicaShown:
         return bool(self._seen)
 
     def require(self, shards: Iterable[tuple[ShardId, str, MarkFile, DurableMark]]) -> None:
-        """Have readers of shards go by what is shown: where they are now, durably. Before marks move.
+        """Make readers of shards go by what is shown, durably, beginning at their present position.
+
+        Call it before marks move.
 
         Args:
-            shards: each with its folder, its mark's file, and the mark as it is.
+            shards: each with its folder, its mark's file, and the current mark.
         """
         for shard, shard_dir, file, mark in shards:
             if shard not in self._seen:
@@ -64,7 +68,7 @@ class ReplicaShown:
                 self._seen[shard] = _Seen(shard_dir, file, mark)
 
     def allow_all(self, durable: Mapping[ShardId, DurableMark]) -> None:
-        """Have readers go by what is durable, after marks were moved."""
+        """Make readers go by what is durable, after marks were moved."""
         for shard, seen in self._seen.items():
             seen.file.move_shown(ShownMark(durable.get(shard, seen.mark), required=False), anchor=True)
         self._seen.clear()
@@ -94,7 +98,10 @@ class ReplicaShown:
             seen.mark = mark
 
     def _ends_there(self, shard: ShardId, mark: DurableMark) -> bool:
-        """Whether the records up to a place are there, and whole; False where they were dropped. What was shown before isn't looked at again."""
+        """Return whether the records up to a place are there, and whole; False if they were dropped.
+
+        A position shown before isn't read again.
+        """
         seen = self._seen[shard]
         if mark.byte_end == SEGMENT_HEADER_SIZE:
             end, group, more = mark.base_offset, mark.group, False
@@ -135,12 +142,12 @@ def _place(mark: DurableMark) -> tuple[int, int]:
 
 
 def lower_shown(files: Files, shard_dir: str, file: MarkFile, mark: DurableMark) -> None:
-    """Show no more than a mark says, which is about to be lowered to that; durably."""
+    """Show, durably, no more than a mark that is about to be lowered."""
     shown = read_shown(files, shard_dir)
     if shown is None or not shown.required or _is_covered(shown.mark, mark):
         return
     seen = shown.mark
-    if mark.writer == NOBODY:  # with any other one's group, those of other shards would wait for it
+    if mark.writer == NOBODY:  # with any other mark's group, those of other shards would wait for it
         file.move_shown(ShownMark(mark, required=True), anchor=True)
         return
     if _place(seen) > _place(mark):

@@ -1,12 +1,16 @@
-"""A shard's bytes as they arrive: verified while they pass, wherever they are cut, and without keeping them.
+"""Verification of a shard's bytes as they arrive, wherever they are cut, and without keeping them.
 
-What is verified: the segment's header (magic, checksum, stream, region, shard, where it begins) and that it names the footer in front of it;
-each frame's head and each part of its payload by their checksums, and that it follows on (shard, region, epoch, offset, group); the
-footer, by its checksum, its hash of the heads, and every entry against the frame that it tells of. Of an entry's times alone nothing is
-said: they stand in the directory, which isn't decoded here.
+These are verified:
 
-A frame's payload is checked part by part while it passes, so that memory is that of one head. What has passed counts (`verified`) once
-the frame is whole.
+- The segment's header (magic, checksum, stream, region, shard, start), and that it names the
+  previous footer.
+- Each frame's head and each part of its payload, by their checksums; and that the frame follows on
+  (shard, region, epoch, offset, group).
+- The footer, by its checksum, its hash of the heads, and every entry against its frame. Only an
+  entry's times aren't checked: they are in the directory, which isn't decoded here.
+
+A frame's payload is checked part by part as it passes, so memory is bounded by one head. Bytes
+count (`verified`) once their frame is whole.
 """
 
 from __future__ import annotations
@@ -45,65 +49,65 @@ _TABLE: Final = struct.Struct("<qiqq")
 
 
 class WholeFrame(NamedTuple):
-    """One that has come, and is verified."""
+    """A frame that has come whole, and is verified."""
 
     header: FrameHeader
     end: ByteEnd
     end_offset: Offset
-    """Behind its records."""
+    """End of its records."""
 
 
 @dataclass(slots=True)
 class _Frame:
-    """One whose head has come, and whose payload is on its way."""
+    """A frame whose head has come, and whose payload is arriving."""
 
     header: FrameHeader
     head: bytes
     length: int
     part: int = 0
-    """Its parts in front of this one are verified."""
+    """Index of the arriving part; those before it are verified."""
     left: int = 0
     """Bytes of this part that haven't come yet."""
     crc: int = 0
-    """Of those that have."""
+    """CRC of the bytes that have come."""
 
 
 @dataclass(slots=True)
 class ArrivingShard:
-    """How far a shard has come. `copy` it before trying what may be refused."""
+    """How far a shard has come. `copy` it before feeding bytes that may be refused."""
 
     stream: StreamId
     region: RegionId | None
-    """None: not known yet."""
+    """Region; None: not known yet."""
     shard: ShardId
     base: Offset = Offset(0)
-    """The segment that arrives; where `position` is 0, the next one."""
+    """Base offset of the arriving segment; with `position` 0, of the next one."""
     position: int = 0
     """Bytes of it that have passed."""
     verified: int = 0
     """Bytes of it that count."""
     end_offset: Offset = Offset(0)
-    """Of the records that count, exclusive."""
+    """Exclusive end of the records that count."""
     group: GroupNumber = GroupNumber(0)
-    """The last frame's."""
+    """Group of the last frame."""
     more: bool = False
-    """It goes on behind it."""
+    """Whether the group continues after it."""
     previous_hash: bytes | None = NO_HASH
-    """The last footer's; None where what lay in front isn't kept, so that nobody knows."""
+    """Hash of the last footer; None if the previous segment isn't kept, so that it is unknown."""
     header: SegmentHeader | None = None
     is_new: bool = True
-    """Nothing was ever kept of the shard."""
+    """Whether nothing was ever kept of the shard."""
     epoch: Epoch = Epoch(0)
-    """The greatest that has been seen."""
+    """Greatest epoch seen."""
     _heads: Any = field(default_factory=hashlib.sha256)
     _entries: Any = field(default_factory=hashlib.sha256)
-    """Of all that the footer will have to say of the frames: as long as one of them, not as all of them."""
+    """Hash of everything that the footer must have about the frames: it takes the room of one entry, not of all."""
     _head: bytearray = field(default_factory=bytearray)
-    """The begin of a head that was cut."""
+    """The beginning of a head that was cut."""
     _frame: _Frame | None = None
 
     def copy(self) -> ArrivingShard:
-        """One that goes on by itself."""
+        """Return an independent copy."""
         frame = None if self._frame is None else replace(self._frame)
         return replace(
             self, _heads=self._heads.copy(), _entries=self._entries.copy(), _head=bytearray(self._head), _frame=frame
@@ -111,7 +115,7 @@ class ArrivingShard:
 
     @property
     def end(self) -> ByteEnd:
-        """Where the next byte belongs."""
+        """Position of the next byte."""
         return ByteEnd(self.base, self.position)
 
     def begin(self, data: memoryview) -> None:
@@ -139,12 +143,12 @@ class ArrivingShard:
         """Take bytes of frames.
 
         Args:
-            data: behind those that came.
-            whole: gets the frames that are whole with them, also where one behind them isn't.
+            data: the bytes after those that came.
+            whole: receives the frames that are whole with them, even if a later one is invalid.
 
         Raises:
             ShipmentUnreadable: a checksum fails, or no frame begins where one should.
-            Diverged: a frame that is whole by itself doesn't follow on.
+            Diverged: a valid frame doesn't follow on.
         """
         at = 0
         while at < len(data):
@@ -195,9 +199,10 @@ class ArrivingShard:
         self.position = self.verified
 
     def _take_whole(self, data: memoryview, at: int, whole: list[WholeFrame]) -> int:
-        """Take a frame that lies there from head to end, and holds: nearly all do. Where it ends; 0 where it doesn't, and nothing was taken.
+        """Take a frame that lies there from head to end, and is valid, as nearly all do; return where it ends.
 
-        What is wrong with it is told where it is taken piece by piece.
+        Return 0 if it isn't, with nothing taken. The error comes when the frame is taken piece by
+        piece.
         """
         try:
             header, extent, _, _ = decode_frame_head(data[at:])
@@ -216,7 +221,7 @@ class ArrivingShard:
         return end
 
     def _take_head(self, data: memoryview, at: int) -> tuple[bytes | memoryview | None, int]:
-        """The next frame's head, and where its payload begins; None where it is cut."""
+        """Return the next frame's head, and where its payload begins; None if it is cut."""
         try:
             if not self._head and len(data) - at >= FRAME_HEADER_MIN:
                 end = at + self._head_length(data[at : at + FRAME_HEADER_MIN])
@@ -259,14 +264,14 @@ class ArrivingShard:
         return frame
 
     def _misfit(self, header: FrameHeader) -> str | None:
-        """Why a frame doesn't follow on; None where it does."""
+        """Return why a frame doesn't follow on; None if it does."""
         of = self.header
         assert of is not None
         if header.shard != self.shard or header.region != of.region or header.epoch != of.epoch:
             return "a frame of another shard, region or epoch lies in it"
         if header.first_offset != self.end_offset:
             return f"a frame begins with offset {header.first_offset}, {self.end_offset} was to follow"
-        # A loss frame stands for groups of which nobody knows any more where they ended.
+        # A loss frame stands for groups whose ends are no longer known.
         follows = header.group == self.group if self.more and header.kind is not FrameKind.LOSS else True
         if header.group < self.group or not follows:
             return f"a frame of group {header.group} follows on group {self.group}"
@@ -299,7 +304,7 @@ class ArrivingShard:
         frame.left = parts[frame.part].length if frame.part < len(parts) else 0
 
     def _count(self, header: FrameHeader, head: Bytes, length: int) -> WholeFrame:
-        """A frame is whole: all of it has passed, and holds."""
+        """Count a whole frame: all of it has passed, and is valid."""
         self._heads.update(head)
         facts = _ENTRY.pack(
             header.kind, header.more, header.first_offset, header.count, self.verified, length, header.first_seq,
@@ -313,11 +318,11 @@ class ArrivingShard:
         return WholeFrame(header, ByteEnd(self.base, self.position), self.end_offset)
 
     def unreadable(self, why: object) -> ShipmentUnreadable:
-        """The error for bytes that fail by themselves."""
+        """Return the error for bytes that are invalid in themselves."""
         return self._error(ShipmentUnreadable, why)
 
     def diverged(self, why: object) -> Diverged:
-        """The error for bytes that are right by themselves, and don't follow on what lies here."""
+        """Return the error for bytes that are valid, but don't follow on from what lies here."""
         return self._error(Diverged, why)
 
     def _error(self, kind: type[_Error], why: object) -> _Error:
@@ -331,7 +336,9 @@ class ArrivingShard:
 
 
 def footer_start(data: memoryview, position: int) -> int | None:
-    """Where in the file the footer begins that a file's last bytes end with; None where there is no whole one among them.
+    """Return where in the file the footer begins that a file's last bytes end with.
+
+    None if they don't hold a whole one.
 
     Args:
         data: the last bytes.
@@ -345,7 +352,7 @@ def footer_start(data: memoryview, position: int) -> int | None:
 
 
 def _add_entry(to: Any, entry: FrameEntry) -> None:
-    """As `ArrivingShard` does it for the frame."""
+    """Hash a footer's entry as `ArrivingShard` hashes the frame."""
     facts = _ENTRY.pack(
         entry.kind, entry.more, entry.offset, entry.count, entry.position, entry.length, entry.first_seq,
         entry.last_seq, entry.group_last_seq, entry.group,
