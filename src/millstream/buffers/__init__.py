@@ -1,4 +1,5 @@
-"""Write buffers: what holds operations between those who write them and those who take them into a log.
+"""Write buffers: they hold operations between their writers and the log that takes them.
 
-Kafka, Redis streams and memory; one of log files lives with the log (`wal.buffer`). All pass `millstream.testing.WriteBufferConformance`.
+Kafka, Redis streams and memory; the buffer of log files lives with the log (`wal.buffer`). All pass
+`millstream.testing.WriteBufferConformance`.
 """

@@ -1,4 +1,4 @@
-"""What the writing halves of buffers do alike: one call made of a future, and what is said where no answer came."""
+"""Common code of the buffers' writing halves: a blocking call on a future, and the error for a missing answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from millstream.model.ids import ShardId
 
 
 def answered(future: Future[BufferMeta], *, buffer: str, shard: ShardId, deadline_s: float | None) -> BufferMeta:
-    """The answer, once it is there; `BufferOutcomeUnknown` past the deadline: it is on its way."""
+    """Wait for the answer and return it.
+
+    Raise `BufferOutcomeUnknown` past the deadline: the operation is still in flight.
+    """
     try:
         return future.result(deadline_s)
     except NotInTime:
@@ -21,7 +24,7 @@ def answered(future: Future[BufferMeta], *, buffer: str, shard: ShardId, deadlin
 
 
 def no_answer(buffer: str, shard: ShardId, why: str) -> BufferOutcomeUnknown:
-    """An operation was sent, and nobody said what became of it."""
+    """Return the error for an operation that was sent, and whose outcome is unknown."""
     return BufferOutcomeUnknown(
         f"write buffer {buffer} didn't say {why} whether shard {shard} has the operation",
         buffer=buffer,

@@ -1,12 +1,13 @@
-"""A write buffer in Kafka: one topic, a partition a shard, a message an operation.
+"""A write buffer in Kafka: one topic, a partition per shard, a message per operation.
 
-Writing: an idempotent producer with `acks=all`; several operations travel in one request, each as a message of its own. What a broker
-answers is what is said; where none answers in time nobody knows, and that is said. Reading: every reader has a consumer of its own that
-is *assigned* its partition, so that no group moves it about, reads what is committed, and never jumps over what is gone
-(`auto.offset.reset=error`).
+Writing uses an idempotent producer with `acks=all`; several operations travel in one request, each
+as a message of its own. The broker's answer is the result; without an answer in time, the outcome
+is unknown, and the caller gets that error. Each reader has its own consumer, which is *assigned*
+its partition, so that no group rebalances it. It reads what is committed, and never skips what is
+gone (`auto.offset.reset=error`).
 
-`acks=all` means as many brokers as `min.insync.replicas` says: with one, a message is as durable as that broker's disk, which Kafka doesn't
-wait for.
+`acks=all` means as many brokers as `min.insync.replicas` sets. With one, a message is as durable as
+that broker's disk, which Kafka doesn't wait for.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from confluent_kafka.admin._topic import TopicDescription
 
 ENVELOPE_BYTES: Final = 1 << 16
-"""What Kafka puts around a message, and a reserve."""
+"""Bytes that Kafka adds to a message, and a reserve."""
 _POLL_S: Final = 0.1
 _ROOM_AGAIN_S: Final = 0.005
 _CREATED_WITHIN_S: Final = 30.0
@@ -52,36 +53,38 @@ _CREATED_WITHIN_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class KafkaOptions:
-    """How Kafka is reached."""
+    """Options of the connection to Kafka."""
 
     servers: str
-    """`host:port`, several parted by commas."""
+    """`host:port`, several separated by commas."""
     topic: str
     create_shards: int | None = None
-    """Make the topic with so many partitions where it isn't there; None: nothing is made."""
+    """Number of partitions to make the topic with if it doesn't exist; None: don't make it."""
     replication: int = -1
-    """Of a topic that is made; -1: the brokers' own default."""
+    """Replication factor of a topic that is made; -1: the brokers' own default."""
     topic_options: Mapping[str, str] = field(default_factory=dict)
-    """Of a topic that is made: `retention.ms`, `min.insync.replicas` …"""
+    """Options of a topic that is made: `retention.ms`, `min.insync.replicas` …"""
     client_options: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Of every client, as librdkafka names them: `security.protocol`, `sasl.password` …"""
+    """Options of every client, as librdkafka names them: `security.protocol`, `sasl.password` …"""
     timeout_s: float = 30.0
-    """How long an operation may be on its way, retries included, before its outcome counts as unknown; likewise an answer to a question."""
+    """Seconds, retries included, after which an unanswered operation's outcome counts as unknown;
+    also the timeout of other requests.
+    """
     op_bytes_max: int = 64 << 20
-    """Larger operations are refused. A topic that is made takes as much."""
+    """Size in bytes above which an operation is refused. A topic that is made allows as much."""
     queue_bytes_max: int = 64 << 20
-    """Operations on their way, at most; beyond it their senders wait."""
+    """Bytes of operations in flight, at most; beyond it their senders wait."""
 
 
 class KafkaBuffer:
     """A client of a topic: `ports.WriteBuffer`.
 
     Args:
-        options: where it is.
+        options: the connection and the topic.
 
     Raises:
         BufferMissing: there is no such topic, and it isn't to be made.
-        BufferUnavailable, BufferRefused: the brokers can't be asked, or don't want to be.
+        BufferUnavailable, BufferRefused: the brokers can't be reached, or refuse.
         MissingExtra: confluent-kafka isn't installed.
     """
 
@@ -90,7 +93,7 @@ class KafkaBuffer:
         self._admin = _admin_of(options)
         self._closed = False
         self._lock = threading.Lock()
-        """Held to change what is below."""
+        """Held while the fields below change."""
         self._sender: _Sender | None = None
         self._readers: list[KafkaReader] = []
         if options.create_shards is not None:
@@ -103,7 +106,7 @@ class KafkaBuffer:
         return self._shards
 
     def identity(self) -> str:
-        """The topic's own id: one that is made anew has another."""
+        """Return the topic's own id: a topic made again has another."""
         return str(self._describe().topic_id)
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
@@ -140,7 +143,7 @@ class KafkaBuffer:
         return reader
 
     def close(self) -> None:
-        """Wait for what is on its way, as long as `timeout_s`, and take no more."""
+        """Wait for operations in flight, up to `timeout_s`, and take no more."""
         with self._lock:
             self._closed = True
             sender, self._sender = self._sender, None
@@ -157,7 +160,7 @@ class KafkaBuffer:
         self.close()
 
     def _sending(self) -> _Sender:
-        """The producer; a new one where a fatal error has ended it."""
+        """Return the producer; a new one if a fatal error has ended it."""
         with self._lock:
             if self._closed:
                 raise WriterClosed(f"write buffer {self._options.topic} was closed; nothing was stored")
@@ -184,7 +187,10 @@ class KafkaBuffer:
             raise BufferUnavailable(f"Kafka didn't answer about topic {topic} in time", buffer=topic) from error
 
     def _create(self, shards: int) -> None:
-        """Make the topic where it isn't there, and wait until its partitions are led. Any number may do so at a time."""
+        """Make the topic if it doesn't exist, and wait until its partitions have leaders.
+
+        Any number of processes may do so at a time.
+        """
         from confluent_kafka import KafkaError, KafkaException
         from confluent_kafka.cimpl import NewTopic
 
@@ -221,7 +227,7 @@ class KafkaBuffer:
             partitions = self._describe().partitions
         except BufferMissing:
             return False
-        # Of a partition without a leader the client says node -1.
+        # For a partition without a leader, the client returns node -1.
         return bool(partitions) and all(p.leader.id >= 0 for p in partitions)
 
 
@@ -243,7 +249,7 @@ class _Sender:
             "queue.buffering.max.messages": 10_000_000,  # bounded by bytes
             "allow.auto.create.topics": False,
             **options.client_options,
-            # Not for users to change: they are what is promised.
+            # Users can't change these: the buffer's promises rest on them.
             "bootstrap.servers": options.servers,
             "enable.idempotence": True,
             "acks": "all",
@@ -256,7 +262,7 @@ class _Sender:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it takes no more: a broker's answer made no sense to it, and it can't keep its promise of once and in order."""
+        """Whether it takes no more, because a broker's answer prevents it from storing once and in order."""
         return self._fatal is not None
 
     def submit(self, shard: ShardId, data: bytes, key: str | None, deadline_s: float | None) -> Future[BufferMeta]:
@@ -288,11 +294,11 @@ class _Sender:
                 raise self._translated(error.args[0], shard, len(data), sent=False) from error
 
     def flush(self, within_s: float) -> bool:
-        """Wait for all answers; whether they came."""
+        """Wait for all answers; return whether they came."""
         return self._producer.flush(within_s) == 0
 
     def close(self, patience_s: float) -> None:
-        """Wait for answers; who has none then gets an unknown outcome."""
+        """Wait for answers; operations without one then get an unknown outcome."""
         self._producer.flush(patience_s)
         self._producer.purge(in_queue=True, in_flight=True, blocking=False)
         self._producer.flush(1.0)

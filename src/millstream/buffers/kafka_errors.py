@@ -1,4 +1,4 @@
-"""What Kafka's client says, in the words of our tree of errors."""
+"""Errors of Kafka's client, translated into this project's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from confluent_kafka import KafkaError
 
 SILENT: Final = logging.getLogger("millstream.buffers.kafka.client")
-"""librdkafka prints to stderr by itself; what matters of it is said as errors."""
+"""Logger for librdkafka, which prints to stderr by default; its relevant messages are raised as errors."""
 SILENT.setLevel(logging.CRITICAL + 1)
 
 
@@ -48,7 +48,7 @@ def _refused() -> frozenset[int]:
 
 @cache
 def nothing_stored() -> frozenset[int]:
-    """Codes with which an operation that was handed over certainly isn't stored."""
+    """Return the codes with which an operation that was handed over certainly isn't stored."""
     from confluent_kafka import KafkaError
 
     return _missing() | _refused() | {KafkaError._PURGE_QUEUE}  # noqa: SLF001
@@ -56,7 +56,10 @@ def nothing_stored() -> frozenset[int]:
 
 @cache
 def unknown_here() -> frozenset[int]:
-    """Codes by which a client says that it doesn't know a topic; it may not have been told, where brokers are out of reach."""
+    """Return the codes for a topic that a client doesn't know.
+
+    With brokers out of reach, it may just not have been told.
+    """
     from confluent_kafka import KafkaError
 
     return frozenset({KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION})  # noqa: SLF001 - the client's names
@@ -64,7 +67,7 @@ def unknown_here() -> frozenset[int]:
 
 @cache
 def unreachable() -> frozenset[int]:
-    """Codes by which a client says, on its own account, that it may not reach the brokers."""
+    """Return the codes that a client reports on its own if it may not reach the brokers."""
     from confluent_kafka import KafkaError
 
     return frozenset(
@@ -80,7 +83,7 @@ def unreachable() -> frozenset[int]:
 
 @cache
 def moving() -> frozenset[int]:
-    """Codes of a partition that is being given a leader: the same question has an answer soon."""
+    """Return the codes of a partition that is being given a leader: a retry succeeds soon."""
     from confluent_kafka import KafkaError
 
     return frozenset(
@@ -96,7 +99,7 @@ def moving() -> frozenset[int]:
 
 
 def error_of_kafka(error: KafkaError, topic: str) -> WriteBufferError:
-    """The error; where nothing else is known of it, the brokers can't be asked now."""
+    """Return this project's error; by default, that the brokers can't be reached now."""
     if error.code() in _missing():
         return BufferMissing(f"Kafka has no topic {topic}: {error.str()}", buffer=topic)
     if error.code() in _refused():

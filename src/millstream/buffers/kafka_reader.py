@@ -1,4 +1,4 @@
-"""Reads one partition of a topic, from a place of its own."""
+"""Reads one partition of a topic, from a position of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 _FETCHED_KBYTES: Final = 16 << 10
-"""Messages that wait in the client, at most; one message may be larger."""
+"""Kilobytes of messages that wait in the client, at most; one message may exceed it."""
 _ASK_AGAIN_S: Final = 0.05
 _ASK_MIN_S: Final = 0.5
 
@@ -26,10 +26,10 @@ class KafkaReader(PlacedReader):
     """A consumer that is assigned one partition.
 
     Args:
-        topic: whose.
+        topic: its name.
         shard: the partition.
         settings: of the client, as librdkafka names them.
-        timeout_s: how long a question may take.
+        timeout_s: timeout of a request.
     """
 
     def __init__(self, topic: str, shard: ShardId, settings: Mapping[str, Any], *, timeout_s: float) -> None:
@@ -38,7 +38,7 @@ class KafkaReader(PlacedReader):
         super().__init__(topic, shard)
         self._timeout_s = timeout_s
         self._lost: WriteBufferError | None = None
-        """Why brokers may be out of reach; it is looked at before "nothing came" is said."""
+        """Reason why brokers may be out of reach; checked before "nothing came" is returned."""
         self.is_closed = False
         self._consumer: Consumer = Consumer(
             {
@@ -47,7 +47,8 @@ class KafkaReader(PlacedReader):
                 "queued.max.messages.kbytes": _FETCHED_KBYTES,
                 "check.crcs": True,
                 **settings,
-                # Not for users to change: they are what is promised. The group's name is asked for, and nobody joins it.
+                # Users can't change these: the reader's promises rest on them. A group name is
+                # required, but no consumer joins the group.
                 "group.id": "millstream",
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
@@ -69,7 +70,7 @@ class KafkaReader(PlacedReader):
         message = self._consumer.poll(wait_s)
         if message is None:
             if self._lost is not None:
-                self.extent()  # raises where they still can't
+                self.extent()  # raises if they still are
                 self._lost = None
             return None
         error = message.error()
@@ -87,14 +88,14 @@ class KafkaReader(PlacedReader):
         super().go_to(offset)
 
     def close(self) -> None:
-        """Leave the brokers."""
+        """Disconnect from the brokers."""
         if not self.is_closed:
             self.is_closed = True
             with contextlib.suppress(RuntimeError):
                 self._consumer.close()
 
     def _heed(self, error: KafkaError) -> None:
-        """What an error means: raises it, or reads on."""
+        """Raise an error, or read on if it passes."""
         from confluent_kafka import KafkaError as Codes
 
         if error.code() != Codes._AUTO_OFFSET_RESET:  # noqa: SLF001 - the client's name
@@ -105,7 +106,7 @@ class KafkaReader(PlacedReader):
         if self._place < first:
             self._consumer.unassign()
         else:
-            self.go_to(self._place)  # the broker had just come back, and knew less; or so that it is said again
+            self.go_to(self._place)  # the broker had just come back, and had less; or the error comes again
         self.check_place(first, end)
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:
@@ -134,7 +135,10 @@ class KafkaReader(PlacedReader):
             return BufferOffset(found[0]), BufferOffset(found[1])
 
     def _look_for_topic(self, timeout_s: float) -> None:
-        """Ask the brokers whether it is there; raises where it isn't, or they can't be asked. A client that knows of none doesn't know."""
+        """Ask the brokers whether the topic exists; raise if it doesn't, or if they can't be reached.
+
+        A client that has no broker doesn't know.
+        """
         from confluent_kafka import KafkaException
 
         try:

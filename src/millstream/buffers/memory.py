@@ -1,6 +1,7 @@
-"""A write buffer in memory, for tests: as real ones are, with many streams, readers beside writers, retention, and failures on demand.
+"""A write buffer in memory, for tests: many streams, concurrent readers and writers, retention, and failures on demand.
 
-A `MemoryServer` holds what buffers of any names hold; each `MemoryBuffer` is a client of it. What is stored is bytes, as elsewhere.
+A `MemoryServer` holds the contents of buffers by name; each `MemoryBuffer` is a client of it. As
+elsewhere, bytes are stored.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What happens to an append instead of its being stored and answered."""
+    """Failure of an append, in place of storing and answering."""
 
     error: MillstreamError
-    """What the caller gets."""
+    """Error that the caller gets."""
     stored: bool = False
-    """Whether it is stored all the same, as where the answer is lost."""
+    """Whether the operation is stored nevertheless, as when the answer is lost."""
 
 
 class MemoryServer:
-    """What buffers hold, by name. Any number of threads may use it."""
+    """Contents of buffers, by name. Any number of threads may use it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -67,24 +68,24 @@ class MemoryServer:
         self._away = False
 
     def create(self, name: str, shards: int) -> None:
-        """Make the stream where it isn't there; any number may do so at a time."""
+        """Make the stream if it doesn't exist; any number of callers may do so at a time."""
         with self._changed:
             if name not in self._streams:
                 self._streams[name] = _Stream(uuid4().hex, [_Shard() for _ in range(shards)])
 
     def drop(self, name: str) -> None:
-        """Forget a stream, with all that it holds."""
+        """Drop a stream, with everything in it."""
         with self._changed:
             del self._streams[name]
             self._changed.notify_all()
 
     def fail_next(self, *failures: Failure) -> None:
-        """Let the next appends, whoever makes them, fail so, one after the other."""
+        """Make the next appends, by any caller, fail in this way, one after the other."""
         with self._changed:
             self._failures.extend(failures)
 
     def go_away(self) -> None:
-        """Answer nobody, until `come_back`."""
+        """Stop answering, until `come_back`."""
         self._away = True
 
     def come_back(self) -> None:
@@ -92,7 +93,7 @@ class MemoryServer:
         self._away = False
 
     def drop_before(self, name: str, shard: ShardId, offset: BufferOffset) -> None:
-        """What retention does: forget what lies before an offset."""
+        """Drop what lies before an offset, as retention does."""
         with self._changed:
             found = self._streams[name].shards[shard]
             while found.items and found.first < offset:
@@ -100,7 +101,7 @@ class MemoryServer:
                 found.first += 1
 
     def cut_from(self, name: str, shard: ShardId, offset: BufferOffset) -> None:
-        """What a backup that is put back does: forget what lies at an offset and behind it."""
+        """Drop what lies at an offset and after it, as a restored backup does."""
         with self._changed:
             found = self._streams[name].shards[shard]
             while found.items and found.end > offset:
@@ -115,7 +116,7 @@ class MemoryServer:
             return BufferOffset(found.end - 1)
 
     def store(self, name: str, shard: ShardId, data: bytes) -> BufferMeta:
-        """Store an operation, or fail as was asked."""
+        """Store an operation, or fail as requested."""
         with self._changed:
             found = self._shard(name, shard)
             failure = self._failures.popleft() if self._failures else None
@@ -129,13 +130,16 @@ class MemoryServer:
             return BufferMeta(shard, BufferOffset(found.end - 1), stamp, len(data))
 
     def extent(self, name: str, shard: ShardId) -> tuple[BufferOffset, BufferOffset]:
-        """The first offset that is there, and the end."""
+        """Return the first offset that is there, and the end."""
         with self._changed:
             found = self._shard(name, shard)
             return BufferOffset(found.first), BufferOffset(found.end)
 
     def fetch(self, name: str, shard: ShardId, place: BufferOffset, wait_s: float) -> tuple[bytes, int] | None:
-        """What lies at a place; None where there is nothing yet, also after that many seconds. Not to be asked for what is gone."""
+        """Return the operation at a position; None if there is none within `wait_s`.
+
+        Not for positions that are gone.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._away or place != self._shard(name, shard).end, wait_s)
             found = self._shard(name, shard)
@@ -144,7 +148,7 @@ class MemoryServer:
             return None
 
     def describe(self, name: str) -> tuple[str, int]:
-        """The stream's identity and the number of its shards."""
+        """Return the stream's identity and the number of its shards."""
         with self._changed:
             found = self._stream(name)
             return found.identity, len(found.shards)
@@ -167,13 +171,13 @@ class MemoryBuffer:
     """A client of a `MemoryServer`: `ports.WriteBuffer`.
 
     Args:
-        server: where it is.
-        name: whose operations.
-        create_shards: make it with so many where it isn't there; None: nothing is made.
-        op_bytes_max: larger operations are refused.
+        server: the server.
+        name: the buffer's.
+        create_shards: number of shards to make it with if it doesn't exist; None: don't make it.
+        op_bytes_max: size above which an operation is refused.
 
     Raises:
-        BufferMissing: it isn't there, and isn't to be made.
+        BufferMissing: it doesn't exist, and isn't to be made.
         BufferUnavailable: the server is away.
     """
 
@@ -224,7 +228,7 @@ class MemoryBuffer:
         return answered(self.submit(shard, op), buffer=self._name, shard=shard, deadline_s=deadline_s)
 
     def flush(self, *, deadline_s: float | None = None) -> None:
-        """See `ports.BufferWriting.flush`: nothing is ever on its way."""
+        """See `ports.BufferWriting.flush`: nothing is ever in flight."""
 
     def reader(self, shard: ShardId) -> MemoryReader:
         """See `ports.BufferReading.reader`."""
@@ -242,7 +246,7 @@ class MemoryBuffer:
 
 
 class MemoryReader(PlacedReader):
-    """Reads one shard."""
+    """Reader of one shard."""
 
     def __init__(self, server: MemoryServer, name: str, shard: ShardId) -> None:
         super().__init__(name, shard)
@@ -268,5 +272,5 @@ class MemoryReader(PlacedReader):
 
 
 def lost_answer(buffer: str, shard: ShardId) -> Failure:
-    """The operation is stored, and its caller doesn't hear of it."""
+    """Return a failure in which the operation is stored, and its caller gets no answer."""
     return Failure(no_answer(buffer, shard, "at all"), stored=True)

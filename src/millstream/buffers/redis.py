@@ -1,10 +1,14 @@
-"""A write buffer in Redis (or what speaks its protocol): a stream a shard, an entry an operation, at dense offsets.
+"""A write buffer in Redis (or a server with its protocol).
 
-The offset is counted in the same script that adds the entry, so that it can't have a gap; it is the entry's id too. The script also knows
-the last number that each sender has given an operation: one that is sent again, because a connection broke before the answer, is stored once.
+A stream per shard, an entry per operation, at dense offsets.
 
-What is acknowledged is as durable as the server's settings make it: `appendonly yes` with `appendfsync always`. They are looked at when the
-buffer is opened, and a server that promises less is refused by name.
+The script that adds an entry also counts its offset, so there can be no gap; the offset is the
+entry's id too. The script also stores the last number that each sender has given an operation. So
+an operation that is sent again, because a connection broke before the answer, is stored once.
+
+Acknowledged operations are as durable as the server's settings make them: `appendonly yes` with
+`appendfsync always`. The settings are checked when the buffer is opened, and a server that promises
+less is refused by name.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
 
 _BATCH_BYTES_MAX: Final = 4 << 20
-"""Of a batch, unless one operation is larger."""
+"""Bytes of a batch, unless one operation is larger."""
 _RETRY_S: Final = 0.05
 _ITEM_BYTES: Final = 512
-"""What an operation holds beside its bytes while it waits."""
+"""Bytes that a waiting operation holds apart from its content."""
 
 # KEYS: the buffer's facts, the shard's stream, its next offset, its senders. ARGV: identity, sender, the batch's number, each operation's bytes.
 _STORE: Final = """
@@ -71,22 +75,24 @@ return 1
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """How Redis is reached."""
+    """Options of the connection to Redis."""
 
     url: str = field(repr=False)
     """`redis://…`, `rediss://…` (TLS), `unix://…`."""
     name: str
-    """Keys begin with it."""
+    """Prefix of the keys."""
     create_shards: int | None = None
-    """Make the buffer with so many shards where it isn't there; None: nothing is made."""
+    """Number of shards to make the buffer with if it doesn't exist; None: don't make it."""
     accept_loss: bool = False
-    """Whether a server that doesn't promise to keep what it acknowledged is taken all the same."""
+    """Whether to use a server that doesn't promise to keep what it acknowledged."""
     timeout_s: float = 30.0
-    """How long an operation may be on its way, retries included, before its outcome counts as unknown; likewise an answer to a question."""
+    """Seconds, retries included, after which an unanswered operation's outcome counts as unknown;
+    also the timeout of other requests.
+    """
     op_bytes_max: int = 64 << 20
-    """Larger operations are refused."""
+    """Size in bytes above which an operation is refused."""
     queue_bytes_max: int = 64 << 20
-    """Operations on their way, at most; beyond it their senders wait."""
+    """Bytes of operations in flight, at most; beyond it their senders wait."""
 
 
 @dataclass(slots=True)
@@ -105,12 +111,12 @@ class RedisBuffer:
     """A client of a buffer in Redis: `ports.WriteBuffer`.
 
     Args:
-        options: where it is.
+        options: the connection and the buffer.
 
     Raises:
-        BufferMissing: it isn't there, and isn't to be made.
+        BufferMissing: it doesn't exist, and isn't to be made.
         BufferNotDurable: the server doesn't promise to keep what it acknowledges.
-        BufferUnavailable, BufferRefused: the server can't be asked, or doesn't want to be.
+        BufferUnavailable, BufferRefused: the server can't be reached, or refuses.
         MissingExtra: redis isn't installed.
     """
 
@@ -125,7 +131,7 @@ class RedisBuffer:
         self._shards = self.shards()
         self._sender = uuid4().hex
         self._changed = threading.Condition()
-        """Held to change what is below."""
+        """Held while the fields below change."""
         self._waiting: deque[_Waiting] = deque()
         self._held_bytes = 0
         self._on_their_way = 0
@@ -139,7 +145,7 @@ class RedisBuffer:
         return tuple(map(ShardId, range(int(self._fact("shards")))))
 
     def identity(self) -> str:
-        """What was drawn when the buffer was made."""
+        """Return the random identity that the buffer was made with."""
         return self._fact("identity")
 
     def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
@@ -196,7 +202,7 @@ class RedisBuffer:
         return RedisReader(self._client, self._options.name, shard, self._keys, identity=self._identity)
 
     def close(self) -> None:
-        """Wait for what is on its way, as long as `timeout_s`, and take no more."""
+        """Wait for operations in flight, up to `timeout_s`, and take no more."""
         with self._changed:
             if self._closed:
                 return
@@ -215,7 +221,7 @@ class RedisBuffer:
         self.close()
 
     def _create(self, shards: int) -> None:
-        """Make the buffer where it isn't there: in one step, so that any number may do so at a time."""
+        """Make the buffer if it doesn't exist: in one step, so that any number of processes may do so at a time."""
         with translated(self._options.name):
             self._client.eval(_CREATE, 1, self._keys.facts, uuid4().hex, str(shards))
 
@@ -243,7 +249,7 @@ class RedisBuffer:
                 self._changed.notify_all()
 
     def _take(self) -> list[_Waiting]:
-        """Operations of one shard, in their order; those of others go on waiting in theirs."""
+        """Take operations of one shard, in order; the others keep waiting in theirs."""
         shard, size = self._waiting[0].shard, 0
         batch: list[_Waiting] = []
         left: deque[_Waiting] = deque()
@@ -258,7 +264,7 @@ class RedisBuffer:
         return batch
 
     def _deliver(self, batch: list[_Waiting]) -> None:
-        """Send a batch until there is an answer, or nobody waits for one any more."""
+        """Send a batch until there is an answer, or no caller waits for one any longer."""
         name, shard = self._options.name, batch[0].shard
         keys = (self._keys.facts, self._keys.stream(shard), self._keys.next(shard), self._keys.senders(shard))
         command = ("EVAL", _STORE, len(keys), *keys, self._identity, self._sender, self._numbers[shard])
@@ -285,7 +291,7 @@ class RedisBuffer:
             time.sleep(_RETRY_S)
 
     def _try(self, command: tuple[Any, ...]) -> _Tried:
-        """Send once, on a connection that is there."""
+        """Send once, on an existing connection."""
         import redis
 
         pool, name = self._client.connection_pool, self._options.name
@@ -298,7 +304,7 @@ class RedisBuffer:
             first, at_us = connection.read_response()
             return _Tried(answer=(int(first), int(at_us)), sent=True)
         except redis.ResponseError as error:
-            # It was looked at, and nothing was done.
+            # The server read it, and did nothing.
             return _Tried(error=error_of_redis(error, name), only=True)
         except redis.RedisError as error:
             connection.disconnect()
@@ -309,11 +315,11 @@ class RedisBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What came of sending a batch."""
+    """Result of sending a batch."""
 
     answer: tuple[int, int] | None = None
     error: MillstreamError | None = None
     sent: bool = False
-    """Whether the server may have got it, and may have stored it."""
+    """Whether the server may have received it, and may have stored it."""
     only: bool = False
-    """Whether the server has looked at it, and refused it."""
+    """Whether the server has read it, and refused it."""

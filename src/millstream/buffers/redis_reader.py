@@ -1,4 +1,4 @@
-"""Reads one shard of a buffer in Redis, from a place of its own."""
+"""Reads one shard of a buffer in Redis, from a position of its own."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 _FETCH_BYTES: Final = 4 << 20
 _FETCH_ITEMS_MAX: Final = 256
 _BLOCK_S: Final = 1.0
-"""A wait is cut into such pieces: the connection gives up sooner than a day."""
+"""Seconds of one blocking call: a longer wait is split, because the connection times out."""
 
 
 class RedisReader(PlacedReader):
-    """Reads a stream's entries.
+    """Reader of a stream's entries.
 
     Args:
         client: of the server; others use it too.
         name: the buffer's.
-        shard: whose operations.
+        shard: the shard to read.
         keys: the buffer's.
-        identity: the buffer's; one made anew under its name is said.
+        identity: the buffer's; a buffer made again under its name is reported.
     """
 
     def __init__(self, client: Redis, name: str, shard: ShardId, keys: Keys, *, identity: str) -> None:
@@ -38,9 +38,9 @@ class RedisReader(PlacedReader):
         self._keys = keys
         self._identity = identity
         self._fetched: deque[BufferItem] = deque()
-        """From the place on, without gaps."""
+        """Fetched items from the current position on, without gaps."""
         self._count = 1
-        """How many to fetch at a time: as many as are about `_FETCH_BYTES`."""
+        """Number of entries to fetch at a time: about `_FETCH_BYTES`."""
         self.seek_earliest()
 
     def next_item(self, wait_s: float) -> BufferItem | None:
@@ -67,11 +67,11 @@ class RedisReader(PlacedReader):
         self._fetched.clear()
 
     def close(self) -> None:
-        """Forget what was fetched."""
+        """Drop what was fetched."""
         self._fetched.clear()
 
     def _fetch(self) -> None:
-        """Get what lies at the place and behind it; nothing where that is the end."""
+        """Fetch entries from the current position on; nothing if that is the end."""
         end, entries = self._ask(f"{self._place + 1}-0", self._count)
         if entries and self._place <= end and _offset_of(entries[-1]) >= end:
             raise BufferRefused(
@@ -84,7 +84,7 @@ class RedisReader(PlacedReader):
         for entry in entries:
             offset = _offset_of(entry)
             if offset != self._place + len(self._fetched):
-                break  # said when it is its turn
+                break  # raised when its turn comes
             data, stored_at_us = _content_of(entry)
             size += len(data)
             self._fetched.append(BufferItem(offset, data, stored_at_us))
@@ -93,7 +93,7 @@ class RedisReader(PlacedReader):
             self._count = max(1, min(_FETCH_ITEMS_MAX, _FETCH_BYTES // each, self._count * 8))
 
     def _ask(self, start: str, count: int) -> tuple[BufferOffset, list[Any]]:
-        """The shard's end, and some entries from an id on: all as at one moment."""
+        """Return the shard's end, and some entries from an id on, as of one moment."""
         with translated(self._buffer):
             asked = self._client.pipeline(transaction=True)
             asked.hget(self._keys.facts, "identity")
@@ -107,7 +107,7 @@ class RedisReader(PlacedReader):
         return BufferOffset(int(end or 0)), entries
 
     def _wait(self, seconds: float) -> None:
-        """Return when something is added behind the place, or after that many seconds."""
+        """Return when an entry is added after the position, or after that many seconds."""
         with translated(self._buffer):
             place: Any = {self._keys.stream(self._shard): f"{self._place}-0"}
             self._client.xread(place, count=1, block=max(1, round(seconds * 1000)))
@@ -118,7 +118,7 @@ def _offset_of(entry: Any) -> BufferOffset:
 
 
 def _content_of(entry: Any) -> tuple[bytes, int]:
-    """The bytes, and when they were stored; no bytes where it isn't an entry of ours."""
+    """Return the bytes, and when they were stored; no bytes if the entry isn't ours."""
     fields = entry[1] or {}
     at = fields.get(b"at", b"0")
     return fields.get(b"op", b""), int(at) if at.isdigit() else 0

@@ -1,4 +1,4 @@
-"""The server under a buffer in Redis: how it is reached, what its keys are called, whether it keeps what it acknowledges, and what its errors mean."""
+"""The server under a buffer in Redis: connection, names of keys, durability check, and translation of errors."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
     from redis import Redis
 
 _ANSWERS_WITHIN_S: Final = 5.0
-"""How long one answer may take; then the connection is given up, and what was asked is asked again on another one."""
+"""Seconds that one answer may take; then the connection is dropped, and the request is repeated on another one."""
 _MEND_THEMSELVES: Final = ("LOADING", "BUSY ", "BUSYKEY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "READONLY")
 _GONE: Final = "MISSING"
 _SAFE: Final = {"appendonly": ("yes",), "appendfsync": ("always",), "no-appendfsync-on-rewrite": ("no",)}
-"""Without each of these an acknowledged operation may be lost: with the machine, or with the process."""
+"""Settings without which an acknowledged operation may be lost: with the machine, or with the process."""
 _EVICTS: Final = "allkeys-"
 
 logger = logging.getLogger("millstream.buffers.redis")
 
 
 class Keys:
-    """Names of a buffer's keys; the part in braces lets a cluster hold them together."""
+    """Names of a buffer's keys; the part in braces makes a cluster keep them together."""
 
     def __init__(self, name: str) -> None:
         self._name = f"{{millstream:{name}}}"
         self.facts: Final = self._name
 
     def stream(self, shard: ShardId) -> str:
-        """A shard's operations."""
+        """Return the key of a shard's operations."""
         return f"{self._name}:{shard}"
 
     def next(self, shard: ShardId) -> str:
-        """The offset that its next one gets."""
+        """Return the key of the shard's next offset."""
         return f"{self._name}:{shard}:next"
 
     def senders(self, shard: ShardId) -> str:
-        """The last batch that each sender has stored on it."""
+        """Return the key of the last batch that each sender has stored on a shard."""
         return f"{self._name}:{shard}:senders"
 
 
 def connect(url: str, name: str, *, timeout_s: float) -> Redis:
-    """A client. `MissingExtra` where redis isn't installed, `BufferRefused` where the address is none."""
+    """Return a client. Raises `MissingExtra` if redis isn't installed, `BufferRefused` if the address is invalid."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -73,7 +73,7 @@ def connect(url: str, name: str, *, timeout_s: float) -> Redis:
     if mask_address(url) == MASK:
         raise refused
     try:
-        # What is sent again, and when, is ours to say: the client's own retries don't know what is stored.
+        # Retries are ours: the client's own retries don't know what is stored.
         return redis.Redis.from_url(
             url,
             socket_timeout=answers_s,
@@ -83,12 +83,12 @@ def connect(url: str, name: str, *, timeout_s: float) -> Redis:
             client_name="millstream",
         )
     except ValueError:
-        raise refused from None  # the client quotes what it stumbled over
+        raise refused from None  # the client's error quotes a part of the address
 
 
 @contextmanager
 def translated(name: str) -> Iterator[None]:
-    """Raises what the client raises as errors of our tree."""
+    """Translate the client's errors into this project's errors."""
     import redis
 
     try:
@@ -98,7 +98,7 @@ def translated(name: str) -> Iterator[None]:
 
 
 def error_of_redis(error: Exception, name: str) -> WriteBufferError:
-    """The error of our tree."""
+    """Return this project's error."""
     import redis
 
     said = str(error) or type(error).__name__
@@ -119,10 +119,11 @@ def error_of_redis(error: Exception, name: str) -> WriteBufferError:
 
 
 def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
-    """Look whether the server keeps what it acknowledges.
+    """Check that the server keeps what it acknowledges.
 
     Raises:
-        BufferNotDurable: it doesn't, or doesn't say, and that isn't accepted; details: what is wrong.
+        BufferNotDurable: it doesn't, or doesn't show it, and that isn't accepted; details: what is
+            wrong.
         BufferUnavailable, BufferRefused: it can't be asked.
     """
     found = _settings(client, name)
@@ -151,7 +152,7 @@ def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
 
 
 def _settings(client: Redis, name: str) -> dict[str, str] | None:
-    """What the server is set to; None where it doesn't say."""
+    """Return the server's settings; None if it doesn't show them."""
     found: dict[str, str] = {}
     for setting in (*_SAFE, "maxmemory", "maxmemory-policy"):
         try:

@@ -1,4 +1,7 @@
-"""Ships one stream's log to an object store: what is stored there is told to the stream's shipper, which has a level for it."""
+"""Ships one stream's log to an object store.
+
+The stream's shipper, which has a level for it, is notified of what is stored.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +33,25 @@ logger = structlog.get_logger("millstream.ship")
 
 _ACCEPTS_WITHIN_S: Final = 10.0
 _HEARS_FOR_S: Final = 0.02
-"""How long it listens for what is stored before it looks for more: a store takes as long for any object."""
+"""Seconds that it waits for acknowledgements before it looks for more to store: a store takes as long for any object.
+"""
 
 _HOLE_HINT: Final = "Name another place in [replication] object_store: what is kept goes there. What is stored stays, and can be restored."
 
 
 class WalArchiver:
-    """The archiver of one stream; a thread of its own, from `start` until `stop`.
+    """The archiver of one stream, with its own thread from `start` until `stop`.
 
     Args:
         name: the stream's.
         folder: its log's.
-        promise: under which this node leads.
-        connect: gives the object store: what it acknowledges is durable there. Called from the thread, again where it fails.
-        tell: hears of what is stored, and of another node's claim.
-        lineage: the document that says who has led.
-        documents: what goes along, as it is now.
-        files, clock: the world.
+        promise: the promise under which this node leads.
+        connect: returns the object store's link; acknowledged shipments are durable there. Called
+            from the thread, again if it fails.
+        tell: called with what is stored, and with another node's claim.
+        lineage: the document with the history of leaders.
+        documents: returns the current documents to ship.
+        files, clock: the file system and the clock.
     """
 
     def __init__(
@@ -78,22 +83,22 @@ class WalArchiver:
         self.stored_group = GroupNumber(0)
         self._stored_at: ReplicaPosition = {}
         self.error: MillstreamError | None = None
-        """Why nothing is stored just now."""
+        """Reason why nothing is stored just now."""
         self._thread = threading.Thread(target=self._run, name=f"archive-{name}", daemon=True)
 
     def start(self) -> None:
-        """Begin, once there is a log."""
+        """Start, once there is a log."""
         self._thread.start()
 
     def stop(self, within_s: float) -> None:
-        """End, once what is durable now is stored, or after so long."""
+        """Stop once everything durable now is stored, or after `within_s` seconds."""
         self._ending.set()
         self._thread.join(within_s)
         if self._store is not None:
             self._store.close()
 
     def facts(self) -> dict[str, object]:
-        """What is known now, JSON-able."""
+        """Return the current state, JSON-able."""
         return {"group": int(self.stored_group), "error": None if self.error is None else self.error.as_dict()}
 
     def _run(self) -> None:
@@ -108,7 +113,7 @@ class WalArchiver:
                 if link is not None:
                     self._store_all(link)
             except Exception as error:  # noqa: BLE001 - it is told, and tried again
-                # Whatever it is: followers, and who reads, have nothing to do with it.
+                # Any error stays here: followers and readers don't depend on the store.
                 self.error = _as_told(error)
                 claimed = _claimed_by(error)
                 if claimed > self._promise:
@@ -122,7 +127,7 @@ class WalArchiver:
                     code=self.error.code,
                 )
                 if link is not None:
-                    link.close()  # the store takes no other one before
+                    link.close()  # the store accepts no other link before
                     link = None
                 if self._ending.wait(self._backoff.after_failure(random.random())):  # noqa: S311 - no secret
                     return
@@ -131,7 +136,7 @@ class WalArchiver:
                 return
 
     def _common_end(self, stored: StoredState) -> ReplicaPosition | None:
-        """Where this node's log parts from the stored one; None where it doesn't.
+        """Return where this node's log diverges from the stored one; None if it doesn't.
 
         Raises:
             FollowerBehindRetention: that lies before what this node has kept.
@@ -153,10 +158,10 @@ class WalArchiver:
         return ends
 
     def _store_all(self, link: FollowerLink) -> None:
-        """Store until it is to end and nothing is left, or something fails."""
+        """Store until it is to stop and nothing is left, or something fails."""
         claimed = link.hello.promised
         if claimed > self._promise.epoch:
-            # What lies there may be another log by now: it isn't to be compared with this one.
+            # The store may hold another log by now, which must not be compared with this one.
             raise Fenced(
                 f"another node has claimed the object store of {self._name}: epoch {claimed}, and this is {self._promise.epoch}",
                 epoch=int(claimed),
@@ -192,7 +197,8 @@ class WalArchiver:
                 if isinstance(word, Acknowledgement):
                     self._backoff.succeeded()
                     self.error = None
-                    # Shipments that waited go as one object: what is acknowledged is all that came before, or some.
+                    # Shipments that waited go as one object: what is acknowledged covers all of
+                    # them so far, or some.
                     under_way = 0 if is_covered(position, word.position) else under_way
                     if (word.group, word.position) != (self.stored_group, self._stored_at):
                         self.stored_group, self._stored_at = word.group, word.position
@@ -200,12 +206,19 @@ class WalArchiver:
 
 
 def _is_ahead(document: Document, upto: Seq) -> bool:
-    """Whether it knows sessions' writes behind a number: whoever took the log up to there would have to forget all that it knows. It goes with what comes next."""
+    """Return whether a document covers sessions' writes after a number. It goes with the next shipment.
+
+    A node that restored the log up to that number would have to discard the whole copy.
+    """
     return document.name == SESSIONS and (covered_in(document.data) or Seq(0)) > upto
 
 
 def _claimed_by(error: Exception) -> Promise:
-    """Under what another node leads, where an error says so. A write of this node's own past that came late is none: it is read, and gone on behind."""
+    """Return the promise of the node that leads, if an error names it.
+
+    A late write of this node's own earlier attempt is no claim: it is read, and writing continues
+    after it.
+    """
     details = error.details if isinstance(error, Fenced) else {}
     return Promise(Epoch(int(details.get("epoch", 0))), NodeName(str(details.get("leader", NOBODY))))
 

@@ -1,11 +1,15 @@
-"""Shipments over Arrow Flight: the follower is a client of the leader's Flight server, and each link is one `DoExchange`.
+"""Shipments over Arrow Flight.
 
-The server is the home's, and has its TLS, its tokens and its threads. It asks who the caller is and whether it may `admin` the stream (a
-follower reads all of it, and gets the catalog), then hands the exchange to `FlightTransport.serve_exchange`, whose call lasts as long as the link.
+The follower is a client of the leader's Flight server, and each link is one `DoExchange`.
 
-Bytes on their way are bounded by a window: the follower says what it has taken, and the leader waits while more than that, or than gRPC takes, is out.
-Both ends say now and then that they are there. One that is silent is given up and its connection cut, so that nobody waits for a
-process that stands still or a cable that was pulled.
+The server is the home's, and has its TLS, its tokens and its threads. It authenticates the caller
+and checks that it may `admin` the stream (a follower reads all of it, and gets the catalog). Then
+it hands the exchange to `FlightTransport.serve_exchange`, whose call lasts as long as the link.
+
+A window bounds the bytes in flight: the follower reports what it has taken. The leader waits while
+more than the window, or than gRPC accepts, is in flight. Both ends send heartbeats. If one is
+silent, the link and its connection are cut, so that neither end waits for a process that hangs or a
+cable that was pulled.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ class FlightTransport:
 
     Args:
         stream: its name.
-        leader: where the leader is, at a follower; None at the leader.
-        window_bytes: how much may be on its way to one follower that it hasn't taken; a single shipment may be larger.
-        silent_s: after so long without a word the other end counts as gone.
+        leader: the leader's address, at a follower; None at the leader.
+        window_bytes: bound of the bytes in flight to one follower; a single shipment may exceed it.
+        silent_s: seconds of silence after which the other end counts as gone.
     """
 
     def __init__(
@@ -64,7 +68,11 @@ class FlightTransport:
             return None
 
     def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
-        """See `ports.Transport`. `CertificateUnusable` where one of the two certificates has run out, or isn't trusted at the other end."""
+        """See `ports.Transport`.
+
+        Raises `CertificateUnusable` if a certificate has expired, or isn't trusted at the other
+        end.
+        """
         if self._is_closed or self._leader is None:
             raise LinkLost("the transport was closed" if self._is_closed else "no leader is known")
         until_s = time.monotonic() + timeout_s
@@ -85,14 +93,15 @@ class FlightTransport:
         cut: Callable[[], object],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """What a Flight server's `do_exchange` does with a follower's call; returns when the link has ended.
+        """Serve a follower's call in a Flight server's `do_exchange`; return when the link has ended.
 
         Args:
-            request: of the descriptor's command. The caller has been found to have the right to admin the stream.
+            request: from the descriptor's command. The caller has the right to admin the stream.
             reader: the call's.
-            writer: likewise.
-            cut: ends the caller's connection, and doesn't wait for it.
-            check: raises what the follower is to be refused with; asked every few seconds: a link outlasts a token.
+            writer: the call's.
+            cut: ends the caller's connection, without waiting for it.
+            check: raises the error to refuse the follower with; called every few seconds, because a
+                link outlasts a token.
 
         Raises:
             LinkLost: the transport was closed.
@@ -111,7 +120,7 @@ class FlightTransport:
             self._watch.remove(link)
 
     def close(self) -> None:
-        """See `ports.Transport`. Calls that serve links end within seconds; a server is ended after its transports."""
+        """See `ports.Transport`. Calls that serve links end within seconds; stop a server after its transports."""
         self._is_closed = True
         self._accepted.put(None)
         for link in self._watch.links():

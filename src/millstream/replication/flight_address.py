@@ -1,4 +1,4 @@
-"""Where a leader's Flight server is, and the look at it before it is called: its address, its certificate, and ours."""
+"""A leader's Flight server: its address, certificates on both sides, and a probe before the first call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream.errors import CertificateUnusable, LinkLost
 
 _HANDSHAKE_STEPS: Final = 4
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""A client's first words in HTTP/2: its preface, and settings of which none is set."""
+"""First bytes of an HTTP/2 client: its preface, and an empty settings frame."""
 _TLS_ALERT: Final = b"\x15"
 _OPTIONS: Final = (
     # A connection of its own: two links that share one would be cut together.
@@ -27,20 +27,23 @@ _OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class LeaderAddress:
-    """Where the leader's Flight server is, and what it is shown. Files are read at each connection: a renewed one is used."""
+    """The address of the leader's Flight server, with credentials.
+
+    Files are read at each connection, so a renewed one is used.
+    """
 
     place: str
     """`host:port`."""
     is_tls: bool = False
     authority: Path | None = None
-    """Who vouches for the leader; those that the system knows, where there is none."""
+    """File with the authority of the leader's certificate; None: the system's authorities."""
     certificate: Path | None = None
     key: Path | None = None
-    """Both where the leader asks for a client's certificate."""
+    """Key of the client certificate; both are set if the leader asks for one."""
     token: Callable[[], str | None] = lambda: None
 
     def client(self) -> Any:
-        """A Flight client. `CertificateUnusable` where a file can't be read."""
+        """Return a Flight client. Raises `CertificateUnusable` if a file can't be read."""
         options: dict[str, Any] = {"generic_options": list(_OPTIONS)}
         if self.is_tls:
             if self.authority is not None:
@@ -50,16 +53,17 @@ class LeaderAddress:
         return fl.FlightClient(f"{'grpc+tls' if self.is_tls else 'grpc'}://{self.place}", **options)
 
     def call_options(self) -> Any:
-        """What each call carries."""
+        """Return the options of each call."""
         token = self.token()
         return fl.FlightCallOptions(headers=[] if token is None else [(b"authorization", f"Bearer {token}".encode())])
 
     def probe(self, timeout_s: float) -> None:
-        """Connect once, and shake hands: what gRPC would try again and again, and tell nobody, is told.
+        """Connect once and shake hands: gRPC would retry such errors silently; here they are raised.
 
         Raises:
-            LinkLost: it can't be reached in time; or it speaks TLS, and the address says that it doesn't.
-            CertificateUnusable: the leader's certificate has expired or isn't trusted here, or it doesn't trust ours.
+            LinkLost: it can't be reached in time; or it speaks TLS, and the address is without TLS.
+            CertificateUnusable: the leader's certificate has expired or isn't trusted here, or it
+                doesn't trust ours.
         """
         host, _, port = self.place.rpartition(":")
         host = host.strip("[]")
@@ -87,7 +91,7 @@ class LeaderAddress:
             raise LinkLost(f"{self.place} can't be reached: {error}", place=self.place) from error
 
     def _greet(self, connection: socket.socket) -> None:
-        """Begin as HTTP/2 does without TLS: who wants that says so, or hangs up, and gRPC tells nobody which of the two."""
+        """Begin as HTTP/2 without TLS does. A TLS server sends an alert or hangs up, which gRPC doesn't report."""
         connection.sendall(_PREFACE)
         if connection.recv(1) in (b"", _TLS_ALERT):
             raise LinkLost(
@@ -105,7 +109,8 @@ class LeaderAddress:
             _check_own(self.certificate, self.key)
             context.load_cert_chain(self.certificate, self.key)
         with context.wrap_socket(connection, server_hostname=host) as tls:
-            # gRPC's server speaks first, once it has looked at our certificate; what it thinks of that comes here.
+            # gRPC's server speaks first, once it has checked our certificate; its verdict arrives
+            # here.
             if not tls.recv(1):
                 raise CertificateUnusable(
                     f"{self.place} has ended the connection: it asks for a certificate, and trusts none that this node has shown",
@@ -122,7 +127,7 @@ def _read(file: Path) -> bytes:
 
 
 def _check_own(certificate: Path, key: Path) -> None:
-    """Shake hands with ourselves, in memory: that our own certificate has run out, a leader doesn't tell."""
+    """Shake hands with ourselves, in memory: a leader doesn't report that our own certificate has expired."""
     for file in (certificate, key):
         _read(file)
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

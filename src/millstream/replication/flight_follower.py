@@ -43,15 +43,15 @@ class ConnectedLink:
     """See `ports.LeaderLink`.
 
     Args:
-        address: of the leader.
-        request: the first word.
-        silent_s: after so long without a word the leader is given up.
+        address: the leader's.
+        request: the first message.
+        silent_s: seconds of silence after which the leader counts as gone.
     """
 
     def __init__(self, address: LeaderAddress, request: FollowRequest, *, silent_s: float) -> None:
         self._address = address
         self._request = request
-        # The leader keeps to the window: more comes only from one that doesn't, and then it isn't heard.
+        # A leader keeps to the window. If one sends more than twice that, the rest isn't read.
         self._shipments: Inbox[Sequence[Bytes]] = Inbox(2 * request.window_bytes)
         self._silence = Silence(silent_s)
         self._beats_s = silent_s / BEATS_IN_SILENCE
@@ -65,12 +65,15 @@ class ConnectedLink:
         self._taken = 0
 
     def begin(self, timeout_s: float, ended: Callable[[], None]) -> None:
-        """Connect, and wait for the leader's first word. `ended` is called once nothing is left of it. Raises as `Transport.connect`."""
+        """Connect, and wait for the leader's first message.
+
+        `ended` is called at the very end. Raises as `Transport.connect`.
+        """
         threading.Thread(target=self._run, args=(ended,), name="replication-link", daemon=True).start()
         if not self._welcome.wait(timeout_s):
             self._break(LinkLost(f"{self._address.place} didn't answer within {timeout_s:g} s"), forget=True)
         if self._closing.is_set():
-            self._shipments.take(0.0)  # raises why
+            self._shipments.take(0.0)  # raises the reason
 
     def recv(self, timeout_s: float) -> Shipment | None:
         """See the port."""
@@ -97,7 +100,7 @@ class ConnectedLink:
         sending.say(WORD, b"".join(encode_message(word)))
 
     def close(self) -> None:
-        """See the port. The leader is told, by a thread of the link's own."""
+        """See the port. A thread of the link notifies the leader."""
         self._break(LinkLost("the link was closed"), forget=True)
 
     def look(self, now_s: float) -> None:
@@ -143,7 +146,7 @@ class ConnectedLink:
             beats.join()
             with self._lock:
                 self._reader = None
-            # Else the call lingers on until the leader has closed it, too.
+            # Otherwise the call lasts until the leader has closed it, too.
             reader.cancel()
             with contextlib.suppress(*FLIGHT_FAILURES):
                 writer.close()
@@ -174,13 +177,14 @@ class ConnectedLink:
                 word = decode_message(behind)
                 self._break(word if isinstance(word, MillstreamError) else ShipmentUnreadable("a refusal is none"))
             elif kind == QUIT:
-                # What we have said may still be on its way: the leader ends the call once it has heard all of it.
+                # Our last messages may still be in flight: the leader ends the call once it has
+                # read all of them.
                 self._break(LinkLost("the leader has closed the link"))
             elif kind != BEAT:
                 raise ShipmentUnreadable("the leader said something that can't be read")
 
     def _beat(self, sending: Sending) -> None:
-        """Say what was taken, and now and then that the follower is there; at the end, that the link is closed."""
+        """Report what was taken, and send heartbeats; at the end, report that the link is closed."""
         told = 0
         while not self._closing.is_set():
             self._wakes.wait(self._beats_s)
@@ -191,7 +195,7 @@ class ConnectedLink:
                     sending.say(TAKEN, COUNT.pack(told))
                 sending.beat(self._beats_s)
             except LinkLost as error:
-                # Who hears knows better why, and soon.
+                # The receiving thread gets a better reason, soon.
                 self._closing.wait(CLOSES_WITHIN_S)
                 self._break(error)
         sending.end()

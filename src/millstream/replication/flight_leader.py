@@ -1,4 +1,4 @@
-"""The leader's end of an exchange over Flight: one follower's link, kept by the call's own thread for as long as it lasts."""
+"""The leader's end of an exchange over Flight: one follower's link, kept by the call's own thread until it ends."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from millstream.replication.flight_wire import (
 from millstream.replication.queues import Inbox, Window
 
 _WORDS_BYTES: Final = 4 << 20
-"""Of what a follower says and nobody has heard yet."""
+"""Bytes of a follower's messages that haven't been read yet."""
 
 
 class ServedLink:
     """See `ports.FollowerLink`.
 
     Args:
-        request: what the follower began with.
+        request: the follower's first message.
         writer: the exchange's.
-        window_bytes: how much may be on its way at most; less where the follower has less room.
-        silent_s: after so long without a word the follower is given up.
-        cut: ends the follower's connection, and doesn't wait: pyarrow's server can't end a call by itself.
-        check: raises what the follower is to be refused with; asked at each beat.
+        window_bytes: bound of the bytes in flight; lower if the follower has less room.
+        silent_s: seconds of silence after which the follower counts as gone.
+        cut: ends the follower's connection, without waiting: pyarrow's server can't end a call.
+        check: raises the error to refuse the follower with; called at each heartbeat.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class ServedLink:
         self.close()
 
     def close(self) -> None:
-        """See the port. The other end is told, and the call ends, by its own thread."""
+        """See the port. The call's own thread notifies the other end and ends the call."""
         self._break(LinkLost("the link was closed"), forget=True)
 
     # --- the call ------------------------------------------------------------------------------------------------
 
     def keep(self, reader: Any) -> None:
-        """Hear what the follower says until the link has ended. Whatever happens, nothing uses the exchange once it returns."""
+        """Read the follower's messages until the link has ended. Nothing uses the exchange once this returns."""
         beats = threading.Thread(target=self._beat, name=f"replication-beats-{self._hello.node}", daemon=True)
         beats.start()
         try:
@@ -119,7 +119,7 @@ class ServedLink:
             self._sending.shut()
 
     def welcome(self) -> None:
-        """The first word. Raises `LinkLost`."""
+        """Send the first message. Raises `LinkLost`."""
         self._writer.begin(SCHEMA)
         self._sending.say(WELCOME)
 
@@ -153,13 +153,13 @@ class ServedLink:
                 raise ShipmentUnreadable(f"{self._hello.node} said something that can't be read")
 
     def _beat(self) -> None:
-        """Say now and then that the leader is there; at the end, that the link is closed."""
+        """Send heartbeats; at the end, report that the link is closed."""
         while not self._closing.wait(self._beats_s):
             try:
                 self._check()
                 self._sending.beat(self._beats_s)
             except LinkLost as error:
-                # Who hears knows better why, and soon.
+                # The receiving thread gets a better reason, soon.
                 self._closing.wait(CLOSES_WITHIN_S)
                 self._break(error)
             except MillstreamError as error:

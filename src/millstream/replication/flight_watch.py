@@ -1,7 +1,7 @@
-"""Looks after the links of one Flight transport: the thread that sees that one is silent, or doesn't end, and cuts its connection.
+"""Watches the links of one Flight transport: a thread cuts the connection of a link that is silent, or doesn't end.
 
-Whoever writes to a link may be stuck in gRPC for as long as the other end stands still. So what cuts is a thread of its own, which never
-writes to any.
+A thread that writes to a link may be stuck in gRPC for as long as the other end hangs. So a
+separate thread cuts connections; it never writes to a link.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _LOOKS_S: Final = 0.25
 
 
 class Watched(Protocol):
-    """A link."""
+    """A link that is watched."""
 
     def look(self, now_s: float) -> None:
-        """Cut the connection, where the other end is silent or takes too long to close. Doesn't wait for anything."""
+        """Cut the connection if the other end is silent or takes too long to close. Never blocks."""
 
     def close(self) -> None:
-        """Have it end."""
+        """End the link."""
 
 
 class Watch:
-    """The thread; it runs while there are links."""
+    """The watching thread; it runs while there are links."""
 
     def __init__(self) -> None:
         self._links: set[Watched] = set()
@@ -34,7 +34,7 @@ class Watch:
         self._runs = False
 
     def add(self, link: Watched) -> None:
-        """Look after it from now on."""
+        """Watch a link from now on."""
         with self._lock:
             self._links.add(link)
             if not self._runs:
@@ -42,12 +42,12 @@ class Watch:
                 threading.Thread(target=self._run, name="replication-watch", daemon=True).start()
 
     def remove(self, link: Watched) -> None:
-        """It has ended."""
+        """Remove a link that has ended."""
         with self._lock:
             self._links.discard(link)
 
     def links(self) -> list[Watched]:
-        """All that there are."""
+        """Return all links."""
         with self._lock:
             return list(self._links)
 
@@ -64,18 +64,18 @@ class Watch:
 
 
 class Silence:
-    """When the other end was last heard of."""
+    """The time of the other end's last message."""
 
     def __init__(self, bearable_s: float) -> None:
         self._bearable_s = bearable_s
         self._heard_s = time.monotonic()
 
     def heard(self) -> None:
-        """It said something."""
+        """Note a message."""
         self._heard_s = time.monotonic()
 
     def too_long(self, now_s: float) -> LinkLost | None:
-        """Why the link is to be given up, where it said nothing for too long."""
+        """Return the reason to give up the link, if it was silent for too long."""
         silent_s = now_s - self._heard_s
         if silent_s < self._bearable_s:
             return None

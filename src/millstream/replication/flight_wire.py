@@ -1,17 +1,17 @@
-"""What goes over an Arrow Flight exchange between a leader and a follower, message by message; both ends stand on it.
+"""Messages of an Arrow Flight exchange between a leader and a follower, used by both ends.
 
-A message's metadata begins with a byte that says what it is. A shipment's bytes are the bodies of record batches of one column of bytes, which
-gRPC sends from where they lie; the metadata of each says how many the whole shipment has, and the last one's that it ends. Everything
-else is metadata alone.
+A message's metadata begins with a byte for its kind. A shipment's bytes are the bodies of record
+batches with one column of bytes, which gRPC sends without a copy. The metadata of each has the size
+of the whole shipment, and the last one's marks the end. All other messages are metadata alone.
 
-| from | byte | behind it |
+| from | byte | after it |
 | --- | --- | --- |
 | leader | `W` | nothing: the follower is welcome |
-| leader | `S`, `E` | the shipment's bytes in all (`<Q`); `E` with the last piece |
+| leader | `S`, `E` | the size of the whole shipment in bytes (`<Q`); `E` with the last piece |
 | leader | `R` | an error: why the follower gets nothing more |
 | follower | `A` | an acknowledgement, a hello, or the error with which it stops |
-| follower | `T` | how many bytes of shipments it has taken, of all that were sent (`<Q`) |
-| both | `.` | nothing: somebody is there |
+| follower | `T` | the number of bytes of shipments that it has taken since the start (`<Q`) |
+| both | `.` | nothing: a heartbeat |
 | both | `Q` | nothing: the link is closed |
 """
 
@@ -55,15 +55,17 @@ QUIT: Final = b"Q"
 COUNT: Final = struct.Struct("<Q")
 SCHEMA: Final = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 SILENT_S: Final = 10.0
-"""After so long without a word the other end counts as gone: longer than a process stands still for any good reason, shorter than people wait."""
+"""Seconds of silence after which the other end counts as gone: longer than a healthy process
+pauses, shorter than people wait.
+"""
 BEATS_IN_SILENCE: Final = 4
-"""So many are missed before somebody counts as gone."""
+"""Number of heartbeats in that time."""
 CLOSES_WITHIN_S: Final = 2.0
-"""How long the other end has for its part in closing; then the connection is cut."""
+"""Seconds that the other end has for its part in closing; then the connection is cut."""
 _PIECE_BYTES: Final = 8 << 20
-"""Of one message: gRPC copies what it receives into one buffer, which shouldn't be a whole large shipment's."""
+"""Bytes of one message: gRPC copies what it receives into one buffer, which shouldn't hold a whole large shipment."""
 _JOINED_BYTES: Final = 256 << 10
-"""Buffers of a shipment that is smaller than that go as one message: what a message costs is more than the copy."""
+"""Size in bytes below which a shipment's buffers are joined into one message: a message costs more than the copy."""
 _COMMAND: Final = b"millstream-follow\x00"
 _HEAD: Final = struct.Struct("<I")
 
@@ -75,19 +77,23 @@ class FollowRequest:
     """The command of an exchange's descriptor."""
 
     stream: str
-    """By name."""
+    """Name of the stream."""
     window_bytes: int
-    """How much the follower has room for that it hasn't taken."""
+    """Bytes that the follower has room for and hasn't taken."""
     hello: Hello
 
     def command(self) -> bytes:
-        """Its bytes."""
+        """Encode the command."""
         head = json.dumps({"stream": self.stream, "window_bytes": self.window_bytes}).encode()
         return _COMMAND + _HEAD.pack(len(head)) + head + b"".join(encode_message(self.hello))
 
     @classmethod
     def parse(cls, command: bytes | None) -> Self:
-        """From its bytes; None for a descriptor without a command. `UsageError` where an exchange asks for something else, `ShipmentUnreadable` where they are damaged."""
+        """Parse the command; None for a descriptor without a command.
+
+        Raises `UsageError` if an exchange asks for something else, `ShipmentUnreadable` if the
+        bytes are damaged.
+        """
         if command is None or not command.startswith(_COMMAND):
             raise UsageError(
                 "an exchange over Flight is how another node follows a stream, and this one asks for something else",
@@ -107,7 +113,7 @@ class FollowRequest:
 
 
 class Sending:
-    """The outward half of an exchange. Each message is written whole; nothing is once `shut` has returned.
+    """The outward half of an exchange. Each message is written whole, and none after `shut` has returned.
 
     Concurrency: any number of threads.
     """
@@ -119,11 +125,11 @@ class Sending:
         self._said_s = time.monotonic()
 
     def say(self, kind: bytes, behind: bytes = b"") -> None:
-        """A message without a body. Raises `LinkLost`."""
+        """Send a message without a body. Raises `LinkLost`."""
         self._write(lambda: self._writer.write_metadata(pa.py_buffer(kind + behind)))
 
     def ship(self, buffers: Sequence[Bytes], size: int) -> None:
-        """A shipment's bytes; waits while the connection takes no more. Raises `LinkLost`."""
+        """Send a shipment's bytes; waits while the connection takes no more. Raises `LinkLost`."""
         pieces = [b"".join(buffers)] if size <= _JOINED_BYTES else _pieces(buffers)
         for number, piece in enumerate(pieces, 1):
             column = pa.Array.from_buffers(pa.uint8(), len(piece), [None, pa.py_buffer(piece)])
@@ -132,20 +138,20 @@ class Sending:
             self._write(functools.partial(self._writer.write_with_metadata, batch, metadata))
 
     def beat(self, every_s: float) -> None:
-        """Say that somebody is here, where nothing else was said for that long. Raises `LinkLost`."""
+        """Send a heartbeat if nothing else was sent for that long. Raises `LinkLost`."""
         if time.monotonic() - self._said_s >= every_s:
             self.say(BEAT)
 
     def shut(self) -> None:
-        """Nothing is written from now on: waits for the message that is being written."""
+        """Wait for the message that is being written; nothing is written after that."""
         with self._lock:
             self._is_shut = True
 
     def end(self) -> None:
-        """The last message.
+        """Send the last message.
 
-        A client doesn't say beside it that it has done writing: pyarrow says so by itself once the call has ended, and gRPC
-        aborts the process where it is said twice, from two threads.
+        A client doesn't also close its writing side: pyarrow does that once the call has ended, and
+        gRPC aborts the process if two threads both do it.
         """
         with contextlib.suppress(LinkLost):
             self.say(QUIT)
@@ -169,7 +175,7 @@ def _pieces(buffers: Sequence[Bytes]) -> list[memoryview]:
 
 
 def error_of_flight(error: Exception) -> MillstreamError:
-    """The error of our tree: the one that the other end told of, else what the connection's end means."""
+    """Return this project's error: the one that the other end sent, else the meaning of the connection's end."""
     extra = getattr(error, "extra_info", b"")
     if extra:
         with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -1,6 +1,7 @@
-"""Follows a leader in one stream: carries out what `protocol.replication.Follower` decides, on a log of this node's own.
+"""Follows a leader in one stream: performs what `protocol.replication.Follower` decides, on a log of this node's own.
 
-One thread: it hears the leader, writes, syncs and answers. The position is the log itself, so there is nothing to be kept in step with it.
+One thread receives from the leader, writes, syncs and answers. The position is the log itself, so
+nothing has to be kept in step with it.
 """
 
 from __future__ import annotations
@@ -50,37 +51,45 @@ from millstream.wal.replica.log import ReplicaLog
 logger = structlog.get_logger("millstream.follow")
 
 _HEARS_FOR_S: Final = 0.1
-"""How long it waits for the leader's next word before it looks whether somebody else wants something."""
+"""Seconds that it waits for the leader's next message before it handles other requests."""
 _CONNECTS_WITHIN_S: Final = 5.0
 
 
 class FollowerNotes(Protocol):
-    """What a follower makes durable beside the log. Called from its one thread; what raises ends it."""
+    """Durable state of a follower apart from the log. Called from its one thread; an error ends the follower."""
 
     def role(self, fact: RoleFact) -> None:
-        """Durably: whom it has promised what."""
+        """Store durably which node it has promised what."""
 
     def check_promise(self, fact: RoleFact) -> None:
-        """Return where nobody was promised more than that. Asked behind what was made durable, before it is told or shown.
+        """Return if no node was promised more than that.
+
+        Called after something was made durable, before it is reported or shown.
 
         Raises:
-            Fenced: another process of this node has given a higher promise. What was made durable before it, it has told of.
+            Fenced: another process of this node has given a higher promise. It has reported what
+                was made durable before that.
         """
 
     def documents(self, documents: tuple[Document, ...]) -> None:
-        """Durably, in place of the older ones."""
+        """Store the documents durably, in place of the older ones."""
 
     def set_aside(self, behind: GroupNumber) -> None:
-        """Durably: keep for people what lies behind a group, and take it out of the log, which is closed meanwhile."""
+        """Durably move what lies after a group out of the log, and keep it for people.
+
+        The log is closed during the call.
+        """
 
     def lag(self, lag: Lag) -> None:
-        """For readers of other processes: now and then."""
+        """Publish the lag for readers in other processes, now and then."""
 
     def let_go(self, leader_dropped: Seq) -> None:
-        """The leader's retention has let go of everything up to that number: so may this node's. Asked again and again, while the log is open and nothing is written.
+        """Drop what the leader's retention has dropped, up to that number.
+
+        Called repeatedly, while the log is open and idle.
 
         Raises:
-            MillstreamError, OSError: nothing, or less, goes this time.
+            MillstreamError, OSError: nothing, or less, is dropped this time.
         """
 
 
@@ -91,12 +100,13 @@ class WalFollower:
         name: the stream's.
         folder: its log's.
         node: this one.
-        fact: what it has noted.
-        connect: a link to the leader that is named, or to who leads by now, with that one's name. Raises `LinkLost` or what the leader says.
-        notes: where to note things.
-        documents: versions of those that it has.
-        home: which home of that name this is.
-        files, clock: the world.
+        fact: the state that it has stored.
+        connect: returns a link to the named leader, or to the current one, with the latter's name.
+            Raises `LinkLost` or the leader's error.
+        notes: stores its durable state.
+        documents: versions of the documents that it has.
+        home: identity of this home among homes of that node name.
+        files, clock: the file system and the clock.
 
     Raises (from making it):
         ShardLocked, CorruptWal, UnexpectedFile, DiskFull …: as `ReplicaLog.open`.
@@ -130,12 +140,12 @@ class WalFollower:
         self._leader_dropped = Seq(0)
         self._apart_since_s = 0.0
         self._told: tuple[str, ...] | None = ()
-        """What was told of last, which isn't repeated with each try; None once it follows."""
+        """Last reported trouble, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
 
     def facts(self) -> dict[str, object]:
-        """What is known now, JSON-able."""
+        """Return the current state, JSON-able."""
         machine = self._machine
         lag, error = machine.lag(time.monotonic()), machine.stopped_by or machine.trouble
         return {
@@ -153,33 +163,34 @@ class WalFollower:
 
     @property
     def fact(self) -> RoleFact:
-        """What it has noted."""
+        """Return the stored state."""
         return self._machine.fact
 
     @property
     def group(self) -> GroupNumber:
-        """The last that its log has, whole."""
+        """Return the last group that its log has whole."""
         return self._machine.holding.group
 
     @property
     def stopped_by(self) -> MillstreamError | None:
-        """Why it takes nothing any more, where a person has to look."""
+        """Reason why it takes nothing more, if a person has to intervene."""
         return self._machine.stopped_by
 
     def lag(self) -> Lag:
-        """How far behind it is now."""
+        """Return the current lag."""
         return self._machine.lag(time.monotonic())
 
     # --- the one thread ------------------------------------------------------------------------------------------------
 
     def run(self, stop: threading.Event, *, until_caught_up: bool = False) -> None:
-        """Follow until told to stop; or, with `until_caught_up`, until everything is here that the leader has.
+        """Follow until `stop` is set; or, with `until_caught_up`, until everything that the leader has is here.
 
         Raises:
-            Diverged, OtherStream, FollowerBehindRetention: what a person has to look after.
-            AccessError, LinkLost …: with `until_caught_up`, where the leader refuses this node, or isn't there for a minute.
+            Diverged, OtherStream, FollowerBehindRetention: a person has to intervene.
+            AccessError, LinkLost …: with `until_caught_up`, if the leader refuses this node, or
+                can't be reached for a minute.
             ReplicaFailed: the disk failed.
-            CatalogError, OSError …: what couldn't be made durable.
+            CatalogError, OSError …: durable state couldn't be stored.
         """
         self._apart_since_s = time.monotonic()
         try:
@@ -203,12 +214,12 @@ class WalFollower:
             self.close()
 
     def close(self) -> None:
-        """Break the link, and give up the log's locks."""
+        """Break the link, and release the log's locks."""
         self._break_link()
         self._log.close()
 
     def _give_up_in_time(self) -> None:
-        """A job ends, by the error, where waiting doesn't help: it would be there for ever, and nobody would look."""
+        """End a job with the error if waiting doesn't help: it would run for ever, unnoticed."""
         trouble = self._machine.trouble
         if trouble is None:
             self._apart_since_s = time.monotonic()
@@ -232,7 +243,7 @@ class WalFollower:
             self._step(Received(shipment, self._clock.now_ns()))
 
     def _step(self, event: Event) -> None:
-        """One event, and what follows from it at once."""
+        """Process one event, and the events that follow from it at once."""
         events: list[Event] = [event]
         while events:
             for effect in self._machine.step(events.pop(0), time.monotonic()):
@@ -328,6 +339,6 @@ class WalFollower:
 
 
 _GIVES_UP_AFTER_S: Final = 60.0
-"""As long as a leader may take to be started anew, or another one to be promoted."""
+"""Seconds that a leader may take to restart, or another one to be promoted."""
 _LAG_EVERY_S: Final = 0.2
-"""How often readers of other processes are told how old what they see is: below what anybody bounds it by."""
+"""Interval at which the age of what readers see is published: below any bound that a reader sets."""

@@ -1,10 +1,12 @@
-"""A transport between two threads of one process, for tests: bytes as they would be on the wire, and faults from a seed.
+"""A transport between two threads of one process, for tests: the same bytes as on the wire, and faults from a seed.
 
-Without faults it keeps what `ports.Transport` promises. With them a message may be lost while later ones arrive, come twice, early, late or
-damaged, and nodes may be cut off for a time: worse than any network that TCP runs over, and what followers have to stand. What befalls a
-message depends on the seed, the node, and how many came before it on its link: the same again in every run.
+Without faults it keeps the promises of `ports.Transport`. With them a message may be lost while
+later ones arrive, or come twice, early, late or damaged; nodes may be cut off for a time. That is
+worse than any network under TCP, and followers have to withstand it. The fault of a message depends
+on the seed, the node, and the number of messages before it on its link, so every run has the same
+faults.
 
-Time is the clock's. Under one that a test moves, what waits wakes when it is moved.
+Time is the clock's. With a test's manual clock, waiting calls wake when the clock is moved.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from millstream.wal.files import SystemClock
 
 _NS: Final = 1_000_000_000
 _STEP_S: Final = 0.001
-"""How far somebody who waits goes with a clock that isn't the system's, or where something happens by time alone."""
+"""Seconds of one wait step, with a clock that isn't the system's, or if something happens by time alone."""
 _FOR_EVER_S: Final = 1e8
 _NEVER_NS: Final = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How likely it is that something befalls a message, each from 0 to 1."""
+    """Probabilities of faults, each from 0 to 1."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
-    """It overtakes the one before it."""
+    """The message overtakes the one before it."""
     corrupt: float = 0.0
-    """A bit of it is turned."""
+    """A bit of it is flipped."""
     delay: float = 0.0
     delay_s: float = 0.1
-    """… by up to so long; those behind it wait for it."""
+    """Longest delay in seconds; the messages after it wait for it."""
     partition: float = 0.0
     """The node is cut off with it, both ways."""
     partition_s: float = 1.0
@@ -59,13 +61,13 @@ class _Message:
 
 
 class InProcessTransport:
-    """Both ends in one object: followers connect to whoever accepts.
+    """Both ends in one object: followers connect to the caller of `accept`.
 
     Args:
-        clock: what delays, partitions and timeouts go by.
-        faults: what befalls messages.
+        clock: for delays, partitions and timeouts.
+        faults: the faults of messages.
         seed: of the faults.
-        window_bytes: how much may be on its way, each way; a single message may be larger.
+        window_bytes: bound of the bytes in flight, each way; a single message may exceed it.
     """
 
     def __init__(
@@ -109,11 +111,11 @@ class InProcessTransport:
         return random.Random(f"{self._seed}/{self._counted}/{way}")  # noqa: S311 # faults, not secrets
 
     def cut(self, node: NodeName, seconds: float | None = None) -> None:
-        """Nothing gets to the node or from it for that long, or until `mend`: what is said meanwhile is lost, and it can't connect."""
+        """Cut a node off for that long, or until `mend`: messages to and from it are lost, and it can't connect."""
         self._wire.cut(node, seconds)
 
     def mend(self, node: NodeName) -> None:
-        """It is reached again."""
+        """Reconnect a node."""
         self._wire.cut(node, 0.0)
 
     def close(self) -> None:
@@ -127,7 +129,7 @@ class InProcessTransport:
 
 
 class _Wire:
-    """What all links of a transport share: a clock, faults, who is cut off, and one lock."""
+    """Shared state of a transport's links: clock, faults, nodes cut off, and one lock."""
 
     def __init__(self, clock: Clock, faults: Faults, window_bytes: int) -> None:
         self.clock: Final = clock
@@ -135,9 +137,9 @@ class _Wire:
         self.window_bytes: Final = window_bytes
         self.changed: Final = threading.Condition()
         self._cut: dict[NodeName, int] = {}
-        """Until when."""
+        """Time until which each node is cut off."""
         self._wakes: Final = isinstance(clock, SystemClock) and faults == NO_FAULTS
-        """Whoever waits is told of all that it may wait for: nothing happens by time alone."""
+        """Whether every change wakes the waiting threads, since nothing happens by time alone."""
 
     def cut(self, node: NodeName, seconds: float | None) -> None:
         with self.changed:
@@ -148,7 +150,7 @@ class _Wire:
         return self._cut.get(node, 0) > self.clock.monotonic_ns()
 
     def wait(self, is_so: Callable[[], object], timeout_s: float) -> bool:
-        """Whether it became so in time, by the clock. The lock is held, once."""
+        """Return whether the condition became true in time, by the clock. The caller holds the lock, once."""
         until_ns = self.clock.monotonic_ns() + round(timeout_s * _NS)
         while not is_so():
             left_ns = until_ns - self.clock.monotonic_ns()
@@ -182,7 +184,10 @@ class _Pipe:
         return self._ended is None
 
     def put(self, data: bytes, *, waits: bool = True) -> None:
-        """Waits for room, but for a last word; `LinkLost` where it has ended. What a fault takes away is gone in silence."""
+        """Send a message: wait for room, except with a last message.
+
+        Raises `LinkLost` if the pipe has ended. Faults are silent.
+        """
         with self._wire.changed:
             if waits:
                 self._wire.wait(lambda: self._ended is not None or self._has_room(len(data)), _FOR_EVER_S)
@@ -194,7 +199,7 @@ class _Pipe:
             self._wire.changed.notify_all()
 
     def take(self, timeout_s: float) -> bytes | None:
-        """The next one that is due; what came before the end comes first."""
+        """Return the next message that is due; messages from before the end come first."""
         with self._wire.changed:
             self._wire.wait(lambda: self._is_due() or (self._ended is not None and not self._messages), timeout_s)
             if self._is_due():
@@ -207,7 +212,7 @@ class _Pipe:
             return None
 
     def end(self, why: str, *, forget: bool = False) -> None:
-        """Nothing comes any more; with `forget`, not even what is on its way."""
+        """End the pipe: nothing more comes. With `forget`, messages in flight are dropped too."""
         with self._wire.changed:
             self._ended = self._ended or LinkLost(why)
             if forget:
@@ -222,7 +227,11 @@ class _Pipe:
         return bool(self._messages) and self._messages[0].due_ns <= self._wire.clock.monotonic_ns()
 
     def _befallen(self, data: bytes) -> list[tuple[_Message, bool]]:
-        """The message as often as it comes, and whether it overtakes. As many dice for each, so that one fault doesn't change where others fall."""
+        """Return the message as often as it comes, and whether it overtakes.
+
+        Each message draws the same number of random values, so that one fault doesn't shift the
+        others.
+        """
         faults, dice = self._wire.faults, [self._chance.random() for _ in range(9)]
         if dice[0] < faults.partition:
             self._wire.cut(self._node, faults.partition_s)
@@ -243,7 +252,7 @@ class _End:
         self._outward = outward
 
     def _heard(self, timeout_s: float) -> Shipment | Acknowledgement | Hello | None:
-        """What comes next; raises the error that comes."""
+        """Return the next message; raise it if it is an error."""
         said = self._inward.take(timeout_s)
         if said is None:
             return None

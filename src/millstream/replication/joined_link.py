@@ -1,8 +1,9 @@
-"""A follower's end of a link, by which what came meanwhile is taken together.
+"""A follower's end of a link that joins waiting shipments into one.
 
-While a follower's disk syncs one shipment, others come. Taken one by one, each of them costs an fdatasync, marks and an acknowledgement; together
-they cost that once, as the appends do that wait for a writer. So a follower that is far behind goes at its disk's speed, and one that keeps up gets
-each shipment by itself, at once.
+While a follower's disk syncs one shipment, others arrive. Taken one by one, each would cost an
+fdatasync, marks and an acknowledgement. Joined, they cost that once, as with appends that wait for
+a writer. So a follower that is far behind goes at its disk's speed, and one that keeps up gets each
+shipment alone, at once.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from millstream.model.replication import Acknowledgement, Hello, Shipment
 from millstream.ports import LeaderLink
 
 BYTES_MAX: Final = 16 << 20
-"""Of shipments that are taken together: half of what a leader has on its way to a follower at most, so that more comes while these are written."""
+"""Bytes of joined shipments: at most half of a leader's window, so that more arrive while these are written."""
 
 
 def joined(earlier: Shipment, later: Shipment, bytes_max: int = BYTES_MAX) -> Shipment | None:
-    """The shipment that says what two do that came one behind the other; None where they are to be taken one by one.
+    """Return one shipment in place of two consecutive ones; None if they have to be taken one by one.
 
     Args:
-        earlier: the first of them, or what was joined before.
+        earlier: the first of them, or the result of an earlier join.
         later: the next.
-        bytes_max: of both together.
+        bytes_max: bound of both together.
     """
     if (earlier.stream, earlier.region, earlier.epoch, earlier.leader) != (
         later.stream,
@@ -33,32 +34,32 @@ def joined(earlier: Shipment, later: Shipment, bytes_max: int = BYTES_MAX) -> Sh
         later.leader,
     ):
         return None
-    # Documents are noted one behind the other, and a lineage is a greeting.
+    # Documents are stored one after the other, and a lineage is a greeting.
     if earlier.documents or later.documents or earlier.size_bytes + later.size_bytes > bytes_max:
         return None
     if earlier.marks and not later.marks:
-        return None  # what the marks show would be shown later, and looked for in the midst of what lies there
+        return None  # the marks would be shown later, at a place in the midst of the bytes
     return replace(later, parts=earlier.parts + later.parts, first_kept={**earlier.first_kept, **later.first_kept})
 
 
 class JoinedLink:
-    """See `ports.LeaderLink`. Made of another one, which it closes.
+    """See `ports.LeaderLink`. Wraps another link, which it closes.
 
     Args:
-        link: where shipments come.
-        bytes_max: of shipments that are taken together; a single one may be larger.
+        link: the source of shipments.
+        bytes_max: bound of joined shipments; a single one may exceed it.
     """
 
     def __init__(self, link: LeaderLink, bytes_max: int = BYTES_MAX) -> None:
         self._link: Final = link
         self._bytes_max: Final = bytes_max
         self._next: Shipment | None = None
-        """It came, and isn't to be taken with those before it."""
+        """A shipment that came, and can't be joined with those before it."""
         self._error: MillstreamError | None = None
-        """Likewise: why nothing comes any more."""
+        """Reason why nothing more comes, raised after the shipments before it."""
 
     def recv(self, timeout_s: float) -> Shipment | None:
-        """See the port: what came before the link broke is given out first."""
+        """See the port: shipments that came before the link broke are returned first."""
         if self._error is not None:
             raise self._error.with_traceback(None)
         shipment, self._next = self._next, None

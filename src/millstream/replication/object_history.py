@@ -1,11 +1,13 @@
-"""Which of the stored objects are the log: where leaders have gone on from further below than the store had come before them.
+"""The stored objects that are the log, after leaders have continued from below the store's end.
 
-A leader that was promoted without the store (`--accept-loss`) may lack what the store has, and a group of which the store has a part only is in
-nobody's log. Its objects can't be put behind what lies there. So before its first shipment it writes a *branch*: by shard, the segment from
-which on its own objects stand in the place of those of lower epochs. It stores these segments from their beginnings, and once a shipment with
-marks is stored that covers them, it says that the branch is whole. Until then the log is what it was before.
+A leader that was promoted without the store (`--accept-loss`) may lack records that the store has.
+A group that the store has only in part is in no log. The leader's objects can't follow those. So
+before its first shipment it writes a *branch*: by shard, the segment from which on its own objects
+replace those of lower epochs. It stores these segments from their beginnings. Once it has stored a
+shipment with marks that cover them, it marks the branch as whole. Until then the log is what it was
+before.
 
-Nothing is taken away for it: what stands outside the log stays under its names.
+Nothing is deleted for it: objects outside the log keep their names.
 """
 
 from __future__ import annotations
@@ -28,61 +30,66 @@ _NOTHING: Final = ByteEnd(Offset(0), 0)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One leader's."""
+    """Branch of one leader."""
 
     epoch: Epoch
     begins: ReplicaPosition
-    """By shard, the segment from which on; of a shard that isn't named, from the first."""
+    """By shard, the first segment of the branch; a shard that isn't named is replaced from its first segment."""
     is_whole: bool
 
     def replaces(self, shard: ShardId, base: Offset) -> bool:
-        """Whether a segment is one of those."""
+        """Return whether the branch replaces a segment."""
         return base >= self.begins.get(shard, _NOTHING).base_offset
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All branches, the first one first."""
+    """All branches, in the order of their epochs."""
 
     branches: tuple[Branch, ...] = ()
     upto: Epoch | None = None
-    """As if no higher epoch had been: what was set aside since is the log then. None: as it is."""
+    """Epoch to view the log at, as if no higher epoch existed: the log then includes what was set
+    aside since. None: the current log.
+    """
 
     @property
     def epoch(self) -> Epoch:
-        """Of the newest whole branch: marks and documents of lower epochs say nothing of the log. 0: there is none."""
+        """Epoch of the newest whole branch: marks and documents of lower epochs don't describe the log. 0.
+
+        There is none.
+        """
         return max((branch.epoch for branch in self.branches if branch.is_whole), default=Epoch(0))
 
     @property
     def has_begun(self) -> bool:
-        """Whether one isn't whole."""
+        """Whether some branch isn't whole."""
         return any(not branch.is_whole for branch in self.branches)
 
     def tells(self, epoch: Epoch) -> bool:
-        """Whether marks and documents of an epoch say what the log is."""
+        """Return whether marks and documents of an epoch describe the log."""
         return epoch >= self.epoch and not self._is_begun(epoch)
 
     def has(self, shard: ShardId, epoch: Epoch, base: Offset) -> bool:
-        """Whether a segment, or bytes of one, that was stored in an epoch are the log's."""
+        """Return whether a segment, or bytes of it, stored in an epoch belong to the log."""
         return not self._is_begun(epoch) and not any(
             branch.is_whole and branch.epoch > epoch and branch.replaces(shard, base) for branch in self.branches
         )
 
     @property
     def set_aside(self) -> tuple[Epoch, ...]:
-        """Up to which epochs there is more than the log has."""
+        """Epochs at whose end the store has more than the log."""
         claimed = [branch.epoch for branch in self.branches if branch.is_whole]
         return tuple(Epoch(epoch - 1) for epoch in claimed)
 
     def as_of(self, epoch: Epoch | None) -> History:
-        """As the leader of an epoch sees it: its own branch is the log, whole or not."""
+        """Return the history as the leader of an epoch sees it: its own branch is the log, whole or not."""
         return replace(
             self,
             branches=tuple(Branch(one.epoch, one.begins, one.is_whole or one.epoch == epoch) for one in self.branches),
         )
 
     def parts_below(self, position: ReplicaPosition, known: History) -> bool:
-        """Whether somebody who has read up to a position, by an older history, has read what isn't the log any more."""
+        """Return whether a reader at a position, by an older history, has read records that the log no longer has."""
         new = [branch for branch in self.branches if branch.is_whole and branch.epoch > known.epoch]
         return any(
             end > branch.begins.get(shard, _NOTHING) for branch in new for shard, end in position.items()
@@ -95,7 +102,11 @@ class History:
 
 
 def history_of(objects: Objects, layout: Layout, upto: Epoch | None = None) -> History:
-    """Read it, up to an epoch: after the names of shipments, since a branch is there before the first of its epoch. Raises `StoreUnavailable`, `ShipmentUnreadable`."""
+    """Read the history, up to an epoch.
+
+    Read it after the names of shipments, because a branch exists before the first shipment of its
+    epoch. Raises `StoreUnavailable`, `ShipmentUnreadable`.
+    """
     names = {listed.name for listed in listed_in(objects, layout.branches)}
     found = []
     for name in sorted(name for name in names if not name.endswith(_WHOLE)):
@@ -115,15 +126,16 @@ def begin_branch(
     stored: ReplicaPosition,
     common: Callable[[], ReplicaPosition | None],
 ) -> None:
-    """Note where the log of who has claimed an epoch parts from what is stored, where it does. Repeated, it changes nothing.
+    """Record where the log of the node that claimed an epoch diverges from what is stored, if it does. Idempotent.
 
     Args:
         objects: the store.
         layout: the names of the log.
-        epoch: that was claimed: nobody stores anything under a lower one any more.
-        node: who did.
-        stored: what is stored.
-        common: where what the log has in common with the stored one ends; None: it is the same one, as far as that goes.
+        epoch: the claimed epoch: nothing more is stored under a lower one.
+        node: the node that claimed it.
+        stored: the end of what is stored.
+        common: returns the end of what the log has in common with the stored one; None: the logs
+            don't diverge.
     """
     begun = any(True for _ in listed_in(objects, f"{layout.groups}/{epoch:020}"))
     if begun or objects.get(layout.branch(epoch)) is not None:
@@ -136,5 +148,5 @@ def begin_branch(
 
 
 def note_whole(objects: Objects, layout: Layout, epoch: Epoch) -> None:
-    """Have a branch be the log from now on."""
+    """Mark a branch as whole: it is the log from now on."""
     objects.put_new(layout.branch_whole(epoch), [b"whole\n"])

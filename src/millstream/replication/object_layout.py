@@ -1,8 +1,9 @@
-"""Names in an object store, who may write there, and its probe. docs/internals/FORMAT.md has the layout.
+"""Names in an object store, the rules for writing there, and a probe. docs/internals/FORMAT.md has the layout.
 
-Each leader writes under its own epoch, and each name once. A claim is a name that one wins. Whoever has claimed an epoch *ends* every lower one, by
-writing an end where the next shipment of that epoch would stand. So an older leader's next write meets an object that isn't its own:
-it is fenced, whatever it knows, and what it had stored before is all that it ever will.
+Each leader writes under its own epoch, and each name once. If several nodes claim an epoch, one
+wins. The node that has claimed an epoch *ends* every lower one, by writing an end at the name of
+that epoch's next shipment. So an older leader's next write meets an object that isn't its own: it
+is fenced without any notice, and stores nothing more.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from millstream.model.replication import ByteEnd, SegmentPart
 from millstream.replication.objects import Listed, Objects
 
 TRAILER_BYTES: Final = 64
-"""A segment's last."""
+"""Size in bytes of a segment's trailer."""
 SEGMENT_END_MAGIC: Final = b"MILLEND\n"
 _TRAILER: Final = struct.Struct("<8xq40x8s")
-"""Of a segment: the end offset, and the magic. See docs/internals/FORMAT.md."""
+"""A segment's trailer: the end offset, and the magic. See docs/internals/FORMAT.md."""
 _SHARD_DIGITS: Final = 10
 _OWN_NAME: Final = re.compile(r"(?:[^/]+/)?(?:\d{20}/)?\d{20}(?:\.ended|\.whole)?")
-"""What stands behind the folder in every name that is listed."""
+"""Pattern for the part of every listed name after the folder."""
 _DAMAGED_HINT: Final = (
     "Put the object back, from an older version or a copy of the store. Where there is none, move it away with all that stand "
     "behind it in its folder: a leader that still has these bytes stores them again, and a restore ends in front of them where another one is left."
@@ -46,75 +47,78 @@ class Layout:
 
     @property
     def root(self) -> str:
-        """The folder of all of it."""
+        """Folder of the whole log."""
         return f"{self.stream}/{self.region:010}"
 
     @property
     def leaders(self) -> str:
-        """The folder of claims."""
+        """Folder of claims."""
         return f"{self.root}/leaders"
 
     @property
     def groups(self) -> str:
-        """The folder of shipments."""
+        """Folder of shipments."""
         return f"{self.root}/groups"
 
     @property
     def documents(self) -> str:
-        """The folder of documents."""
+        """Folder of documents."""
         return f"{self.root}/documents"
 
     @property
     def branches(self) -> str:
-        """The folder of branches."""
+        """Folder of branches."""
         return f"{self.root}/branches"
 
     @property
     def begins(self) -> str:
-        """The object that says what was gone before the first shipment."""
+        """Object that records what was dropped before the first shipment."""
         return f"{self.root}/begins"
 
     def leader(self, epoch: Epoch) -> str:
-        """A claim."""
+        """Return the name of a claim."""
         return f"{self.leaders}/{epoch:020}"
 
     def lower_ended(self, epoch: Epoch) -> str:
-        """Says that all epochs below this one have their ends."""
+        """Return the name of the object that shows that all epochs below this one have their ends."""
         return f"{self.leader(epoch)}.ended"
 
     def group(self, epoch: Epoch, number: int) -> str:
-        """A shipment, or an epoch's end."""
+        """Return the name of a shipment, or of an epoch's end."""
         return f"{self.groups}/{epoch:020}/{number:020}"
 
     def shard(self, shard: ShardId) -> str:
-        """The folder of a shard's sealed segments."""
+        """Return the folder of a shard's sealed segments."""
         return f"{self.root}/{shard:010}"
 
     def segment(self, shard: ShardId, epoch: Epoch, base: Offset) -> str:
-        """A sealed segment."""
+        """Return the name of a sealed segment."""
         return f"{self.shard(shard)}/{epoch:020}/{base:020}"
 
     def branch(self, epoch: Epoch) -> str:
-        """Where a leader's log parts from what was stored before it."""
+        """Return the name of the branch where a leader's log diverges from what was stored before it."""
         return f"{self.branches}/{epoch:020}"
 
     def branch_whole(self, epoch: Epoch) -> str:
-        """Says that the leader has stored all that stands in the place of what was."""
+        """Return the name of the object that shows that a leader's branch is stored whole."""
         return f"{self.branch(epoch)}.whole"
 
     def document(self, name: str, epoch: Epoch, version: int) -> str:
-        """A document, as the leader of an epoch had it."""
+        """Return the name of a document, in the version of an epoch's leader."""
         return f"{self.documents}/{name}/{epoch:020}/{version:020}"
 
 
 def listed_in(objects: Objects, folder: str, behind: str = "") -> Iterator[Listed]:
-    """As `Objects.listed`, of a folder of this layout. What people and their tools have put there besides is passed over."""
+    """List as `Objects.listed`, in a folder of this layout.
+
+    Names that people and their tools have added are ignored.
+    """
     own = len(folder) + 1
     return (found for found in objects.listed(folder, behind) if _OWN_NAME.fullmatch(found.name, own))
 
 
 def message_in(name: str, data: memoryview) -> Message:
-    """What an object says. `ShipmentUnreadable`, with its name, where that is nothing that can be read."""
+    """Decode an object. Raises `ShipmentUnreadable`, with its name, if it can't be read."""
     try:
         return decode_message(data)
     except ShipmentUnreadable as error:
@@ -124,25 +128,25 @@ def message_in(name: str, data: memoryview) -> Message:
 
 
 def group_of(name: str) -> tuple[Epoch, int]:
-    """The epoch and number in a shipment's name."""
+    """Return the epoch and number in a shipment's name."""
     _, epoch, number = name.rsplit("/", 2)
     return Epoch(int(epoch)), int(number)
 
 
 def document_of(name: str) -> tuple[str, Epoch, int]:
-    """The document's name, its epoch and its version in an object's name."""
+    """Return the document's name, its epoch and its version in an object's name."""
     _, document, epoch, version = name.rsplit("/", 3)
     return document, Epoch(int(epoch)), int(version)
 
 
 def segment_of(name: str) -> tuple[Epoch, Offset]:
-    """The epoch and the base offset in a segment's name."""
+    """Return the epoch and the base offset in a segment's name."""
     _, epoch, base = name.rsplit("/", 2)
     return Epoch(int(epoch)), Offset(int(base))
 
 
 def behind(part: SegmentPart) -> ByteEnd:
-    """Where a shard is that ends with these bytes: behind a footer that is whole, at the next segment's beginning, as the footer says."""
+    """Return the position of a shard after these bytes; after a whole footer, the next segment's beginning."""
     if part.is_end and len(part.data) >= TRAILER_BYTES:
         end, magic = _TRAILER.unpack(part.data[-TRAILER_BYTES:])
         if magic == SEGMENT_END_MAGIC:
@@ -151,23 +155,26 @@ def behind(part: SegmentPart) -> ByteEnd:
 
 
 def shards_of(objects: Objects, layout: Layout) -> list[ShardId]:
-    """The shards of which there are sealed segments."""
+    """Return the shards with sealed segments."""
     return [
         ShardId(int(name)) for name in objects.folders(layout.root) if name.isdigit() and len(name) == _SHARD_DIGITS
     ]
 
 
 def claims_of(objects: Objects, layout: Layout) -> list[Epoch]:
-    """The epochs that were claimed, from the least."""
+    """Return the claimed epochs, in ascending order."""
     names = (listed.name.rpartition("/")[2] for listed in listed_in(objects, layout.leaders))
     return [Epoch(int(name)) for name in names if name.isdigit()]
 
 
 def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str, claimant: str = "") -> bool:
-    """Claim an epoch; whether it is the holder's now. Lower ones are ended then: their leaders store nothing more.
+    """Claim an epoch; return whether the holder has it now.
 
-    Claimed again by the same holder it is still its own, unless a higher one was claimed meanwhile; of two of one name it is the claimant's, and of one that
-    has no word of its own: a home that was restored from the store. Raises `StoreUnavailable`: then it may be claimed.
+    Lower epochs are then ended: their leaders store nothing more.
+
+    The same holder may claim it again, unless a higher epoch was claimed since. If two homes have
+    one node name, the epoch is the claimant's, or belongs to a home without a claimant: one that
+    was restored from the store. Raises `StoreUnavailable`: then it may be claimed.
     """
     said = json.dumps({"holder": holder, "claimant": claimant}).encode()
     if not objects.put_new(layout.leader(epoch), [said]):
@@ -187,18 +194,18 @@ def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str, claimant:
 
 
 def greatest_claim(objects: Objects, layout: Layout) -> Epoch:
-    """The highest epoch that was claimed; 0 where none was."""
+    """Return the highest claimed epoch; 0 if there is none."""
     return (claims_of(objects, layout) or [Epoch(0)])[-1]
 
 
 def end_of(data: memoryview) -> Fenced | None:
-    """The end of an epoch, where an object is that; `ShipmentUnreadable` where it is nothing that can be read."""
+    """Return an epoch's end, if an object is one; raise `ShipmentUnreadable` if it can't be read."""
     message = decode_message(data)
     return message if isinstance(message, Fenced) else None
 
 
 def probe(objects: Objects, layout: Layout) -> None:
-    """Write an object twice under a condition. `StoreUnusable` where the second one is taken, too."""
+    """Test conditional writes: write an object twice. Raises `StoreUnusable` if the second write succeeds, too."""
     name = f"{layout.root}/probes/{secrets.token_hex(8)}"
     try:
         if not objects.put_new(name, [b"first"]):
@@ -210,7 +217,7 @@ def probe(objects: Objects, layout: Layout) -> None:
 
 
 def holder_of(objects: Objects, layout: Layout, epoch: Epoch) -> str:
-    """The node that has claimed an epoch; empty where none has."""
+    """Return the node that has claimed an epoch; empty if none has."""
     return str(_claimed(objects, layout, epoch).get("holder", ""))
 
 
@@ -220,7 +227,7 @@ def _claimed(objects: Objects, layout: Layout, epoch: Epoch) -> dict[str, object
 
 
 def _end(objects: Objects, layout: Layout, lower: Epoch, epoch: Epoch, holder: str) -> None:
-    """Write an epoch's end behind its last shipment; its leader may be writing meanwhile, until it meets it."""
+    """Write an epoch's end after its last shipment; its leader may keep writing until it meets the end."""
     said = encode_message(Fenced(f"{holder} leads under epoch {epoch}", epoch=int(epoch), holder=holder))
     folder = f"{layout.groups}/{lower:020}"
     last = ""

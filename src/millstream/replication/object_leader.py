@@ -1,8 +1,11 @@
-"""The leader's end of an object store: shipments become objects, sealed segments become one object each, and what is stored is acknowledged.
+"""The leader's end of an object store.
 
-A thread writes shipments in their order; those that wait while one is being written go as one object. Another one puts sealed segments together,
-from the shipments that are stored, and takes away the shipments of which a segment has every byte. The newest shipment stays, and so does the
-newest that has marks.
+Shipments and sealed segments become objects, and what is stored is acknowledged.
+
+A thread writes shipments in their order; those that wait during a write go as one object. Another
+thread builds each sealed segment, as one object, from the stored shipments. It then deletes the
+shipments whose bytes are all in segments. The newest shipment stays, and so does the newest that
+has marks.
 """
 
 from __future__ import annotations
@@ -52,51 +55,51 @@ from millstream.replication.objects import Listed, Objects
 from millstream.replication.queues import Inbox, Window
 
 _OBJECT_BYTES: Final = 8 << 20
-"""As much goes into one object where more waits: a store takes tens of milliseconds for any."""
+"""Bytes up to which waiting shipments go into one object: a store takes tens of milliseconds for any object."""
 _PIECE_BYTES: Final = 8 << 20
 
 SegmentBytes = Callable[[ShardId, Offset], Iterable[Bytes] | None]
-"""A sealed segment's bytes, where the leader has its file; None where it hasn't."""
+"""Returns a sealed segment's bytes, if the leader has its file; None if it hasn't."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where bytes of a segment lie in the store."""
+    """Place of a segment's bytes in the store."""
 
     name: str
     start: int
-    """In the object."""
+    """Position in the object."""
     position: int
-    """In the segment."""
+    """Position in the segment."""
     length: int
 
 
 @dataclass(slots=True)
 class Stored:
-    """What the store has: read once when a link begins, and kept up by it."""
+    """Contents of the store: read once when a link begins, and kept up to date by it."""
 
     marks: dict[ShardId, DurableMark] = field(default_factory=dict)
     position: dict[ShardId, ByteEnd] = field(default_factory=dict)
     documents: dict[str, tuple[Epoch, int]] = field(default_factory=dict)
-    """By name, the epoch and the version of the newest."""
+    """By name, the epoch and the version of the newest document."""
     history: History = field(default_factory=History)
     sealed: set[tuple[ShardId, Offset]] = field(default_factory=set)
     """Segments that are stored whole."""
     pieces: dict[tuple[ShardId, Offset], list[_Piece]] = field(default_factory=dict)
-    """Of segments that aren't."""
+    """Stored bytes of segments that aren't."""
     shipments: dict[str, set[tuple[ShardId, Offset]]] = field(default_factory=dict)
-    """Which segments each stored shipment has bytes of, in order."""
+    """By shipment, in order, the segments that it has bytes of."""
     marked: str = ""
-    """The newest shipment with marks."""
+    """Name of the newest shipment with marks."""
     ended: set[tuple[ShardId, Offset]] = field(default_factory=set)
     """Segments whose end has been shipped, and that aren't stored whole."""
     last: str = ""
-    """The last name under which there is a shipment, or an epoch's end."""
+    """Last name with a shipment, or an epoch's end."""
     stream: Shipment | None = None
-    """The newest one, without its bytes."""
+    """The newest shipment, without its bytes."""
 
     def add(self, name: str, shipment: Shipment, starts: Sequence[int]) -> None:
-        """A shipment that is stored now, and where each part's bytes begin in it."""
+        """Add a shipment that is stored now; `starts` has the position of each part's bytes in it."""
         epoch = group_of(name)[0]
         keys: set[tuple[ShardId, Offset]] = set()
         for part, start in zip(shipment.parts, starts, strict=True):
@@ -112,7 +115,7 @@ class Stored:
             self.position[part.shard] = max(end, self.position.get(part.shard, end))
         self.stream = dataclasses.replace(shipment, parts=(), documents=())
         if not self.history.tells(epoch):
-            return  # it stays, whatever covers it: it tells of what isn't the log any more
+            return  # it stays, even if segments cover it: it has records that the log no longer has
         self.shipments[name] = keys
         if shipment.marks:
             self.marks = dict(shipment.marks)
@@ -123,35 +126,35 @@ class Stored:
             )
 
     def reached(self) -> ReplicaPosition:
-        """Where the store is; behind a segment's end stands the beginning of the next one, where that is known."""
+        """Return the store's position; after a segment's end, the beginning of the next one, if known."""
         found = dict(self.position)
         for shard, mark in self.marks.items():
             end = found.get(shard)
-            # A segment that has lost its end is to come once more, from its beginning.
+            # A segment that has lost its end has to come once more, from its beginning.
             if end is not None and end.position and mark.base_offset > end.base_offset:
                 found[shard] = ByteEnd(mark.base_offset, 0)
         return found
 
     def hello(self, promised: Epoch) -> Hello:
-        """The same, as a follower would say it."""
+        """Return the same as a follower's hello."""
         stream = None if self.stream is None else self.stream.stream
         versions = {name: version for name, (_, version) in self.documents.items()}
         return Hello(stream, OBJECT_STORE, promised, self.reached(), versions)
 
     def covered(self) -> list[str]:
-        """Shipments of which every byte lies in stored segments."""
+        """Return the shipments whose bytes are all in stored segments."""
         kept = {self.marked, next(reversed(self.shipments), "")}
         return [name for name, keys in self.shipments.items() if keys <= self.sealed and name not in kept]
 
 
 def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, upto: Epoch | None = None) -> Stored:
-    """Read what the store has: names of segments, and the shipments behind them.
+    """Read what the store has: the names of segments, and the shipments after them.
 
     Args:
         objects: the store.
         layout: the names of the log.
-        epoch: for the leader of that epoch, who may have begun a branch.
-        upto: as if no higher epoch had been.
+        epoch: the epoch of the reading leader, who may have begun a branch.
+        upto: read as if no higher epoch existed.
     """
     names = list(listed_in(objects, layout.groups))
     found = Stored(history=history_of(objects, layout, upto).as_of(epoch))
@@ -168,7 +171,7 @@ def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, u
         start = max(0, listed.size - TRAILER_BYTES)
         trailer = (objects.get(listed.name, start, listed.size - start) if listed.size else None) or memoryview(b"")
         end = behind(SegmentPart(shard, base, start, trailer, is_end=True))
-        if end.base_offset == base:  # what is stored has no end: where nothing follows on it, it comes once more
+        if end.base_offset == base:  # the stored bytes have no end: if nothing follows the segment, it comes once more
             found.sealed.discard((shard, base))
             end = ByteEnd(base, 0)
         found.position[shard] = end
@@ -188,19 +191,19 @@ def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, u
 
 
 class StoredLink:
-    """See `ports.FollowerLink`: what stands in for a follower is the store.
+    """See `ports.FollowerLink`: the store takes the place of a follower.
 
     Args:
         objects: the store.
         layout: the names of the log.
-        node: who leads.
+        node: the leading node.
         claimant: as `claim`'s.
-        window_bytes: how much may wait to be written.
-        segment_bytes: where sealed segments can be read more cheaply than from the store.
-        epoch: under which `node` leads; None: the first shipment tells.
+        window_bytes: bound of the bytes that wait to be written.
+        segment_bytes: reads sealed segments more cheaply than from the store.
+        epoch: the epoch under which `node` leads; None: taken from the first shipment.
 
     Raises:
-        StoreUnavailable, ShipmentUnreadable: what it has can't be read.
+        StoreUnavailable, ShipmentUnreadable: the store's contents can't be read.
     """
 
     def __init__(
@@ -221,10 +224,10 @@ class StoredLink:
         self._segment_bytes = segment_bytes
         self._stored = stored_of(objects, layout, epoch)
         self._is_branching = False
-        """What is stored isn't the log yet."""
+        """Whether what is stored isn't the log yet."""
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
-        """Under which it writes; None: it hasn't begun. Who was never promoted leads under 0."""
+        """Epoch under which it writes; None: it hasn't begun. A node that was never promoted leads under 0."""
         self._number = 0
         self._hello = self._stored.hello(greatest_claim(objects, layout))
         self._is_empty = self._stored.stream is None and not self._stored.sealed
@@ -245,13 +248,14 @@ class StoredLink:
 
     @property
     def hello(self) -> Hello:
-        """What the store has."""
+        """Return what the store has."""
         return self._hello
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Whether it is of no use any more, and changes nothing: the next one would take what it writes for another leader's, and miss what it takes away.
+        """Return whether the link has ended and its threads have too; wait up to `timeout_s` for writes in progress.
 
-        Waits so long for what is under way.
+        The next link would take this one's late writes for another leader's, and miss its
+        deletions.
         """
         if not self._ended.is_set():
             return False
@@ -261,7 +265,7 @@ class StoredLink:
         return not any(thread.is_alive() for thread in self._threads)
 
     def send(self, shipment: Shipment) -> None:
-        """See the port. Who reads a store takes all of it: what readers of the leader see isn't kept."""
+        """See the port. A reader of the store reads all of it: the leader's shown positions aren't stored."""
         shipment = dataclasses.replace(shipment, shown=None, by_one=False)
         self._window.send(shipment.size_bytes)
         with self._comes:
@@ -269,17 +273,20 @@ class StoredLink:
             self._comes.notify()
 
     def recv(self, timeout_s: float) -> Acknowledgement | Hello | None:
-        """See the port: an acknowledgement is of what is stored. Raises `Fenced` where another node has claimed the store."""
+        """See the port: an acknowledgement covers what is stored.
+
+        Raises `Fenced` if another node has claimed the store.
+        """
         said = self._words.take(timeout_s)
         return None if said is None else said[0]
 
     def refuse(self, error: MillstreamError) -> None:
-        """See the port; a store isn't told."""
+        """See the port; a store isn't notified."""
         del error
         self.close()
 
     def close(self) -> None:
-        """See the port. What waits isn't written any more; what is being written may be."""
+        """See the port. Waiting shipments are dropped; one being written may still be stored."""
         self._end(LinkLost("the link was closed"), forget=True)
 
     # --- writing -------------------------------------------------------------------------------------------------
@@ -301,7 +308,7 @@ class StoredLink:
             self._end(LinkLost("writing to the object store has failed"))
 
     def _taken(self) -> tuple[Shipment, int]:
-        """All that waits, as one, as far as it is no larger than an object should be."""
+        """Take the waiting shipments as one, up to the size of an object."""
         taken = [self._waiting.popleft()]
         size = taken[0].size_bytes
         while self._waiting and self._waiting[0].epoch == taken[0].epoch:
@@ -322,7 +329,7 @@ class StoredLink:
             self._objects.put_new(name, [document.data])
         buffers = encode_message(shipment)
         name = self._layout.group(epoch, self._number)
-        # One of our own attempts may have been told to have failed, and have been there all the same.
+        # One of our own attempts may have been reported as failed, and have succeeded.
         if not self._objects.put_new(name, buffers) and bytes(self._objects.get(name) or b"") != b"".join(buffers):
             leads = greatest_claim(self._objects, self._layout)
             raise Fenced(
@@ -352,19 +359,23 @@ class StoredLink:
             self._sealing.put(True)
 
     def _newest(self, document: Document) -> Document:
-        """A document that came last is the newest, also where its leader's clock, by which it counts versions, was set back."""
+        """Return the document with a version no older than the stored one.
+
+        The leader counts versions by its clock, which may have been set back.
+        """
         _, stored = self._stored.documents.get(document.name, (None, -1))
         return document if document.version >= stored else dataclasses.replace(document, version=stored + 1)
 
     def _begin(self, shipment: Shipment) -> None:
-        """Claim the epoch, and find where in it to go on."""
+        """Claim the epoch, and find where in it to continue."""
         if not claim(self._objects, self._layout, shipment.epoch, self._node, self._claimant):
             leads = greatest_claim(self._objects, self._layout)
             raise Fenced(
                 f"another node has claimed the object store of {self._layout.stream}: epoch {leads}, and this is {shipment.epoch}",
                 epoch=int(leads),
             )
-        # Whoever led before may have gone on until now: what this link began with wouldn't hold any more.
+        # The previous leader may have kept writing until now: the state that this link began with
+        # would be outdated.
         for listed in listed_in(self._objects, self._layout.groups, self._stored.last):
             if end_of(self._objects.get(listed.name) or memoryview(b"")) is None:
                 raise LinkLost("another node has written to the object store meanwhile")
@@ -395,7 +406,7 @@ class StoredLink:
             self._end(LinkLost("sealed segments can't be stored"))
 
     def _seal(self) -> None:
-        """Put together what has ended, and take away what is covered by it."""
+        """Build the segments that have ended, and delete the shipments that they cover."""
         with self._lock:
             todo = {key: list(self._stored.pieces[key]) for key in sorted(self._stored.ended)}
         for (shard, base), pieces in todo.items():
@@ -419,7 +430,7 @@ class StoredLink:
         for listed in listed_in(self._objects, self._layout.documents):
             document, epoch, version = document_of(listed.name)
             is_older = document in newest and (epoch, version) < newest[document]
-            # Who has led is small, and a reader may hold on to what it has listed.
+            # A lineage is small, and a reader may still need a listed one.
             if is_older and document != LINEAGE and self._stored.history.tells(epoch):
                 old.append(listed.name)
         self._objects.delete(old)
@@ -450,7 +461,7 @@ class StoredLink:
 
 
 def _joined(shipments: Sequence[Shipment]) -> Shipment:
-    """Several that follow one another, as one: their bytes, and the newest of all else."""
+    """Join consecutive shipments into one: their bytes, and the newest of everything else."""
     if len(shipments) == 1:
         return shipments[0]
     documents = {document.name: document for shipment in shipments for document in shipment.documents}
@@ -464,7 +475,7 @@ def _joined(shipments: Sequence[Shipment]) -> Shipment:
 
 
 def _starts(shipment: Shipment, size: int) -> list[int]:
-    """Where in its object each part's bytes begin: they are the last, with the documents behind them."""
+    """Return where in its object each part's bytes begin: they come last, with the documents."""
     at = size - shipment.size_bytes
     found = []
     for part in shipment.parts:

@@ -1,10 +1,11 @@
-"""The follower's end of an object store: what is stored, from a position on, and what comes to it.
+"""The follower's end of an object store: reads what is stored, from a position on, and what is added to it.
 
-What there is, is read in this order: names of shipments, then the branches, then sealed segments, then the shipments. A shipment goes only once a segment has its
-bytes. So one that has gone by the time it is read lies in a segment that wasn't there before, and reading begins anew from where it has got to.
+The store is read in this order: names of shipments, then the branches, then sealed segments, then
+the shipments. A shipment is deleted only once segments have its bytes. So if one is gone when it is
+read, a new segment has its bytes, and reading restarts from the present position.
 
-Of what is damaged nothing is known here: whoever takes what is read finds out. It reads once more then, up to there (`ends`): no bytes behind it on that shard, and no
-marks, which would cover them.
+This reader doesn't detect damage; the receiver does. It then reads once more, up to the damage
+(`ends`): no bytes after it on that shard, and no marks, which would cover them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from millstream.replication.object_layout import (
 from millstream.replication.objects import Listed, Objects
 
 POLLS_S: Final = 0.5
-"""How often it is looked for new shipments: a listing costs about what a write does."""
+"""Interval between searches for new shipments: a listing costs about as much as a write."""
 _PIECE_BYTES: Final = 8 << 20
 _ALL: Final[Mapping[ShardId, ByteEnd]] = {}
 _TRAILER: Final = struct.Struct("<II56s")
@@ -49,15 +50,18 @@ _TRAILER: Final = struct.Struct("<II56s")
 
 
 class StoreReader:
-    """See `ports.LeaderLink`. Nothing is said to a store: an acknowledgement is for nobody, and a hello has it read from there.
+    """See `ports.LeaderLink`.
+
+    Nothing is sent to a store: acknowledgements are dropped, and a hello sets the position to read
+    from.
 
     Args:
         objects: the store.
         layout: the names of the log.
-        hello: from where on.
-        polls_s: how often it is looked for what is new.
-        upto: as if no higher epoch had been; None: what is the log now.
-        ends: of shards of which no more can be read, where that is. Where there are such, no marks come.
+        hello: has the position to begin from.
+        polls_s: interval between searches for new shipments.
+        upto: read as if no higher epoch existed; None: read the current log.
+        ends: ends of the shards that can't be read further. If there are any, no marks come.
     """
 
     def __init__(
@@ -82,19 +86,20 @@ class StoreReader:
         self._lock = threading.Lock()
         self._begins: Hello | None = None
         self._first_kept: Mapping[ShardId, DroppedMark] = {}
-        """What was gone before all else that is stored."""
+        """Marks of what was dropped before the first stored shipment."""
         self._history: History | None = None
-        """By which it was read so far."""
+        """History by which it has read so far."""
         self._shipments = self._read()
 
     def recv(self, timeout_s: float) -> Shipment | None:
-        """See the port. What is asked of the store meanwhile may take longer than that.
+        """See the port. Requests to the store may take longer than the timeout.
 
         Raises:
-            StoreUnavailable: the store doesn't answer; the link is of no use any more.
-            FollowerBehindRetention: the store lacks what lies at the position.
+            StoreUnavailable: the store doesn't answer; the link is unusable.
+            FollowerBehindRetention: the store lacks the bytes at the position.
             OtherStream: it has another stream of that name.
-            LinkLost: a new leader's log parts from what was read, further below: the link is of no use any more.
+            LinkLost: a new leader's log diverges from what was read, at a lower position: the link
+                is unusable.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -128,7 +133,7 @@ class StoreReader:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is of no use any more."""
+        """Whether it is unusable."""
         return self._closed.is_set()
 
     def close(self) -> None:
@@ -138,7 +143,7 @@ class StoreReader:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _read(self) -> Iterator[Shipment | None]:
-        """What comes next, for ever; None where nothing is there as yet."""
+        """Yield the next shipments, for ever; None while there is nothing new."""
         while True:
             names = list(listed_in(self._objects, self._layout.groups))
             self._follow_history()
@@ -153,7 +158,7 @@ class StoreReader:
                 last = yield from self._tail(last)
 
     def _follow_history(self) -> None:
-        """See which objects are the log now."""
+        """Read which objects are the log now."""
         history = history_of(self._objects, self._layout, self._upto)
         if self._history is not None and history.parts_below(self._position, self._history):
             raise LinkLost("a new leader's log parts from what was read of the object store")
@@ -165,7 +170,7 @@ class StoreReader:
         return self._history
 
     def _newest(self, names: list[Listed]) -> Shipment | None:
-        """The newest shipment without its parts."""
+        """Return the newest shipment without its parts."""
         for listed in reversed(names):
             if not self._told.tells(group_of(listed.name)[0]):
                 continue
@@ -177,7 +182,10 @@ class StoreReader:
         return None
 
     def _beginning(self, newest: Shipment) -> Generator[Shipment, None, Shipment]:
-        """What was gone before all else, and the documents; the newest shipment then, which says what was gone: any shard's first bytes may come next."""
+        """Yield what was dropped before the first shipment, and the documents; return the newest shipment.
+
+        The result includes what was dropped: any shard's first bytes may come next.
+        """
         data = self._objects.get(self._layout.begins)
         first = None if data is None else message_in(self._layout.begins, data)
         if isinstance(first, Shipment):
@@ -189,7 +197,7 @@ class StoreReader:
         return newest
 
     def _newer_documents(self) -> dict[str, Document]:
-        """The newest of each, where they aren't those that are known."""
+        """Return the newest version of each document, if it isn't already known."""
         while True:
             newest: dict[str, Listed] = {}
             for listed in listed_in(self._objects, self._layout.documents):
@@ -202,19 +210,20 @@ class StoreReader:
                 if version != self._documents.get(name):
                     data = self._objects.get(listed.name)
                     if data is None:
-                        break  # a newer one has taken its place
+                        break  # a newer one has replaced it
                     found[name] = Document(name, version, bytes(data))
             else:
                 self._documents |= {name: document.version for name, document in found.items()}
                 return found
 
     def _segments(self, newest: Shipment) -> Iterator[Shipment]:
-        """Sealed segments, from the position on."""
+        """Yield sealed segments, from the position on."""
         for shard in shards_of(self._objects, self._layout):
             stored = (
                 (*segment_of(listed.name), listed) for listed in listed_in(self._objects, self._layout.shard(shard))
             )
-            # Of two leaders that have stored one, the later one's: it did so because the other's can't be read.
+            # If two leaders have stored one, use the later one's: it stored the segment because the
+            # other's can't be read.
             own = {base: listed for epoch, base, listed in stored if self._told.has(shard, epoch, base)}
             for base, listed in sorted(own.items()):
                 reached = self._position.get(shard, ByteEnd(base, 0))
@@ -232,14 +241,14 @@ class StoreReader:
                     start = end
 
     def _readable(self, shard: ShardId, base: Offset, size: int) -> int:
-        """How many of a segment's bytes, of so many, are to be read."""
+        """Return how many bytes of a segment of `size` bytes to read."""
         last = self._ends.get(shard)
         if last is None or base < last.base_offset:
             return size
         return min(size, last.position) if base == last.base_offset else 0
 
     def _index_start(self, listed: Listed) -> int:
-        """Where a segment's footer begins, which isn't cut."""
+        """Return where a segment's footer begins, which isn't cut."""
         start = max(0, listed.size - _TRAILER.size)
         data = self._objects.get(listed.name, start, listed.size - start)
         if data is None or len(data) < _TRAILER.size:
@@ -247,7 +256,7 @@ class StoreReader:
         return max(0, listed.size - _TRAILER.size - int(_TRAILER.unpack(data)[1]))
 
     def _groups(self, names: list[Listed], newest: Shipment) -> Generator[Shipment, None, str | None]:
-        """The shipments of these names, as far as they are new; the last name. None where one has gone meanwhile."""
+        """Yield the new parts of the named shipments; return the last name. None if one has been deleted."""
         marks: dict[ShardId, DurableMark] = {}
         for listed in names:
             found = self._shipment(listed.name)
@@ -267,7 +276,7 @@ class StoreReader:
         return names[-1].name
 
     def _tail(self, last: str) -> Generator[Shipment | None, None, str | None]:
-        """What has come behind a name; the last name then. None where one is missing."""
+        """Yield the shipments after a name; return the last name. None if one is missing."""
         epoch, number = group_of(last)
         is_new = False
         behind = list(listed_in(self._objects, self._layout.groups, last))
@@ -287,7 +296,7 @@ class StoreReader:
         return last
 
     def _shipment(self, name: str) -> Shipment | Fenced | None:
-        """The shipment of a name, or the end of its epoch; None where it has gone."""
+        """Return the shipment of a name, or the end of its epoch; None if it has been deleted."""
         data = self._objects.get(name)
         if data is None:
             return None
@@ -297,7 +306,7 @@ class StoreReader:
         return message
 
     def _rest(self, shipment: Shipment, epoch: Epoch) -> Shipment:
-        """What of it lies behind the position, which moves along."""
+        """Return the part of a shipment after the position, and advance the position."""
         parts = []
         for part in shipment.parts:
             if not self._told.has(part.shard, epoch, part.base_offset):
@@ -326,6 +335,6 @@ class StoreReader:
 
 
 def _cuts(start: int, size: int, index_start: int) -> list[int]:
-    """Where pieces of a segment end: of a size that memory has room for, and the footer whole."""
+    """Return the ends of a segment's pieces: each fits in memory, and the footer isn't cut."""
     ends = [end for end in range(start + _PIECE_BYTES, size, _PIECE_BYTES) if end <= index_start]
     return [*ends, size]

@@ -1,8 +1,10 @@
-"""What an object store has of a log, verified byte for byte; and segments that are damaged or gone there put back from a node's own log.
+"""Scrubbing of a log in an object store: it is verified byte for byte, and repaired from a node's own log.
 
-A segment that is stored never changes, so that whoever has its bytes may write them again, whether it leads or not. That they are its bytes is shown by
-hashes: the next segment's header names the hash of this one's footer, which has that of all frames' heads, which have those of the rows. So
-shards are gone through from their ends. Of a segment behind which nothing is stored its own footer tells, where that can be read.
+A stored segment never changes, so any node that has its bytes may write them again, whether it
+leads or not. Hashes prove that they are its bytes: the next segment's header names the hash of this
+one's footer, which has that of all frames' heads, which have those of the rows. So shards are read
+from their ends. If nothing is stored after a segment, its own footer is the proof, if it can be
+read.
 """
 
 from __future__ import annotations
@@ -36,65 +38,66 @@ from millstream.wal.scan import reader_of
 _PIECE_BYTES: Final = 8 << 20
 
 _Read = Callable[[int, int], bytes]
-"""(position, length) → bytes, fewer where they end."""
+"""Function (position, length) → bytes, fewer at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mended:
-    """An object that was put back, or could be."""
+    """An object that was restored, or could be."""
 
     name: str
     shard: ShardId
     base_offset: Offset
     size_bytes: int
     was: str
-    """What was wrong."""
+    """Description of the damage."""
 
 
 @dataclass(slots=True)
 class Scrubbed:
-    """What came out of it, of one log."""
+    """Result of a scrub of one log."""
 
     objects: int = 0
-    """Segments and shipments that were read."""
+    """Number of segments and shipments that were read."""
     size_bytes: int = 0
     mended: list[Mended] = field(default_factory=list)
     damaged: list[StoreDamaged] = field(default_factory=list)
-    """What is damaged still, each with what to do."""
+    """Remaining damage, each with what to do."""
 
 
 class _Segment(NamedTuple):
-    """A segment that is whole."""
+    """A whole segment."""
 
     end: Offset
     previous_hash: bytes
-    """As its header has it."""
+    """Hash of the previous segment's footer, from its header."""
     footer_hash: bytes
 
 
 @dataclass(slots=True)
 class _Next:
-    """What lies behind the place that was reached, from a shard's end on."""
+    """The segment after the place reached; a shard is read from its end."""
 
     base: Offset | None = None
-    """None: nothing is stored there."""
+    """Its base offset; None: nothing is stored there."""
     previous_hash: bytes | None = None
-    """What its header says; None where that isn't known."""
+    """Hash of the previous footer, from its header; None if that isn't known."""
     epoch: Epoch = Epoch(0)
-    """Under which it was stored."""
+    """Epoch under which it was stored."""
 
 
 class Scrub:
-    """One log's.
+    """Scrub of one log.
 
     Args:
         objects: the store.
         layout: the names of the log.
-        stream: whose log it has to be.
+        stream: the stream that the log must be of.
         files: the file system.
         folder: the log of this node.
-        mend: whether what this node has is put back; else it is said that it could be.
-        tell: told of each shard.
+        mend: whether to restore damaged objects from this node's log; else only report that it
+            could be done.
+        tell: called for each shard.
     """
 
     def __init__(
@@ -118,14 +121,15 @@ class Scrub:
         self._found = Scrubbed()
 
     def run(self) -> Scrubbed:
-        """Go through it. Beside a leader that ships: what comes meanwhile isn't looked at.
+        """Scrub the log. A leader may ship during it; objects that arrive since aren't read.
 
         Raises:
-            StoreUnavailable: the store doesn't answer; what was put back is there.
+            StoreUnavailable: the store doesn't answer; objects restored so far stay.
             OtherStream: the store has another stream of that name.
-            ShipmentUnreadable: a branch of the log's history can't be read, without which nobody knows which objects are the log.
+            ShipmentUnreadable: a branch of the log's history can't be read, so it is unknown which
+                objects are the log.
         """
-        # Segments are listed behind shipments: what goes meanwhile lies in segments then.
+        # Segments are listed after shipments: a shipment deleted since is in a segment then.
         names = list(listed_in(self._objects, self._layout.groups))
         history = history_of(self._objects, self._layout)
         behind = self._shipments([listed.name for listed in names], history)
@@ -138,7 +142,7 @@ class Scrub:
     # --- what is stored ------------------------------------------------------------------------------------------
 
     def _shipments(self, names: list[str], history: History) -> dict[ShardId, dict[Offset, _Next]]:
-        """Verify shipments; by shard, the segments of which they have bytes."""
+        """Verify shipments; return, by shard, the segments that they have bytes of."""
         found: dict[ShardId, dict[Offset, _Next]] = {}
         for name in names:
             data = self._objects.get(name)
@@ -162,7 +166,7 @@ class Scrub:
         return found
 
     def _begins(self) -> dict[ShardId, Offset]:
-        """By shard, what retention had dropped before the first shipment."""
+        """Return, by shard, what retention had dropped before the first shipment."""
         data = self._objects.get(self._layout.begins)
         message = None if data is None else message_in(self._layout.begins, data)
         if not isinstance(message, Shipment):
@@ -210,7 +214,7 @@ class Scrub:
     # --- putting back --------------------------------------------------------------------------------------------
 
     def _fill(self, shard: ShardId, begin: Offset, after: _Next) -> _Next:
-        """Put back what is missing from an offset on; what lies behind it then."""
+        """Restore missing segments from an offset on; return what then lies after it."""
         own = {segment.base_offset for segment in list_segments(self._files, shard_folder(self._folder, shard))}
         epoch = after.epoch
         while after.base is not None and after.base > begin:
@@ -225,7 +229,7 @@ class Scrub:
         return after
 
     def _put_back(self, shard: ShardId, base: Offset, name: str, stored_bytes: int, was: str, after: _Next) -> _Next:
-        """Write a segment once more, where this node has it; what is known of it then."""
+        """Restore a segment if this node has it; return what is then known of it."""
         path = segment_path(shard_folder(self._folder, shard), base)
         read = reader_of(self._files, path)
         try:
@@ -256,14 +260,14 @@ class Scrub:
         return _Next(base, None if header is None else header.previous_hash)
 
     def _own(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_Segment | None, str]:
-        """As `_whole`, of this node's file: it may be one of another log."""
+        """As `_whole`, for this node's file: it may belong to another log."""
         try:
             return self._whole(shard, base, size, read)
         except OtherStream as error:
             return None, error.message
 
     def _is_same(self, own: _Segment, after: _Next, name: str, stored_bytes: int) -> bool:
-        """Whether a segment of this node's is shown to be the one that is, or was, stored."""
+        """Return whether a segment of this node's is proven to be the one that is, or was, stored."""
         if after.base is not None and own.end != after.base:
             return False
         if after.previous_hash is not None:
@@ -274,7 +278,7 @@ class Scrub:
     # --- verifying -----------------------------------------------------------------------------------------------
 
     def _whole(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_Segment | None, str]:
-        """What a sealed segment is, verified to its last byte; or why it isn't. Raises `OtherStream`."""
+        """Verify a sealed segment to its last byte; return it, or why it is invalid. Raises `OtherStream`."""
         arriving = ArrivingShard(self._stream, None, shard, base, end_offset=base, previous_hash=None)
         footer = self._footer(size, read)
         try:
@@ -296,7 +300,7 @@ class Scrub:
         return _Segment(arriving.base, previous_hash, SegmentFooter.encoded_hash(footer)), ""
 
     def _footer(self, size: int, read: _Read) -> bytes | None:
-        """A sealed file's footer, as its last bytes tell how long it is; None where they don't."""
+        """Return a sealed file's footer, with the length in its last bytes; None if they have none."""
         trailer = read(max(0, size - SEGMENT_TRAILER_SIZE), SEGMENT_TRAILER_SIZE)
         if not SegmentFooter.is_trailer(trailer):
             return None

@@ -1,6 +1,9 @@
-"""Shipments through an object store: a leader writes to it, and whoever follows, rebuilds or restores reads from it. Neither needs the other.
+"""Shipments through an object store: a leader writes to it.
 
-The store is the one place that all nodes see, so it also says who leads: `claim` is won by one, and fences every lower epoch.
+Followers, rebuilds and restores read from it, without the leader.
+
+All nodes see the store, so it also decides which node leads: one node wins a `claim`, which fences
+every lower epoch.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ _ONE_REGION = RegionId(0)
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What a store has of a log."""
+    """Contents of a store for a log."""
 
     marks: Mapping[ShardId, DurableMark]
-    """The newest; empty where nothing is stored."""
+    """The newest marks; empty if nothing is stored."""
     documents: Mapping[str, bytes]
 
 
@@ -45,14 +48,17 @@ class ObjectStoreTransport:
     Args:
         url: `s3://bucket/prefix`, `gs://…`, `az://…`, or `file:///…` for a folder.
         stream: its name.
-        region: whose log.
-        node: who claims, and leads.
-        claimant: which home of that name; empty: not known, or a new one in place of it.
-        options: of the store, beside what the environment says (`AWS_…` and the like).
-        window_bytes: how much may wait to be written.
-        polls_s: how often a reader looks for what is new.
-        upto: for readers: as if no higher epoch had been, so that what a promotion has set aside is read; None: what is the log now.
-        segment_bytes: where the leader's sealed segments can be read more cheaply than from the store, in pieces; None where one can't.
+        region: the log's.
+        node: the node that claims, and leads.
+        claimant: identity of the home with that node name; empty: not known, or a new home in its
+            place.
+        options: of the store, in addition to the environment (`AWS_…` and the like).
+        window_bytes: bound of the bytes that wait to be written.
+        polls_s: interval between a reader's searches for new shipments.
+        upto: for readers: as if no higher epoch existed, so that they read what a promotion has set
+            aside; None: the current log.
+        segment_bytes: reads the leader's sealed segments more cheaply than from the store, in
+            pieces; returns None for a missing one.
 
     Raises:
         UsageError, MissingExtra, StoreUnusable: as `open_objects`.
@@ -88,21 +94,22 @@ class ObjectStoreTransport:
         self._epoch: Epoch | None = None
 
     def check(self) -> None:
-        """Find out whether the store does what is needed of it.
+        """Check that the store has the needed guarantees.
 
         Raises:
-            StoreUnusable: it writes over an object that is there, whatever it is told.
+            StoreUnusable: it overwrites an existing object despite the condition.
             StoreUnavailable: it doesn't answer, or refuses.
         """
         object_layout.probe(self._objects, self._layout)
         self._is_probed = True
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
-        """The store, as the follower that it is: at once where the link before it has ended; else None, after that time.
+        """Return the store as a follower, at once if the previous link has ended; else None, after that time.
 
         Raises:
-            StoreUnusable, StoreUnavailable: as `check`, the first time; or what it has can't be read.
-            ShipmentUnreadable: likewise.
+            StoreUnusable, StoreUnavailable: as `check`, the first time; or its contents can't be
+                read.
+            ShipmentUnreadable: its contents can't be read.
         """
         with self._lock:
             if not self._closed.is_set() and (self._link is None or self._link.has_ended(timeout_s)):
@@ -122,7 +129,7 @@ class ObjectStoreTransport:
         return None
 
     def connect(self, hello: Hello, timeout_s: float, ends: Mapping[ShardId, ByteEnd] | None = None) -> LeaderLink:
-        """Read what is stored behind a position, and what comes; as `StoreReader` where shards can't be read beyond their `ends`."""
+        """Read what is stored after a position, and what is added; `ends` as `StoreReader`'s, for unreadable shards."""
         del timeout_s
         if self._closed.is_set():
             raise LinkLost("the transport was closed")
@@ -143,7 +150,9 @@ class ObjectStoreTransport:
     # --- who leads -----------------------------------------------------------------------------------------------
 
     def claim(self, epoch: Epoch, holder: str, claimant: str = "") -> bool:
-        """Claim the store for an epoch; whether it is the holder's, and of two of its name the claimant's. Then no lower one stores anything any more, and what it has stored can be read.
+        """Claim the store for an epoch; return whether the holder has it, and among homes of its name the claimant.
+
+        Lower epochs then store nothing more, and what they have stored can be read.
 
         Raises:
             StoreUnavailable: it may be claimed or not.
@@ -151,21 +160,23 @@ class ObjectStoreTransport:
         return object_layout.claim(self._objects, self._layout, epoch, holder, claimant)
 
     def holder_of(self, epoch: Epoch) -> str:
-        """The node that has claimed an epoch; empty where none has. Raises `StoreUnavailable`."""
+        """Return the node that has claimed an epoch; empty if none has. Raises `StoreUnavailable`."""
         return object_layout.holder_of(self._objects, self._layout, epoch)
 
     def begin(self, epoch: Epoch, common: Callable[[StoredState], ReplicaPosition | None]) -> None:
-        """Claim the store for an epoch, under which this node leads, and note where its log parts from what is stored, where it does.
+        """Claim the store for this node's epoch, and record where its log diverges from the stored one.
 
-        Before `accept`; it can be repeated.
+        Call it before `accept`; it can be repeated.
 
         Args:
             epoch: the node's.
-            common: where what its log has in common with the stored one ends; None: it is the same one, as far as that goes.
+            common: returns the end of what its log has in common with the stored one; None: the
+                logs don't diverge.
 
         Raises:
             Fenced: another node has claimed it, or a higher one was claimed.
-            StoreUnusable, StoreUnavailable, ShipmentUnreadable: as `accept`. And whatever `common` does.
+            StoreUnusable, StoreUnavailable, ShipmentUnreadable: as `accept`; and any error of
+                `common`.
         """
         if not self._is_probed:
             self.check()
@@ -181,19 +192,19 @@ class ObjectStoreTransport:
         self._epoch = epoch
 
     def greatest_claim(self) -> Epoch:
-        """The highest epoch that was claimed; 0 where none was. Raises `StoreUnavailable`."""
+        """Return the highest claimed epoch; 0 if there is none. Raises `StoreUnavailable`."""
         return object_layout.greatest_claim(self._objects, self._layout)
 
     def stored(self) -> Hello:
-        """What the store has, as a follower would say it. Raises as `accept`."""
+        """Return what the store has, as a follower's hello. Raises as `accept`."""
         return stored_of(self._objects, self._layout).hello(self.greatest_claim())
 
     def newest(self) -> StoredState:
-        """What the store has of the log: the newest marks, and the newest documents. Raises as `accept`."""
+        """Return the newest marks and documents that the store has of the log. Raises as `accept`."""
         return self._state_of(stored_of(self._objects, self._layout, upto=self._upto))
 
     def segment_named(self, shard: ShardId, base: Offset) -> str | None:
-        """The object that has a sealed segment of the log; None where there is none. Raises as `accept`."""
+        """Return the name of the object with a sealed segment of the log; None if there is none. Raises as `accept`."""
         history = history_of(self._objects, self._layout, self._upto)
         found = None
         for listed in object_layout.listed_in(self._objects, self._layout.shard(shard)):
@@ -203,11 +214,14 @@ class ObjectStoreTransport:
         return found
 
     def scrub(self, stream: StreamId, folder: str, *, mend: bool, tell: Callable[[str], None]) -> Scrubbed:
-        """Verify all that is stored of the log, and put back what is damaged and lies whole in this node's own: see `Scrub`."""
+        """Verify the stored log, and restore damaged objects that are whole in this node's own log: see `Scrub`."""
         return Scrub(self._objects, self._layout, stream, RealFiles(), folder, mend=mend, tell=tell).run()
 
     def set_aside(self) -> tuple[Epoch, ...]:
-        """Up to which epochs there is more than the log has: leaders that were promoted without the store have gone on from below. Raises as `accept`."""
+        """Return the epochs at whose end the store has more than the log.
+
+        Later leaders were promoted without the store, and continued from below. Raises as `accept`.
+        """
         return history_of(self._objects, self._layout).set_aside
 
     def _state_of(self, stored: Stored) -> StoredState:

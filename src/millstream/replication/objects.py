@@ -1,7 +1,8 @@
-"""Objects under a URL: what shipping needs of an object store, over a real one (obstore) and over a folder.
+"""Objects under a URL: the operations that shipping needs, over an object store (obstore) or a folder.
 
-An object is written whole or not at all, and a new one only where there is none of its name: two that write one name can't both win. What was
-written is durable and listed when the call returns. A folder gets that by fsync and by hard links, and needs no extra.
+An object is written whole or not at all, and a new one only if there is none of its name: of two
+writers of one name, only one succeeds. Written objects are durable and listed when the call
+returns. A folder achieves that by fsync and hard links, and needs no extra.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from millstream.errors import MillstreamError, MissingExtra, StoreUnavailable, S
 from millstream.model.addresses import mask_address
 
 _CHUNK_BYTES: Final = 8 << 20
-"""Of one part of a large object: stores want 5 MiB at the least."""
+"""Bytes of one part of a large object: stores require at least 5 MiB."""
 _PAGE: Final = 1000
 _TIMEOUT: Final = "30s"
 _RETRIES: Final = 3
@@ -37,39 +38,42 @@ class Listed(NamedTuple):
 
 
 class Objects(Protocol):
-    """Objects by name; names are paths of `/`. Every call may raise `StoreUnavailable`: then what was to be written may or may not be there.
+    """Objects by name; names are paths with `/`.
+
+    Every call may raise `StoreUnavailable`: a write may then have happened or not.
 
     Concurrency: any number of threads.
     """
 
     def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
-        """Write an object where there is none; False where there is one, which stays as it is."""
+        """Write an object if there is none; return False if there is one, which stays as it is."""
 
     def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
-        """Write an object of any size, piece by piece; it replaces one of that name. It isn't there before the last piece."""
+        """Write an object of any size, piece by piece; it replaces one of that name. It appears with the last piece."""
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> memoryview | None:
-        """An object's bytes, or some of them; None where there is none."""
+        """Return an object's bytes, or some of them; None if there is none."""
 
     def listed(self, under: str, behind: str = "") -> Iterator[Listed]:
-        """The objects of a folder and of those in it, by name, from the first that is greater than `behind` (a whole name) on. Page by page."""
+        """Yield the objects in a folder and its subfolders, by name, after the whole name `behind`. Page by page."""
 
     def folders(self, under: str) -> list[str]:
-        """The folders in a folder, by their last names."""
+        """Return the folders in a folder, by their last names."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Take objects away; those that aren't there are no error."""
+        """Delete objects; a missing one is no error."""
 
 
 def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
-    """What lies under a URL: `file:///…`, or one that obstore knows (`s3://bucket/prefix`, `gs://`, `az://`).
+    """Open the objects under a URL: `file:///…`, or one that obstore knows (`s3://bucket/prefix`, `gs://`, `az://`).
 
     Args:
-        url: where.
-        options: of obstore's store, such as an endpoint; credentials and the rest come from the environment, by its names.
+        url: the URL.
+        options: of obstore's store, such as an endpoint; credentials and the rest come from the
+            environment, by its names.
 
     Raises:
-        UsageError: the URL is none.
+        UsageError: the URL is invalid.
         MissingExtra: obstore isn't installed.
         StoreUnusable: obstore can't make a store of it.
     """
@@ -98,8 +102,8 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
             extra="s3",
         ) from error
     config = dict(options or {})
-    # An option of the HTTP client's: obstore crashes over it among the store's own, and where the client gets any at all, its
-    # variable isn't looked at.
+    # An option of the HTTP client: obstore crashes if it is among the store's own. If the client
+    # gets any option, its environment variable is ignored.
     allow_http = config.pop("allow_http", os.environ.get("AWS_ALLOW_HTTP", "false")).lower() in {"true", "1"}
     client: dict[str, object] = {"timeout": _TIMEOUT, "allow_http": allow_http}
     try:
@@ -137,8 +141,8 @@ class StoreObjects:
     def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
         """See `Objects`."""
         with self._telling(f"write {name}"):
-            # Pieces may come from the store itself, and obstore, asked while it asks for them, crashes. Where they end too early the
-            # writer isn't closed, and there is no object.
+            # Pieces may come from the store itself, and obstore crashes on such a nested call. If
+            # the pieces end too early, the writer isn't closed, and there is no object.
             writer = self._obstore.open_writer(self._store, name, buffer_size=_CHUNK_BYTES, max_concurrency=2)
             for piece in pieces:
                 writer.write(piece)
@@ -196,10 +200,10 @@ class StoreObjects:
 
 
 class FolderObjects:
-    """See `Objects`: files of a folder, which several machines may share where its file system has hard links.
+    """See `Objects`: files in a folder, which several machines may share if its file system has hard links.
 
     Args:
-        folder: made where it isn't there.
+        folder: made if it doesn't exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -266,7 +270,7 @@ class FolderObjects:
 
     @contextlib.contextmanager
     def _written(self, name: str, pieces: Iterable[Bytes]) -> Iterator[tuple[Path, Path]]:
-        """A file with the bytes, durable but for its name, and where it belongs."""
+        """Yield a durable file with the bytes, still under another name, and its final path."""
         path = self._folder / name
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,5 +307,5 @@ def _sync(folder: Path) -> None:
 
 
 def _line(error: Exception) -> str:
-    """The first line of what a client says, which may go on for pages."""
+    """Return the first line of a client's message, which may go on for pages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]

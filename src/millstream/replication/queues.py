@@ -1,4 +1,7 @@
-"""What two threads of one link share: what came and isn't taken yet, and how many bytes may be on their way. Both end at once where the link breaks."""
+"""State shared by two threads of one link: messages not yet taken, and a bound of the bytes in flight.
+
+Both end at once if the link breaks.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from millstream.errors import MillstreamError
 Item = TypeVar("Item")
 
 WINDOW_BYTES: Final = 32 << 20
-"""How much may be on its way to a follower that it hasn't taken: several shipments of the usual size, so that its disk never waits for the wire."""
+"""Bytes that a follower hasn't taken, at most: several shipments of the usual size, so that its
+disk never waits for the wire.
+"""
 
 
 class Inbox(Generic[Item]):
-    """Things that came, in order. What came before the end is still given out; then everybody gets the error that ended it.
+    """Items that came, in order.
+
+    Items from before the end are still returned; then every caller gets the error that ended it.
 
     Args:
-        bytes_max: who brings more waits; one thing of any size has room in an empty one.
+        bytes_max: bound above which `put` waits; an empty inbox takes one item of any size.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -29,7 +36,7 @@ class Inbox(Generic[Item]):
         self._error: MillstreamError | None = None
 
     def put(self, item: Item, size: int) -> None:
-        """Bring something of so many bytes; nothing where it has ended."""
+        """Add an item of that many bytes; do nothing if the inbox has ended."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._items or self._bytes + size <= self._bytes_max or self._error is not None
@@ -40,7 +47,7 @@ class Inbox(Generic[Item]):
                 self._changed.notify_all()
 
     def take(self, timeout_s: float) -> tuple[Item, int] | None:
-        """The next one with its size; None where none came in time. Raises what `end` was given."""
+        """Return the next item with its size; None if none came in time. Raises the error passed to `end`."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._error is not None, timeout_s)
             if self._items:
@@ -53,7 +60,7 @@ class Inbox(Generic[Item]):
             return None
 
     def end(self, error: MillstreamError, *, forget: bool = False) -> None:
-        """Nothing comes any more; the first error counts. With `forget`, what came isn't given out either."""
+        """End the inbox; the first error counts. With `forget`, items that came are dropped too."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -64,7 +71,7 @@ class Inbox(Generic[Item]):
 
 
 class Window:
-    """Bytes on their way: who sends takes room, and gets it back once the other end has taken them."""
+    """Bytes in flight: the sender takes room, which is freed once the other end has taken the bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -74,7 +81,10 @@ class Window:
         self._error: MillstreamError | None = None
 
     def send(self, size: int) -> None:
-        """Wait for room for so many bytes, and take it; a single thing of any size has room where nothing is on its way. Raises what `end` was given."""
+        """Wait for room for that many bytes, and take it. Raises the error passed to `end`.
+
+        With nothing in flight, an item of any size has room.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
             if self._error is not None:
@@ -82,13 +92,13 @@ class Window:
             self._sent += size
 
     def taken(self, total: int) -> None:
-        """The other end has taken so many bytes, of all that were ever sent."""
+        """Note how many bytes the other end has taken since the start."""
         with self._changed:
             self._taken = max(self._taken, total)
             self._changed.notify_all()
 
     def end(self, error: MillstreamError) -> None:
-        """Nobody gets room any more; the first error counts."""
+        """End the window: no sender gets room; the first error counts."""
         with self._changed:
             if self._error is None:
                 self._error = error

@@ -1,8 +1,9 @@
-"""Ships one stream's log to whoever follows it: carries out what `protocol.replication.Leader` decides.
+"""Ships one stream's log to its followers: performs what `protocol.replication.Leader` decides.
 
-One thread steps the machine and makes durable what has to be; each follower's link has a thread that reads and sends, and one that hears. So a
-disk that is slow for one, or a follower that stands still, holds up nobody else. The log is read as any reader reads it: whoever writes it
-may be another process, and may be gone.
+One thread steps the machine and stores durable state. Each follower's link has a thread that reads
+and sends, and one that receives. So a slow disk of one follower, or a follower that hangs, delays
+no other. The log is read as any reader reads it: its writer may be another process, and may be
+gone.
 """
 
 from __future__ import annotations
@@ -58,37 +59,46 @@ logger = structlog.get_logger("millstream.ship")
 
 _TICK_S: Final = 0.1
 _HEARS_FOR_S: Final = 0.5
-"""How long a link is listened to before it is looked whether it has gone."""
+"""Seconds that a link's thread waits for messages before it checks whether the link has ended."""
 _ENDS_WITHIN_S: Final = 5.0
 
 
 class ShipperNotes(Protocol):
-    """What the shipper makes durable, or tells to other processes. Called from one thread; what raises ends the shipper."""
+    """State that the shipper makes durable, or publishes to other processes.
+
+    Called from one thread; an error ends the shipper.
+    """
 
     def role(self, fact: RoleFact) -> None:
-        """Durably: who leads."""
+        """Store durably which node leads."""
 
     def cursor(self, node: NodeName, needed_from: Seq, position: ReplicaPosition, *, anew: bool) -> None:
-        """Durably: from where on retention keeps the log for a follower, by number and on each shard. `anew`: it has less than it had."""
+        """Store durably where retention must keep the log for a follower from, by number and per shard.
+
+        `anew`: the follower has less than before.
+        """
 
     def acks(self, holdings: Holdings, now_ns: int) -> None:
-        """To whoever waits for a level: who holds what, at that moment of the clock. Places that hold what they did keep their time."""
+        """Publish what each place holds at a moment of the clock, for callers that wait for a level.
+
+        A place whose holding is unchanged keeps its time.
+        """
 
 
 class WalShipper:
     """The shipper of one stream; it runs from `start` until `stop`, or until another node leads.
 
     Args:
-        name: the stream's, for what is told.
-        folder: its log's. It may be empty yet.
-        fact: what this node has noted: it leads.
-        nodes: who may follow.
-        transport: where they come.
-        notes: where to note things.
-        documents: what goes along, as it is now: called now and then, from one thread.
-        options: how much at once.
+        name: the stream's, for messages.
+        folder: its log's. It may still be empty.
+        fact: the stored state of this node: it leads.
+        nodes: the nodes that may follow.
+        transport: accepts followers.
+        notes: stores its durable state.
+        documents: returns the current documents to ship; called now and then, from one thread.
+        options: sizes and bounds.
         only, observers: as `Leader`'s.
-        files, clock: the world.
+        files, clock: the file system and the clock.
     """
 
     def __init__(
@@ -130,20 +140,20 @@ class WalShipper:
             folder, self._files, self._clock, self._events.put, self._fact_now, self._newer_documents, self._counts
         )
         self.failure: Exception | None = None
-        """Why it ended by itself: an error of the tree, or a bug."""
+        """Reason why it ended without `stop`: a Millstream error, or a bug."""
         self.ended: Final = threading.Event()
         self.lacking: tuple[NodeName, ...] = ()
-        """After `stop`: who hasn't everything."""
+        """After `stop`: the followers that lack something."""
 
     def start(self) -> None:
-        """Begin, once there is a log."""
+        """Start, once there is a log."""
         for name, run in (("ship", self._run), ("ship-watch", self._watch), ("ship-accept", self._accept)):
             thread = threading.Thread(target=run, name=f"{name}-{self._name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def stop(self, within_s: float) -> tuple[NodeName, ...]:
-        """Ship what is durable now, for so long; then end. Returns who lacks some of it."""
+        """Ship what is durable now, for at most `within_s`; then end. Returns the followers that lack some of it."""
         self._events.put(Stopping(time.monotonic() + within_s))
         self.ended.wait(within_s + _ENDS_WITHIN_S)
         self._end()
@@ -152,23 +162,24 @@ class WalShipper:
         return self.lacking
 
     def hear(self, event: Stored | Heard) -> None:
-        """Tell it what came from elsewhere. Any thread."""
+        """Take an event from elsewhere. Any thread."""
         self._events.put(event)
 
     @property
     def fact(self) -> RoleFact:
-        """What this node has noted, as far as the shipper knows. Any thread."""
+        """Return the state that this node has stored, as far as the shipper knows. Any thread."""
         return self._fact_now()
 
     def facts(self) -> list[dict[str, object]]:
-        """What is known of each follower, JSON-able. Any thread."""
+        """Return the state of each follower, JSON-able. Any thread."""
         leader = self._leader
         if leader is None:
             return []
         found: list[dict[str, object]] = []
         for node, one in sorted(dict(leader.followers).items()):
             acked, is_apart = one.acked, one.phase is Phase.APART
-            # Of one that is away it is known what it had, not what it lacks of what came since; and it grows older.
+            # For a follower that is away, its last position is known, but not what it lacks since;
+            # and that ages.
             away_s = max(0.0, time.monotonic() - one.heard_at) if is_apart else 0.0
             found.append(
                 {
@@ -275,7 +286,7 @@ class WalShipper:
                     link.drop(None)  # it came while all were dropped
 
     def _watch(self) -> None:
-        """Tell the machine of marks and documents when they have changed."""
+        """Notify the machine of marks and documents when they have changed."""
         source = ShipSource(self._folder, files=self._files, clock=self._clock)
         told: Durable | None = None
         pause = _WATCH_S[0]
@@ -300,11 +311,11 @@ class WalShipper:
             told, pause = now, _WATCH_S[0]
 
     def _newer_documents(self, than: Mapping[str, int]) -> tuple[Document, ...]:
-        """Those that somebody with these versions lacks."""
+        """Return the documents that a node with these versions lacks."""
         return tuple(one for one in self._newest_documents if one.version != than.get(one.name))
 
     def _counts(self, node: NodeName) -> bool:
-        """Whether what a follower acknowledges counts for levels."""
+        """Return whether a follower's acknowledgements count for levels."""
         return self._only is None and node in self._nodes and node not in self._observers
 
     def _fact_now(self) -> RoleFact:
@@ -312,12 +323,12 @@ class WalShipper:
 
 
 _WATCH_S: Final = (0.0005, 0.01)
-"""How long a look at the marks waits for the next: twice as long each time nothing has moved."""
+"""Shortest and longest pause in seconds between reads of the marks; it doubles each time nothing has moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """What links need of their shipper."""
+    """The shipper's facilities that links use."""
 
     folder: str
     files: Files
@@ -329,7 +340,7 @@ class _World:
 
 
 class _Link:
-    """One follower's: two threads."""
+    """One follower's link: two threads."""
 
     def __init__(self, world: _World, number: LinkId, link: FollowerLink) -> None:
         self._world = world
@@ -342,15 +353,15 @@ class _Link:
         self.jobs: Final[queue.SimpleQueue[Greet | ReadAndSend | None]] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Hear and send."""
+        """Start both threads."""
         for name, run in (("hear", self._hear), ("send", self._send)):
             threading.Thread(target=run, name=f"ship-{name}-{self._link.hello.node}", daemon=True).start()
 
     def drop(self, why: MillstreamError | None) -> None:
-        """Break it, and say why."""
+        """Break the link, with the reason."""
         self._dropped.set()
         self.jobs.put(None)
-        # It may wait for a follower that stands still.
+        # It may wait for a follower that hangs.
         threading.Thread(target=self._part, args=(why,), name="ship-part", daemon=True).start()
 
     def _part(self, why: MillstreamError | None) -> None:
@@ -390,7 +401,7 @@ class _Link:
             tell(Sent(self._number, position, shipment.size_bytes, is_all))
 
     def _made(self, job: Greet | ReadAndSend) -> tuple[Shipment, ReplicaPosition, bool]:
-        """What goes, up to where the follower has everything then, and whether that is all there is."""
+        """Return the next shipment, the follower's position after it, and whether that is everything."""
         world, source, fact = self._world, self._source, self._world.fact()
         documents = world.newer_documents(job.documents)
         now = source.now()
@@ -424,7 +435,7 @@ class _Link:
 
 
 def _is_of_now(shipment: Shipment, now: LogMarks) -> bool:
-    """Whether its marks say at least what those of now do."""
+    """Return whether a shipment's marks cover at least the current ones."""
     if bool(shipment.shown) != bool(now.shown):
         return False
     return _covers(shipment.marks, now.durable) and (not now.shown or _covers(shipment.shown or {}, now.shown))
