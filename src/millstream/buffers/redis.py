@@ -45,7 +45,8 @@ _RETRY_S: Final = 0.05
 _ITEM_BYTES: Final = 512
 """Bytes that a waiting operation holds apart from its content."""
 
-# KEYS: the buffer's facts, the shard's stream, its next offset, its senders. ARGV: identity, sender, the batch's number, each operation's bytes.
+# KEYS: the buffer's facts, the shard's stream, its next offset, its senders.
+# ARGV: identity, sender, the batch's number, each operation's bytes.
 _STORE: Final = """
 if redis.call('HGET', KEYS[1], 'identity') ~= ARGV[1] then
   return redis.error_reply('MISSING the buffer is gone, or was made anew')

@@ -67,8 +67,8 @@ class FollowerNotes(Protocol):
         Called after something was made durable, before it is reported or shown.
 
         Raises:
-            Fenced: another process of this node has given a higher promise. It has reported what
-                was made durable before that.
+            Fenced: another process of this node has given a higher promise. That process has
+                reported what was durable before its promise.
         """
 
     def documents(self, documents: tuple[Document, ...]) -> None:
@@ -142,7 +142,7 @@ class WalFollower:
         self._told: tuple[str, ...] | None = ()
         """Last reported trouble, which isn't repeated with each try; None once it follows."""
 
-    # --- what others may ask, on any thread ----------------------------------------------------------------------------
+    # --- queries, from any thread -----------------------------------------------------------------------------
 
     def facts(self) -> dict[str, object]:
         """Return the current state, JSON-able."""
@@ -163,12 +163,12 @@ class WalFollower:
 
     @property
     def fact(self) -> RoleFact:
-        """Return the stored state."""
+        """The stored state."""
         return self._machine.fact
 
     @property
     def group(self) -> GroupNumber:
-        """Return the last group that its log has whole."""
+        """Last group that its log has whole."""
         return self._machine.holding.group
 
     @property

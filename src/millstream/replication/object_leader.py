@@ -153,7 +153,7 @@ def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, u
     Args:
         objects: the store.
         layout: the names of the log.
-        epoch: the epoch of the reading leader, who may have begun a branch.
+        epoch: the epoch of the reading leader, which may have begun a branch.
         upto: read as if no higher epoch existed.
     """
     names = list(listed_in(objects, layout.groups))
@@ -248,7 +248,7 @@ class StoredLink:
 
     @property
     def hello(self) -> Hello:
-        """Return what the store has."""
+        """State of the store when the link began."""
         return self._hello
 
     def has_ended(self, timeout_s: float) -> bool:

@@ -139,7 +139,7 @@ class Scrub:
             self._shard(shard, history, behind.get(shard, {}), begins.get(shard, Offset(0)))
         return self._found
 
-    # --- what is stored ------------------------------------------------------------------------------------------
+    # --- stored objects ------------------------------------------------------------------------------------------
 
     def _shipments(self, names: list[str], history: History) -> dict[ShardId, dict[Offset, _Next]]:
         """Verify shipments; return, by shard, the segments that they have bytes of."""

@@ -147,7 +147,7 @@ class ObjectStoreTransport:
             for link in (*self._readers, *(() if self._link is None else (self._link,))):
                 link.close()
 
-    # --- who leads -----------------------------------------------------------------------------------------------
+    # --- leadership -----------------------------------------------------------------------------------------------
 
     def claim(self, epoch: Epoch, holder: str, claimant: str = "") -> bool:
         """Claim the store for an epoch; return whether the holder has it, and among homes of its name the claimant.

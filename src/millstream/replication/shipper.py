@@ -167,7 +167,7 @@ class WalShipper:
 
     @property
     def fact(self) -> RoleFact:
-        """Return the state that this node has stored, as far as the shipper knows. Any thread."""
+        """State that this node has stored, as the shipper last saw it. Any thread."""
         return self._fact_now()
 
     def facts(self) -> list[dict[str, object]]:
@@ -196,7 +196,7 @@ class WalShipper:
             )
         return found
 
-    # --- the one thread that decides ---------------------------------------------------------------------------------
+    # --- the thread that decides ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -265,7 +265,7 @@ class WalShipper:
             link.drop(None)
         self._links.clear()
 
-    # --- what it hears -------------------------------------------------------------------------------------------------
+    # --- incoming events -----------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while not self._ending.is_set():

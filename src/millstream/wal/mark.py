@@ -8,7 +8,7 @@ With several shards, a writer first moves the positions of all marks (with the n
 the old `persisted_upto`), then `persisted_upto` of all. `common_cut` finds what all of them show,
 in whatever state a reader meets them. That includes the state after a power cut, with one shard's
 new mark and another's old one. With several writers in a folder, `stream_cut` finds what all of
-them show: an idle writer's mark moves too, and the mark of a writer that left shows that it has
+them show: an idle writer's mark moves too. The mark of a writer that left shows that it has
 nothing in flight.
 
 Layout: a slot every 512 bytes. Each has a counter and a CRC; the newest valid slot counts. There

@@ -93,7 +93,7 @@ class StreamReader:
 
     @property
     def stream_id(self) -> StreamId:
-        """Return the stream of the log. Raises `LogError` if nothing has been written yet."""
+        """Stream of the log. Raises `LogError` if nothing has been written yet."""
         if self._stream is None:
             marks, _ = self._marks()
             self._stream = next((mark.stream for mark in marks.values()), None)
@@ -103,7 +103,7 @@ class StreamReader:
 
     @property
     def shards(self) -> tuple[ShardId, ...]:
-        """Return the shards that the folder has."""
+        """Shards that the folder has."""
         return self.extent.shards()
 
     def lacks_marks(self) -> bool:

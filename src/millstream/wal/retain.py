@@ -171,7 +171,7 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
     if current is None:
         return _Front(shard, shard_dir, [], size)
     if mark.byte_end == SEGMENT_HEADER_SIZE and sealed:
-        # The last frame tells a new writer how far the log goes. While the current segment has no
+        # The last frame shows a new writer how far the log goes. While the current segment has no
         # frame, it is in this one.
         current = sealed.pop()
     return _Front(shard, shard_dir, sealed, size, mark.stream, current)

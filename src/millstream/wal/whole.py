@@ -47,7 +47,7 @@ class _End:
 
     @property
     def writer(self) -> WriterId:
-        """Return the writer of the last frame; 0 if there is none."""
+        """Writer of the last frame; 0 if there is none."""
         frames = self.frames or self.found()
         return frames[-1].header.writer if frames else WriterId(0)
 

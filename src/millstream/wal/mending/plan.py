@@ -173,7 +173,7 @@ def span_of(loss: Loss) -> tuple[ShardId, int, int]:
     return loss.shard, loss.offset_from, loss.offset_to
 
 
-# --- what is damaged -----------------------------------------------------------------------------------------------
+# --- damage --------------------------------------------------------------------------------------------------------
 
 
 def _plan_shard(

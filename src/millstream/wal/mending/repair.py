@@ -145,7 +145,7 @@ def set_tail_aside(
     return plan.kept_aside
 
 
-# --- what was accepted ---------------------------------------------------------------------------------------------
+# --- accepted losses -----------------------------------------------------------------------------------------------
 
 
 def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop_readable: bool) -> None:

@@ -142,7 +142,7 @@ class _Writing:
         files.rename(temporary, made.path)
         files.sync_dir(shard_dir)
 
-    # --- what is cut -----------------------------------------------------------------------------------------------
+    # --- cut bytes -------------------------------------------------------------------------------------------------
 
     def _keep_aside(self) -> None:
         """Copy what the new segment won't have, durably, into `.torn` files."""

@@ -67,7 +67,7 @@ class AcksFile:
 
     @property
     def holdings(self) -> Holdings:
-        """Return the contents of the file."""
+        """Contents of the file."""
         return Holdings(self._promised, tuple(self._places.values()))
 
     def tell(self, holding: Holding) -> None:

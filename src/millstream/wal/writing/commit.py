@@ -196,7 +196,7 @@ class GroupCommitter:
         return self._numbers.shared
 
     def durable_offset(self, shard: ShardId) -> Offset:
-        """Exclusive end of what is durable on a shard."""
+        """Return the exclusive end of what is durable on a shard."""
         return self._shards[shard].segment.end_offset
 
     def add_shards(self, shards: Sequence[ShardId]) -> None:
@@ -310,7 +310,7 @@ class GroupCommitter:
             raise StaleEpoch("another incarnation of this writer has taken its shards", epoch=int(self._identity.epoch))
 
     def roll(self) -> None:
-        """Seal segments that are large or old enough, and begin the next. If it fails, the next append raises the error."""
+        """Seal segments that are large or old enough, and begin the next. The next append raises any error."""
         self.uninterrupted(self._roll)
 
     def _roll(self) -> None:

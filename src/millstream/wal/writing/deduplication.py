@@ -253,7 +253,7 @@ class KeyedCommits:
 
 
 class _Group:
-    """One commit group, with its new writes told from repeated ones."""
+    """One commit group, which separates new writes from repeated ones."""
 
     def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:
         self._sessions = sessions

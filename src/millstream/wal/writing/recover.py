@@ -1,7 +1,7 @@
 """Recovery: find what a log holds after any crash, and make that durable before any reader sees it.
 
 A crash can only have hurt the one commit group that was being written, at the end of each shard's
-last segment: the group before it was durable on all shards before the first byte of the next was
+last segment. The group before it was durable on all shards before the first byte of the next was
 written. So:
 
 1. Every segment except a shard's last must be sealed, and each header names the hash of the footer

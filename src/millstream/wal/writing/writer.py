@@ -237,7 +237,7 @@ class LogWriter:
         return await waiting.future
 
     def reached(self) -> Mapping[SourceId, Lsn]:
-        """For each source, the commit end LSN up to which the durable log has everything."""
+        """Return, for each source, the commit end LSN up to which the durable log has everything."""
         return self._committer.reached
 
     def settled(self) -> Future[Ack] | None:
@@ -258,7 +258,7 @@ class LogWriter:
             self._writing.release()
 
     def persisted_upto(self) -> Seq:
-        """Greatest number such that every number up to it is durable or never will be."""
+        """Return the number up to which every number is durable or never will be."""
         return self._committer.persisted_upto
 
     def shown_upto(self) -> Seq:
@@ -271,11 +271,11 @@ class LogWriter:
         return self._seen_upto
 
     def token(self) -> StreamToken:
-        """The newest consistent cut."""
+        """Return the newest consistent cut."""
         return StreamToken.scalar(self._stream, self._committer.persisted_upto)
 
     def durable_offset(self, shard: ShardId) -> Offset:
-        """Exclusive end of what is durable on a shard."""
+        """Return the exclusive end of what is durable on a shard."""
         return self._committer.durable_offset(shard)
 
     def hear(self, time: HybridTime, *, name: str = "") -> None:
@@ -380,7 +380,7 @@ class LogWriter:
         return self._place_anew(ops)
 
     def shards(self) -> frozenset[ShardId]:
-        """The shards of this writer."""
+        """Return the shards of this writer."""
         return self._shards
 
     def failure(self) -> MillstreamError | None:
@@ -459,7 +459,7 @@ class LogWriter:
     # --- writing: for the holder of `_writing` ---------------------------------------------------------------------
 
     def _run(self) -> None:
-        """The writer's thread."""
+        """Run the writer's thread."""
         try:
             while self._queue.wait(self._options.segment_age_s):
                 self._may_write.wait()
