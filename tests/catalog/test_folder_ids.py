@@ -94,3 +94,19 @@ def test_the_schema_in_the_log_has_the_id(tables: Tables) -> None:
     schema = tables.enter(2, "User")
     assert TableSchema.from_arrow(schema.to_arrow()) == schema
     assert folder_of(TableSchema.from_arrow(schema.to_arrow())) == folder_of(schema)
+
+
+def test_a_name_that_a_table_left_keeps_its_folder_from_later_ones(tables: Tables) -> None:
+    assert tables.folder(1, "user") == "public.user"
+    assert tables.folder(1, "people") == "public.people"
+    later = tables.enter(2, "User")
+    assert folder_of(later) == f"public.User~t{later.table_id}"
+    assert tables.folder(1, "user") == "public.user"
+
+
+def test_a_name_that_another_table_left_has_the_folder_that_it_had(tables: Tables) -> None:
+    tables.enter(1, "user")
+    before = tables.folder(2, "User")
+    tables.enter(2, "people")
+    assert tables.folder(3, "User") == before
+    assert tables.folder(4, "USER").startswith("public.USER~t")

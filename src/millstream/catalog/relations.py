@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import pyarrow as pa
@@ -23,8 +23,20 @@ from millstream.model.schema import TableKind, TableSchema
 NAME_TAKEN: Final = "applications write a table of this name into the stream: rename the one at the source"
 
 
+class NameOfTable(NamedTuple):
+    """The name that a table has in one version of its schema, and the id in the name of its lake folder."""
+
+    table_id: TableId
+    version: SchemaVersion
+    namespace: str
+    name: str
+    folder_id: TableId
+
+
 class Relations(CatalogPart):
     """Tables and their schemas."""
+
+    _known_names: dict[tuple[int, int], NameOfTable]
 
     def table_for(
         self,
@@ -231,7 +243,7 @@ class Relations(CatalogPart):
 
     def _number(self, connection: Connection, stream: StreamId, schema: TableSchema) -> TableSchema:
         """Number a schema and make it the table's newest. The caller has locked the stream."""
-        schema = replace(schema, folder_id=_folder_id(connection, stream, schema))
+        schema = replace(schema, folder_id=self._folder_id(connection, stream, schema))
         fingerprint = fingerprint_of(schema)
         of_table = t.schema_versions.c.table_id == schema.table_id
         same = select(t.schema_versions.c.version).where(of_table, t.schema_versions.c.fingerprint == fingerprint)
@@ -253,6 +265,41 @@ class Relations(CatalogPart):
         connection.execute(newest.values(schema_version=version))
         return replace(schema, version=SchemaVersion(version))
 
+    def _folder_id(self, connection: Connection, stream: StreamId, schema: TableSchema) -> TableId:
+        """Return the id that the name of the table's lake folder ends in; 0 if it bears the table's name alone.
+
+        A name keeps its folder: an earlier version of any table under this name decides. A new name ends in the table's id if it
+        differs by case alone from a name that any table has or had, because the folder of a former name keeps its records.
+        """
+        if schema.kind is TableKind.MESSAGES:
+            return TableId(0)
+        name = schema.namespace, schema.name
+        alike = [
+            known
+            for known in self._names(connection, stream)
+            if _without_case((known.namespace, known.name)) == _without_case(name)
+        ]
+        # The table's own first: it goes back to where its records are.
+        for known in sorted(
+            alike, key=lambda known: (known.table_id != schema.table_id, known.table_id, known.version)
+        ):
+            if (known.namespace, known.name) == name:
+                return known.folder_id
+        return schema.table_id if alike else TableId(0)
+
+    def _names(self, connection: Connection, stream: StreamId) -> list[NameOfTable]:
+        """Return the name of every version of the stream's tables. A version never changes, so each is decoded once."""
+        keys = select(t.schema_versions.c.table_id, t.schema_versions.c.version).join(t.tables)
+        there = {tuple(key) for key in connection.execute(keys.where(t.tables.c.stream == str(stream)))}
+        lacking = {table_id for table_id, _ in there - self._known_names.keys()}
+        if lacking:
+            blobs = select(t.schema_versions.c.arrow).where(t.schema_versions.c.table_id.in_(lacking))
+            for known in map(schema_of, connection.execute(blobs).scalars()):
+                self._known_names[known.table_id, known.version] = NameOfTable(
+                    known.table_id, known.version, known.namespace, known.name, known.folder_id
+                )
+        return [self._known_names[key] for key in there]
+
     def schemas(self, stream: StreamId) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Every version of every table's schema."""
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))
@@ -268,32 +315,6 @@ class Relations(CatalogPart):
         with self._database.read() as connection:
             blobs = connection.execute(query).scalars().all()
         return [schema_of(blob) for blob in blobs]
-
-
-def _folder_id(connection: Connection, stream: StreamId, schema: TableSchema) -> TableId:
-    """Return the id that the name of the table's lake folder ends in; 0 if it bears the table's name alone.
-
-    A name keeps its folder: an earlier version of the table under this name decides, then another table that has the name.
-    A new name ends in the table's id if another table's name differs from it by case alone.
-    """
-    if schema.kind is TableKind.MESSAGES:
-        return TableId(0)
-    name = schema.namespace, schema.name
-    versions = select(t.schema_versions.c.arrow).join(t.tables)
-    own = versions.where(t.schema_versions.c.table_id == schema.table_id)
-    alike = versions.where(
-        t.tables.c.stream == str(stream),
-        t.tables.c.id != schema.table_id,
-        t.schema_versions.c.version == t.tables.c.schema_version,
-        func.lower(t.tables.c.namespace) == func.lower(schema.namespace),
-        func.lower(t.tables.c.name) == func.lower(schema.name),
-    )
-    others = [schema_of(blob) for blob in connection.execute(alike).scalars()]
-    for known in (*map(schema_of, connection.execute(own).scalars()), *others):
-        if (known.namespace, known.name) == name:
-            return known.folder_id
-    is_namesake = any(_without_case((other.namespace, other.name)) == _without_case(name) for other in others)
-    return schema.table_id if is_namesake else TableId(0)
 
 
 def _without_case(name: tuple[str, str]) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Fa
     ) -> None:
         self._home = home
         self._database = Database(where, busy_timeout_s=busy_timeout_s)
+        self._known_names = {}
 
     def __enter__(self) -> Self:
         return self

@@ -41,8 +41,6 @@ def folder_name(namespace: str, name: str, folder_id: TableId = TableId(0)) -> s
     A name too long for a file system ends in a hash of the whole.
     """
     folder = f"{escape_part(namespace)}.{escape_part(name)}"
-    if folder.startswith("_"):  # readers of a lake skip folders that begin so
-        folder = f"~5f{folder[1:]}"
     if len(folder) > _FOLDER_BYTES_MAX:
         digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
         folder = f"{folder[: _FOLDER_BYTES_MAX - 18].rstrip('~')}~~{digest}"
