@@ -1,1 +1,1 @@
-"""State machines: no I/O, no clock, no randomness; what is to be done comes back as a value."""
+"""State machines: no I/O, no clock, no randomness; effects are returned as values."""

@@ -1,7 +1,8 @@
-"""Writes that come together, in one commit group: each is looked for as if those before it were noted already, and none of them is.
+"""Lookup of the writes of one commit group: each as if the earlier ones were noted already, though none is.
 
-Whether they come in one group or one by one must not matter: a write that repeats one of the same group is that one, and a session's mark
-is where it will be. So a number is never too far ahead of numbers that stand before it in its own group.
+The result is the same whether writes come in one group or one by one: a write that repeats an earlier one of its
+group gets that one's result, and a session's mark counts its group's writes. So a number is never too far ahead of
+numbers before it in its group.
 """
 
 from __future__ import annotations
@@ -13,35 +14,35 @@ from millstream.model.writes import WriteId
 from millstream.protocol.sessions import Sessions
 
 _Asked: TypeAlias = tuple[int, int]
-"""A write's digest, and its place among those that were asked for."""
+"""A write's digest, and its place among the writes of the group."""
 
 
 class AskedWrites:
-    """One commit group's.
+    """The writes of one commit group.
 
     Args:
-        sessions: what is known before; it doesn't change meanwhile.
+        sessions: the state before the group; it mustn't change during the lookup.
     """
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._of_sessions: dict[str, dict[int, _Asked]] = {}
-        """The new ones, by session and number …"""
+        """New writes by session and number …"""
         self._of_keys: dict[str, _Asked] = {}
         """… and by key."""
         self._marks: dict[str, int] = {}
-        """Where those sessions will be that have more than one."""
+        """Future marks of those sessions that have more than one write."""
 
     def ask(self, write_id: WriteId, digest: int, place: int) -> Ack | int | None:
-        """What a write was given before; None where it is new.
+        """Look up a write; return its earlier result, or None if it is new.
 
         Args:
             write_id: a session with a number, or a key.
-            digest: of its rows.
-            place: what it is told by, where it comes again.
+            digest: digest of its rows.
+            place: value to return if the same write comes again.
 
         Returns:
-            What it was given, or the place of the new one before it whose repetition it is.
+            The earlier result, or the place of the earlier new write that it repeats.
 
         Raises:
             IdempotencyKeyReused, DedupWindowExpired, SessionGap, SessionExpired: as `Sessions.look`.
@@ -76,7 +77,7 @@ class AskedWrites:
         return given
 
     def _mark(self, name: str, others: dict[int, _Asked]) -> int:
-        """Where a session's mark will be."""
+        """Return a session's mark after the group."""
         mark = self._marks.get(name)
         if mark is None:
             mark = self._sessions.mark(name)

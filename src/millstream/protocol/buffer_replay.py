@@ -1,16 +1,18 @@
-"""From where a write buffer is read again after a restart, and what of it is in the log already: row-exact, whatever was in its midst.
+"""The offset from which a write buffer is read again after a restart, and which of its rows are in the log already.
+
+This is exact to the row, also if the crash came in the midst of an operation.
 
 Premises
 --------
-1. Operations of a shard are taken in their order. What the log says of a shard (`place`) is durable with the rows themselves: all
-   operations below it are in the log, but for partitions of tables that are *held*. Those that put no row there move it by a note of their
-   own, which holds for a log that has reached as much as it had then.
-2. A partition of a table is held from the first operation on that couldn't be taken, while others go on. Below its checkpoint's `minimum`
-   all of its rows are in the log; from there on none is.
-3. A checkpoint is made when everything below it is durable. So what is told twice, or late, says less than what is true, never more:
-   folded, the greater one is right.
+1. Operations of a shard are taken in order. The log's note of a shard (`place`) is durable with the rows themselves:
+   all operations below it are in the log, except partitions of tables that are *held*. Operations without rows in the
+   log move it by a note of their own, which holds for a log that has reached as much as it had then.
+2. A partition of a table is held from the first operation that couldn't be taken, while others go on. Below its
+   checkpoint's `minimum` all of its rows are in the log; from there on none is.
+3. A checkpoint is made when everything below it is durable. A repeated or late note claims less than is true, never
+   more. So folding takes the greater one.
 
-What becomes of an operation's rows of one partition, at an offset:
+The rows that an operation has of one partition, at an offset:
 
     | offset                | partition is held            | it isn't |
     |-----------------------|------------------------------|----------|
@@ -32,7 +34,7 @@ from millstream.model.ids import ShardId
 
 
 class Part(NamedTuple):
-    """Rows that are taken or held together: those of one partition of one table on one shard of a buffer."""
+    """Rows that are taken or held together: the rows of one partition of one table on one shard of a buffer."""
 
     shard: ShardId
     table: str
@@ -41,55 +43,58 @@ class Part(NamedTuple):
 
 
 WHOLE_SHARD: Final = ""
-"""Stands for the table of a checkpoint of all parts of a shard that have none of their own."""
+"""Table name in the checkpoint of all parts of a shard that have no checkpoint of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """How far something is in the log."""
+    """How far a part is in the log."""
 
     part: Part
     minimum: BufferOffset
-    """All of it below is in the log."""
+    """Offset below which all of it is in the log."""
     maximum: BufferOffset
-    """It was seen up to here; exclusive."""
+    """Offset up to which it was seen; exclusive."""
 
     @classmethod
     def of_shard(cls, shard: ShardId, place: BufferOffset) -> Checkpoint:
-        """All of a shard below a place is in the log, but for parts with checkpoints of their own."""
+        """Return the checkpoint of a shard that is in the log below a place.
+
+        Parts with checkpoints of their own are excepted.
+        """
         return cls(Part(shard, WHOLE_SHARD, None), place, place)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What is to be read again."""
+    """The plan of what is read again."""
 
     places: Mapping[ShardId, BufferOffset]
     """The shards' own checkpoints."""
     held: Mapping[Part, Checkpoint]
 
     def start(self, shard: ShardId) -> BufferOffset:
-        """From where a shard is read."""
+        """Return the offset from which a shard is read."""
         held = [found.minimum for part, found in self.held.items() if part.shard == shard]
         return min([self.place(shard), *held])
 
     def place(self, shard: ShardId) -> BufferOffset:
-        """From where on nothing of a shard is in the log, but for parts that are ahead."""
+        """Return the offset from which nothing of a shard is in the log, except parts that are ahead."""
         return self.places.get(shard, BUFFER_START)
 
     def end(self, shard: ShardId) -> BufferOffset:
-        """The greatest offset that was seen; exclusive. A buffer that ends before it has lost what it had."""
+        """Return the greatest offset that was seen; exclusive. A buffer that ends before it has lost data."""
         seen = [found.maximum for part, found in self.held.items() if part.shard == shard]
         return max([self.place(shard), *seen])
 
     def is_persisted(self, part: Part, offset: BufferOffset) -> bool:
-        """Whether the rows of a part at an offset are in the log."""
+        """Return whether the rows of a part at an offset are in the log."""
         held = self.held.get(part)
         return offset < (self.place(part.shard) if held is None else held.minimum)
 
 
 def fold(checkpoints: Iterable[Checkpoint]) -> Replay:
-    """All that was ever told, in any order, as one plan."""
+    """Return one plan of all checkpoints ever noted, in any order."""
     places: dict[ShardId, BufferOffset] = {}
     held: dict[Part, Checkpoint] = {}
     for told in checkpoints:

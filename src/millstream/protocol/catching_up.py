@@ -2,19 +2,21 @@
 
 The rules
 ---------
-The backlog is what the source has written and the log hasn't. While it is small, the stream is read: each transaction comes
-as it commits. A backlog of `start_bytes` is worth reading in chunks, and what is left of it below a quarter of that isn't.
+The backlog is what the source has written and the log doesn't have. While it is small, the stream is read: each
+transaction comes as it commits. A backlog of `start_bytes` is worth reading in chunks; a rest below a quarter of that
+isn't.
 
-- Which of the two is faster is measured, in bytes of WAL passed a second, from the source to the durable log. A rate counts
-  for five minutes. What hasn't been measured is tried: chunks first, and where those will go on for long, the stream for a moment.
+- The faster of the two is found by measuring, in bytes of WAL passed a second, from the source to the durable log. A
+  rate counts for five minutes. A way that hasn't been measured is tried: chunks first, and if those will go on for
+  long, the stream briefly.
 - Chunks have to be faster by a tenth for a change to them.
-- A chunk that is full though the backlog hardly moved, or has several times the bytes of the WAL that it is to read: a large
-  transaction lies across chunks and is read anew with each (or values are large that lay there compressed). The stream reads on,
-  and chunks aren't tried before it has passed all that the source had written by then.
-- Whatever the source refuses ends chunks for good. So do two connections in a row that broke without a chunk having come.
+- A chunk may be full though the backlog hardly moved, or have several times the bytes of the WAL that it is to read.
+  Then a large transaction lies across chunks and is read again with each (or large values lay there compressed). The
+  stream goes on, and chunks aren't tried before it has passed everything that the source had written by then.
+- Any refusal by the source ends chunks for good. So do two connections in a row that broke before a chunk had come.
 - `always` reads in chunks whenever a session begins behind the source's end, however slow; the last two rules hold.
 
-Pure: no I/O, no clock. Not for several threads at once.
+Pure: no I/O, no clock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from typing import Final
 from millstream.model.positions import Lsn
 
 START_BYTES: Final = 64 << 20
-"""A backlog from which on chunks pay: the stream reads it in one to four seconds, and a change costs a tenth of one."""
+"""Backlog from which chunks pay: the stream reads it in one to four seconds, and a change costs a tenth of one."""
 CHUNK_WAL_BYTES: Final = 128 << 20
 CHUNK_CHANGES: Final = 1_000_000
-"""Larger chunks gain little, and lie on the source's disk until they are sent; smaller ones decode too much again and again:
-1.5 M rows in transactions of a thousand took 8.8 s in chunks of 50 thousand, 3.4 s of 250 thousand, 2.6 s of a million."""
+"""Larger chunks gain little, and lie on the source's disk until they are sent; smaller ones decode too much again and
+again. 1.5 M rows in transactions of a thousand took 8.8 s in chunks of 50 thousand, 3.4 s of 250 thousand, 2.6 s of a
+million."""
 
 _END_PART: Final = 4
 _STUCK_PART: Final = 16
@@ -41,7 +44,7 @@ _CHUNKS_MEASURED_S: Final = 1.0
 _TRY_STREAM_AFTER_S: Final = 10.0
 _TRY_STREAM_REST_S: Final = 30.0
 _TRY_STREAM_ANYHOW_S: Final = 60.0
-"""However little is left: it may be that as much is written meanwhile."""
+"""Time after which the stream is tried however little is left: as much may be written during the catch-up."""
 _RATE_COUNTS_S: Final = 300.0
 _FASTER: Final = 1.1
 _BROKEN_MAX: Final = 2
@@ -64,16 +67,16 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one chunk brought."""
+    """The result of reading one chunk."""
 
     begin: Lsn
     end: Lsn
-    """Everything that committed at or below it has come."""
+    """LSN up to which every commit has come."""
     source_end: Lsn
     """The end of the source's WAL, read behind the chunk."""
     messages: int
     size_bytes: int
-    """Of the messages, as they were sent."""
+    """Size of the messages, as they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,13 @@ class _Rate:
 
 
 class ModeChoice:
-    """Chooses for one capture, from session to session.
+    """Chooses the mode for one capture, from session to session.
 
     Args:
-        setting: what the configuration allows.
-        start_bytes: the backlog from which on chunks are tried.
-        chunk_changes: the bound of a chunk's changes.
-        chunk_wal_bytes: the bound of its WAL.
+        setting: the configured choice.
+        start_bytes: the backlog from which chunks are tried.
+        chunk_changes: the largest number of changes in a chunk.
+        chunk_wal_bytes: the most WAL that a chunk reads.
     """
 
     def __init__(
@@ -112,17 +115,17 @@ class ModeChoice:
         self._possible = True
         self.mode = Mode.STREAMING
         self.given_up = ""
-        """Why chunks aren't tried any more; empty where they are."""
+        """Why chunks are no longer tried; empty while they are."""
         self.reason = ""
-        """Why the mode was changed last."""
+        """Why the mode was last changed."""
 
     def begin(self, *, reached: Lsn, source_end: Lsn, now: float, possible: bool = True) -> Mode:
-        """A session begins at `reached`: how it reads.
+        """Begin a session at `reached`; return how it reads.
 
         Args:
-            reached: X.
+            reached: LSN at which the session begins.
             source_end: the end of the source's WAL.
-            now: seconds, of any clock that never goes back.
+            now: seconds, of any monotonic clock.
             possible: whether this session may read chunks at all.
         """
         self._possible = possible
@@ -139,7 +142,7 @@ class ModeChoice:
         return self.mode
 
     def after_chunk(self, chunk: Chunk, now: float) -> bool:
-        """Whether to read another chunk; else the stream is read next."""
+        """Return whether to read another chunk; else the stream is read next."""
         assert self._began is not None, "chunks are read in sessions that began so"
         self._broken = 0
         since, first = self._began
@@ -165,13 +168,13 @@ class ModeChoice:
         return True
 
     def while_streaming(self, *, passed: Lsn, source_end: Lsn, now: float) -> bool:
-        """Whether to go over to chunks; asked every now and then, with how far the log's operations are."""
+        """Return whether to change to chunks; called now and then, with the LSN that the log has reached."""
         if not self._allowed(passed):
             return False
         backlog = source_end - passed
         since, first = self._began or (now, passed)
         if backlog < self._start_bytes // _END_PART or passed == first:
-            self._began = now, passed  # it isn't the stream that limits, or the first of it is still to come
+            self._began = now, passed  # the stream isn't the limit, or its first change is still to come
             return False
         if now - since < _MEASURED_S:
             return False
@@ -186,13 +189,13 @@ class ModeChoice:
         return pays
 
     def give_up(self, why: str) -> None:
-        """The source refuses: read the stream from now on."""
+        """Read the stream from now on, because the source refuses chunks."""
         self.given_up = why
         self.mode = Mode.STREAMING
         self._began = None
 
     def broke(self) -> None:
-        """A session that read chunks broke. That may be the chunks' doing, where it happens before the first has come."""
+        """Note that a session that read chunks broke. If no chunk has come, chunks may be the cause."""
         self._broken += 1
         if self._broken >= _BROKEN_MAX:
             self.give_up("connections broke before a chunk had come")

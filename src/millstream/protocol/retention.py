@@ -1,19 +1,21 @@
-"""Which segment of a log goes next, and who is cut off for it: retention by reference.
+"""Which segment of a log is dropped next, and which holders are cut off for it: retention by reference.
 
 Premises
 --------
-1. Segments go whole, sealed, and oldest first: by the last number of their last commit group, over all shards. The first that
-   has to stay keeps all behind it, so that a reader who begins at a token never meets a hole.
-2. A holder that reads by position needs all from its number on: `needs`. One that has the log's bytes needs, besides, each segment that it hasn't up to its end: a shard
-   where nothing happens may be sealed long after its last number, and without the footer it can't go on in the next segment. For a pipeline that number is the *start* of its last
+1. Only whole, sealed segments are dropped, oldest first: by the last number of their last commit group, over all
+   shards. The first segment that has to stay keeps all later ones, so a reader that begins at a token never
+   meets a hole.
+2. A holder that reads by position needs everything from its number on: `needs`. A holder that has the log's bytes also
+   needs each segment that it hasn't up to its end. An idle shard may be sealed long after its last number, and without
+   the footer the holder can't go on in the next segment. For a pipeline the number is the *start* of its last
    batch: the engine may ask for that batch again after the lake has it.
-3. Besides, a segment waits until every batch (of a table and partition) in it has *landed* in every pipeline. What has landed is
-   told in ranges of numbers, of all tables or of one, in any order: before the seal or after it, twice, or never.
-4. A notice that is lost, late or forgotten makes a segment stay longer and never go sooner. So positions move only upward, what
-   somebody unknown tells means nothing, and the ranges remembered are bounded in number.
-5. A pipeline that is expected and has said nothing yet needs everything.
+3. A segment also waits until every batch (of a table and partition) in it has *landed* in every pipeline. Pipelines
+   report landed ranges of numbers, of all tables or of one, in any order: before the seal or after it, twice, or never.
+4. A notice that is lost, late or forgotten keeps a segment longer and never drops it sooner. So positions only grow,
+   reports of unknown holders are ignored, and the number of remembered ranges is bounded.
+5. A pipeline that is expected and hasn't reported so far needs everything.
 
-What becomes of a holder:
+Transitions of a holder:
 
     | event           | unknown            | holds                                  | cut off             |
     |-----------------|--------------------|----------------------------------------|---------------------|
@@ -22,19 +24,19 @@ What becomes of a holder:
     | released        | -                  | unknown; an expected one: holds all    | unknown             |
     | CutOff returned |                    | cut off                                |                     |
 
-What becomes of the oldest segment, by who needs it and how large the log is:
+The step for the oldest segment, by the holders that need it and the size of the log:
 
     | needed by                    | <= bytes           | <= bytes_max | > bytes_max                |
     |------------------------------|--------------------|--------------|----------------------------|
-    | nobody                       | Drop when old      | Drop         | Drop                       |
+    | no holder                    | Drop when old      | Drop         | Drop                       |
     | consumers and followers only | Keep               | Keep         | CutOff of each, then Drop  |
-    | anybody else                 | Keep               | Keep         | Keep; nobody is cut off    |
+    | any other holder             | Keep               | Keep         | Keep; none is cut off      |
 
-Nobody is cut off where that would free nothing. Pipelines and backlogs never are, nor what is merged of several regions: the lake, and the
-merged table, have no other way to what they lack.
+No holder is cut off if that would free nothing. Pipelines, backlogs and merges of several regions are never cut
+off: the lake, and the merged table, can't get the records that they lack from elsewhere.
 
-The machine does nothing by itself. `step` gives one effect; the caller carries it out (a cut-off durably, before anything else)
-and asks again. Segments aren't remembered from one call to the next: the caller shows the oldest sealed one of every shard.
+The machine does no I/O. `step` returns one effect; the caller carries it out (a cut-off durably, before anything else)
+and asks again. Segments aren't remembered between calls: the caller passes the oldest sealed segment of every shard.
 """
 
 from __future__ import annotations
@@ -51,33 +53,38 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ReplicaPosition
 
 RANGES_MAX: Final = 4096
-"""Ranges remembered of a pipeline, of single tables and as many of all: more than a batch has tables, some hundred kilobytes."""
+"""Ranges remembered of a pipeline: so many of single tables, and as many of all tables. A batch has fewer tables, and
+they take some hundred kilobytes."""
 
 
 class HolderKind(StrEnum):
-    """Who keeps segments."""
+    """The kind of a holder of segments."""
 
     PIPELINE = "pipeline"
     BACKLOG = "backlog"
-    """Of a table that a pipeline has set aside: what it lacks."""
+    """A table that a pipeline has set aside: the records that it lacks."""
     SESSIONS = "sessions"
-    """Of the log's writer: writes of applications that the copy of its sessions lacks."""
+    """The log's writer: writes of applications that the copy of its sessions lacks."""
     CONSUMER = "consumer"
     FOLLOWER = "follower"
     MERGE = "merge"
-    """What is kept of a table that several regions write: records that it hasn't taken."""
+    """A table that several regions write: records that its merge hasn't taken."""
     LEADER = "leader"
-    """Of a follower's log: what its leader still has. Whoever is promoted needs all that those in the leader's catalog do."""
+    """The leader of a follower's log: the segments that it still has. A promoted follower needs everything that the
+    holders in the leader's catalog need."""
 
     @property
     def can_be_cut_off(self) -> bool:
-        """Whether the log goes on without it, once it holds too much."""
+        """Whether the log may go on without the holder when it keeps too much."""
         return self in {HolderKind.CONSUMER, HolderKind.FOLLOWER}
 
 
 @dataclass(frozen=True, slots=True)
 class TableBatch:
-    """Records of one table in a segment. Its range may be wider than its records' numbers: then it waits for all of that."""
+    """Records of one table in a segment.
+
+    If its range is wider than its records' numbers, it waits for the whole range.
+    """
 
     table: TableId
     first: Seq
@@ -87,7 +94,7 @@ class TableBatch:
 
 @dataclass(frozen=True, slots=True)
 class SealedSegment:
-    """A segment that nobody writes any more."""
+    """A segment that is no longer written."""
 
     shard: ShardId
     base_offset: Offset
@@ -96,7 +103,7 @@ class SealedSegment:
     """Last number of its last commit group."""
     size_bytes: int
     sealed_ns: int
-    """When the segment behind it was begun: wall clock, nanoseconds since 1970."""
+    """Time at which the next segment was begun: wall clock, nanoseconds since 1970."""
     batches: tuple[TableBatch, ...] = ()
 
 
@@ -105,11 +112,11 @@ class Bounds:
     """How much is kept. `bytes_max` is never below `size_bytes`."""
 
     age_s: float
-    """What nobody needs goes at that age …"""
+    """Age at which a segment that no holder needs is dropped …"""
     size_bytes: int
-    """… or while the log is larger than this."""
+    """… unless the log is larger than this: then it is dropped sooner."""
     bytes_max: int
-    """Past it, consumers and followers are cut off."""
+    """Size of the log above which consumers and followers are cut off."""
 
     def __post_init__(self) -> None:
         if self.bytes_max < self.size_bytes:
@@ -118,52 +125,52 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of the segment."""
+    """Drop the segment."""
 
     segment: SealedSegment
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """Note durably that the holder is cut off; it holds nothing any more."""
+    """Record durably that the holder is cut off; it no longer keeps any segment."""
 
     name: str
     kind: HolderKind
     needed_from: Seq
     first: Seq
-    """Where the log begins once the segment has gone that it needed."""
+    """First number of the log once the segment that the holder needed is gone."""
     position: ReplicaPosition | None = None
-    """Where it stood, where that is known."""
+    """The holder's position, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Nothing goes now."""
+    """Drop nothing now."""
 
     segment: SealedSegment | None = None
-    """The oldest sealed one."""
+    """The oldest sealed segment."""
     needed_by: tuple[str, ...] = ()
-    """By whom it is needed; nobody: it is young, and the log small."""
+    """Names of the holders that need it. Empty: it is young, and the log small."""
 
 
 @dataclass(slots=True)
 class Holder:
-    """What is known of one."""
+    """The state of one holder."""
 
     kind: HolderKind
     needed_from: Seq
     """It needs everything from here on; only grows."""
     landed: _Landed | None = None
-    """Of a pipeline."""
+    """Set for a pipeline."""
     position: ReplicaPosition | None = None
-    """Of one that has the log's bytes, as it said last: it has them up to there."""
+    """Set for a holder that has the log's bytes: the position up to which it last reported to have them."""
 
 
 class Retention:
     """The references to one log.
 
     Args:
-        expected: pipelines that need everything until they have said what.
+        expected: pipelines that need everything until they report.
 
     Concurrency: none; the caller serialises.
     """
@@ -177,25 +184,25 @@ class Retention:
 
     @property
     def holders(self) -> Mapping[str, Holder]:
-        """Everybody who holds something, by name."""
+        """All holders, by name."""
         return self._holders
 
     @property
     def remembered(self) -> int:
-        """Ranges that are remembered, of all pipelines: at most `2 * RANGES_MAX` each."""
+        """Number of ranges remembered, of all pipelines: at most `2 * RANGES_MAX` each."""
         return sum(holder.landed.count for holder in self._holders.values() if holder.landed is not None)
 
     def needs(self, name: str, kind: HolderKind, seq: Seq, position: ReplicaPosition | None = None) -> None:
-        """Somebody may still ask for everything from `seq` on; a lower number than before changes nothing.
+        """Note that a holder may still ask for everything from `seq` on; a lower number than before changes nothing.
 
         Args:
             name: the holder.
-            kind: what it is, when it is new.
+            kind: its kind, if it is new.
             seq: the number.
-            position: up to where it has each shard's bytes; of one that isn't in it nothing. None: by numbers alone.
+            position: the bytes of each shard that it has; a shard that is missing has none. None: it reads by numbers.
 
         Raises:
-            CursorExpired, FollowerBehindRetention: it was cut off. `released` is how it begins anew.
+            CursorExpired, FollowerBehindRetention: it was cut off. It can begin again after `released`.
         """
         gone = self._cut_off.get(name)
         if gone is not None:
@@ -207,45 +214,45 @@ class Retention:
     def landed(
         self, name: str, first: Seq, last: Seq, *, table: TableId | None = None, partition: str | None = None
     ) -> None:
-        """Records with numbers `first` to `last` are committed in the lake by a pipeline.
+        """Note that a pipeline has committed records with numbers `first` to `last` in the lake.
 
         Args:
-            name: the pipeline; what anybody else tells changes nothing.
+            name: the pipeline; a report of any other holder changes nothing.
             first: the range's first number.
             last: its last.
-            table: whose; None: of all tables.
-            partition: of that table; None: all of it.
+            table: their table; None: of all tables.
+            partition: their partition of that table; None: all of it.
         """
         holder = self._holders.get(name)
         if holder is not None and holder.landed is not None and first <= last:
             holder.landed.add(first, last, table, partition)
 
     def released(self, name: str) -> None:
-        """Forget a holder, also one that was cut off. A pipeline that is expected needs everything again."""
+        """Forget a holder, even one that was cut off. A pipeline that is expected needs everything again."""
         self._cut_off.pop(name, None)
         self._holders.pop(name, None)
         if name in self._expected:
             self._holders[name] = _new(HolderKind.PIPELINE)
 
     def forget_below(self, seq: Seq) -> None:
-        """No shard has a record below `seq` any more: what is known of them is let go."""
+        """Forget landed ranges below `seq`: no shard has a record below it now."""
         for holder in self._holders.values():
             if holder.landed is not None:
                 holder.landed.forget_below(seq)
 
     def needed_by(self, segment: SealedSegment) -> tuple[str, ...]:
-        """The names of all who need a segment, in order."""
+        """Return the names of all holders that need a segment, in order."""
         return tuple(sorted(name for name, holder in self._holders.items() if _needs(holder, segment)))
 
     def step(
         self, oldest: Iterable[SealedSegment], *, now_ns: int, log_bytes: int, bounds: Bounds
     ) -> Drop | CutOff | Keep:
-        """What to do next; ask again after `Drop` and `CutOff`.
+        """Return what to do next; call again after `Drop` and `CutOff`.
 
         Args:
-            oldest: of every shard that has sealed segments, the oldest.
+            oldest: the oldest sealed segment of every shard that has one.
             now_ns: wall clock, nanoseconds since 1970.
-            log_bytes: of all segments, those being written among them.
+            log_bytes: size of all segments, those being written included.
             bounds: how much is kept.
         """
         segment = oldest_of(oldest)
@@ -264,12 +271,12 @@ class Retention:
 
 
 def oldest_of(segments: Iterable[SealedSegment]) -> SealedSegment | None:
-    """The one that goes first."""
+    """Return the segment that is dropped first."""
     return min(segments, key=lambda one: (one.last_seq, one.shard), default=None)
 
 
 def cut_off_error(gone: CutOff) -> MillstreamError:
-    """The error that a holder gets which was cut off: `CursorExpired` or `FollowerBehindRetention`."""
+    """Return the error for a holder that was cut off: `CursorExpired` or `FollowerBehindRetention`."""
     kind = FollowerBehindRetention if gone.kind is HolderKind.FOLLOWER else CursorExpired
     needed = (
         f"the log from {gone.needed_from} on" if gone.needed_from < gone.first else "the end of a segment of the log"
@@ -299,29 +306,29 @@ def _needs(holder: Holder, segment: SealedSegment) -> bool:
 
 @dataclass(slots=True)
 class _Ranges:
-    """Ranges of numbers, both ends in them: in order, none touching the next."""
+    """Ranges of numbers, both ends included: in order, none adjacent to the next."""
 
     firsts: list[int] = field(default_factory=list)
     lasts: list[int] = field(default_factory=list)
 
     def _near(self, first: int, last: int) -> tuple[int, int]:
-        """Places `[start, stop)` of the ranges that overlap `first` to `last`, or end right before or begin right behind."""
+        """Return indexes `[start, stop)` of the ranges that overlap `first` to `last`, or are adjacent to it."""
         return bisect_left(self.lasts, first - 1), bisect_right(self.firsts, last + 1)
 
     def touches(self, first: int, last: int) -> bool:
-        """Whether adding the range makes no range more."""
+        """Return whether the range can be added without another range."""
         start, stop = self._near(first, last)
         return start < stop
 
     def add(self, first: int, last: int) -> None:
-        """Put a range in, joined with those that it touches."""
+        """Add a range, merged with those that it touches."""
         start, stop = self._near(first, last)
         if start < stop:
             first, last = min(first, self.firsts[start]), max(last, self.lasts[stop - 1])
         self.firsts[start:stop], self.lasts[start:stop] = [first], [last]
 
     def gaps(self, first: int, last: int) -> list[tuple[int, int]]:
-        """What of `first` to `last` isn't in any range."""
+        """Return the parts of `first` to `last` that are in no range."""
         found: list[tuple[int, int]] = []
         at = bisect_left(self.lasts, first)
         while at < len(self.firsts) and self.firsts[at] <= last:
@@ -334,29 +341,29 @@ class _Ranges:
         return found
 
     def keep(self, wanted: Callable[[int, int], bool]) -> None:
-        """Keep the ranges that are wanted."""
+        """Keep the ranges for which `wanted` is true."""
         kept = [(first, last) for first, last in zip(self.firsts, self.lasts, strict=True) if wanted(first, last)]
         self.firsts, self.lasts = [first for first, _ in kept], [last for _, last in kept]
 
 
 _Scope = tuple[TableId | None, str | None]
-"""A table and a partition, None standing for all."""
+"""A table and a partition; None means all."""
 
 
 @dataclass(slots=True)
 class _Landed:
-    """What has landed, as ranges of numbers: of all tables, and by table and partition."""
+    """Ranges of landed numbers: of all tables, and by table and partition."""
 
     everything: _Ranges = field(default_factory=_Ranges)
     scopes: dict[_Scope, _Ranges] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
-        """Ranges remembered."""
+        """Number of ranges remembered."""
         return len(self.everything.firsts) + self._count_of_tables()
 
     def add(self, first: Seq, last: Seq, table: TableId | None, partition: str | None) -> None:
-        """Remember a range, unless that were one too many."""
+        """Remember a range, unless that exceeds the bound."""
         if table is None:
             if len(self.everything.firsts) < RANGES_MAX or self.everything.touches(first, last):
                 self.everything.add(first, last)
@@ -368,7 +375,7 @@ class _Landed:
             self.scopes[table, partition] = ranges
 
     def covers(self, batch: TableBatch) -> bool:
-        """Whether all of a batch's range has landed."""
+        """Return whether all of a batch's range has landed."""
         gaps = self.everything.gaps(batch.first, batch.last)
         for scope in dict.fromkeys([(batch.table, None), (batch.table, batch.partition)]):
             if scope in self.scopes:
@@ -384,7 +391,7 @@ class _Landed:
         return sum(len(ranges.firsts) for ranges in self.scopes.values())
 
     def _keep(self, wanted: Callable[[int, int], bool]) -> None:
-        """Of single tables, keep the ranges that are wanted."""
+        """Keep the wanted ranges of single tables."""
         for ranges in self.scopes.values():
             ranges.keep(wanted)
         self.scopes = {scope: ranges for scope, ranges in self.scopes.items() if ranges.firsts}

@@ -1,30 +1,32 @@
-"""Which writes of applications a log has: so that a write sent again is known, and answered with what it got the first time.
+"""The writes of applications that a log has: a repeated write is recognized, and answered with its first result.
 
 Premises
 --------
-1. A write is told apart by a session and its number in it, from 1, or by an idempotency key. The state is a function of the log's
-   operations, in their order: whoever replays them from a copy of the state on has the same one.
-2. Numbers of a session may come in any order (5, 7, 6): all up to its *mark* are in the log, and those above it that are, are known one by one.
-   So that these stay few, a number more than `AHEAD_MAX` above the mark is refused until others have come.
-3. Of its last `RESULTS_KEPT` writes up to the mark a session knows what they were given. An older one is known to be in the log, not where.
-4. A session that hasn't written for the longest time is forgotten, by age or where there are too many; likewise a key. Its hash is
-   remembered, so that it isn't taken for a new one; and of a session that nobody knows a number above `AHEAD_MAX` can't be new either. The last
-   `EXPIRED_MAX` are remembered for certain: what is older than that would be.
-5. Where operations are gone that the copy lacks, sessions with numbers that are unknown below others are forgotten likewise.
+1. A write is identified by a session and its number in it, from 1, or by an idempotency key. The state is a function
+   of the log's operations, in order: a replay from a copy of the state gives the same state.
+2. Numbers of a session may come in any order (5, 7, 6): all up to its *mark* are in the log, and those above it that
+   are, are known one by one. To bound these, a number more than `AHEAD_MAX` above the mark is refused until others
+   have come.
+3. A session keeps the results of its last `RESULTS_KEPT` writes up to the mark. An older write is known to be in the
+   log, but its place isn't.
+4. The session that has been idle longest is forgotten, by age or if there are too many; so is a key. Its hash is
+   remembered, so that it isn't taken for a new one. In an unknown session a number above `AHEAD_MAX` can't be new
+   either. At least the last `EXPIRED_MAX` hashes are kept: a name that is older is taken for new.
+5. If operations are gone that the copy lacks, sessions that lack numbers below others are forgotten likewise.
 
-What becomes of a write:
+The answer to a write:
 
     | its number, or key                | same rows as then | others        |
     |-----------------------------------|-------------------|---------------|
-    | known, with what it was given     | answered again    | IdempotencyKeyReused |
+    | known, with its result            | answered again    | IdempotencyKeyReused |
     | known, without                    | DedupWindowExpired    | DedupWindowExpired|
     | unknown, at most AHEAD_MAX above  | new               | new           |
     | unknown, farther above            | SessionGap      | SessionGap  |
     | of a session that was forgotten   | SessionExpired    | SessionExpired|
     | a key that was forgotten          | DedupWindowExpired    | DedupWindowExpired|
 
-Sessions that were used lately are objects, others a few bytes each. What a write was given becomes an object where it is asked for: who writes
-again in one of many sessions needs only its mark.
+Sessions that were used lately are objects, others a few bytes each. A result becomes an object only when it is asked
+for: the next write of one of many sessions needs only its mark.
 """
 
 from __future__ import annotations
@@ -47,25 +49,27 @@ from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 
 AHEAD_MAX: Final = 1024
-"""How far above a session's mark a number may be: writes that are under way at a time."""
+"""How far above a session's mark a number may be: the writes that may be in flight at a time."""
 RESULTS_KEPT: Final = 16
 EXPIRED_MAX: Final = 1 << 20
 _HOT_MAX: Final = 1024
-"""Sessions that are objects."""
+"""Number of sessions kept as objects."""
 _SWEEP: Final = 256
-"""How many may be forgotten at a time: taking them one by one off a dict's front costs by those taken before."""
+"""Number of sessions to forget at a time: removing them one by one from the front of a dict costs by those removed
+before."""
 _RECENT_MAX: Final = 4096
 NO_DIGEST: Final = -1
-"""Of a write whose rows were never summed: any rows are the same."""
+"""Digest of a write whose rows weren't summed: any rows count as the same."""
 _SESSION: Final = struct.Struct("<qqH")
-"""mark, last use (µs since 1970), how many results follow."""
+"""mark, last use (µs since 1970), number of results that follow."""
 _RESULT: Final = struct.Struct("<qqqqB")
-"""number (a key's: last use), digest, first number of its rows, how many, on how many shards; `_MANY` of these: `_SHARDS` says it behind them."""
+"""number (of a key: last use), digest, first number of its rows, row count, shard count. If the shard count is
+`_MANY`, the true one follows as `_SHARDS`."""
 _MANY: Final = 255
 _SHARDS: Final = struct.Struct("<H")
 _PLACE: Final = struct.Struct("<iqq")
 _PLAIN_SIZE: Final = _RESULT.size + _PLACE.size
-"""Of a result on one shard, as most are."""
+"""Size of a result on one shard, as most are."""
 _NUMBERS: Final = struct.Struct(f"<q{_PLAIN_SIZE - 8}x")
 _NUMBER: Final = struct.Struct("<q")
 _NAME: Final = struct.Struct("<H")
@@ -75,16 +79,17 @@ _Hashes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """When sessions and keys are forgotten."""
+    """Limits at which sessions and keys are forgotten."""
 
     sessions_max: int = 1_000_000
     keys_max: int = 1_000_000
     age_us: int = 7 * 86_400_000_000
-    """Since its last write, in microseconds."""
+    """Age since its last write, in microseconds."""
 
 
 _Result: TypeAlias = tuple[int, Ack]
-"""A write's digest, and what it was given. Made for each write that is noted: a class of its own would take as long as all else that is done then."""
+"""A write's digest, and its result. One is made for each noted write: a class would take as long as the rest of the
+noting."""
 
 
 @dataclass(slots=True)
@@ -92,41 +97,41 @@ class _Session:
     mark: int = 0
     used_us: int = 0
     results: dict[int, _Result | bytes] = field(default_factory=dict)
-    """By number: all above the mark, and the last ones up to it; as bytes where they come from some."""
+    """Results by number: all above the mark, and the last ones up to it; as bytes if they were read from bytes."""
 
 
 class Sessions:
-    """See the module. Not thread-safe: it belongs to whoever writes the log.
+    """The state; see the module. Not thread-safe: it belongs to the log's writer.
 
     Args:
-        limits: when what is forgotten.
+        limits: when sessions and keys are forgotten.
     """
 
     def __init__(self, limits: SessionLimits | None = None) -> None:
         self._limits = SessionLimits() if limits is None else limits
         self._hot: OrderedDict[str, _Session] = OrderedDict()
-        """Lately used, the longest unused first."""
+        """Sessions used lately, longest idle first."""
         self._cold: dict[str, bytes] = {}
-        """Used before all of those, likewise in order."""
+        """Sessions used before all of those, in the same order."""
         self._keys: dict[str, bytes] = {}
-        """In order of their writes."""
+        """Results by key, in the order of their writes."""
         self._expired = _Expired()
         self._noted = 0
-        """Writes, to look now and then for what is too old."""
+        """Number of writes noted, to look for old sessions now and then."""
 
     def __len__(self) -> int:
-        """How many sessions there are."""
+        """Return the number of sessions."""
         return len(self._hot) + len(self._cold)
 
     @property
     def key_count(self) -> int:
-        """How many idempotency keys there are."""
+        """Number of idempotency keys."""
         return len(self._keys)
 
-    # --- asking ----------------------------------------------------------------------------------------------------
+    # --- looking up ------------------------------------------------------------------------------------------------
 
     def mark(self, session: str) -> int:
-        """Up to which number a session's writes are known; 0 where nobody knows it."""
+        """Return the number up to which a session's writes are known; 0 if the session is unknown."""
         found = self._hot.get(session)
         if found is not None:
             return found.mark
@@ -134,17 +139,17 @@ class Sessions:
         return 0 if packed is None else int(_SESSION.unpack_from(packed)[0])
 
     def has(self, session: str, number: int) -> bool:
-        """Whether a session's write above its mark is known."""
+        """Return whether a session's write above its mark is known."""
         found = self._hot.get(session) or self._thawed(session)
         return found is not None and number in found.results
 
     def look(self, write_id: WriteId, digest: int, *, mark: int | None = None) -> Ack | None:
-        """What a write was given before; None where it is new. Nothing changes.
+        """Return the result of an earlier write; None if it is new. Nothing changes.
 
         Args:
             write_id: a session with a number, or a key.
-            digest: of its rows, at least 0.
-            mark: the session's with writes that are about to be noted, where there are some.
+            digest: digest of its rows, at least 0.
+            mark: the session's mark after the writes that are about to be noted, if there are some.
 
         Raises:
             IdempotencyKeyReused, DedupWindowExpired, SessionGap, SessionExpired: see the table above.
@@ -157,7 +162,7 @@ class Sessions:
         session = self._hot.get(name)
         if session is None and (packed := self._cold.get(name)) is not None:
             if mark is None and _SESSION.unpack_from(packed)[0] == number - 1:
-                return None  # the mark would be farther
+                return None  # the mark would be farther if it were known
             session = _unpacked(packed)
         if session is not None:
             found = session.results.get(number)
@@ -192,7 +197,7 @@ class Sessions:
 
     @staticmethod
     def check_same(known: int, digest: int, write_id: WriteId) -> None:
-        """`IdempotencyKeyReused` where a write's digest isn't the one that is known of its id."""
+        """Raise `IdempotencyKeyReused` if a write's digest differs from the known digest of its id."""
         if known in (digest, NO_DIGEST) or digest == NO_DIGEST:
             return
         if write_id.key is not None:
@@ -219,7 +224,7 @@ class Sessions:
         return None
 
     def facts(self, name: str) -> SessionFacts:
-        """What the log has of a session."""
+        """Return the facts of a session."""
         session = self._hot.get(name) or self._thawed(name)
         if session is None:
             return SessionFacts(0, expired=_hash_of("s", name) in self._expired)
@@ -228,13 +233,13 @@ class Sessions:
     # --- noting ----------------------------------------------------------------------------------------------------
 
     def note(self, write_id: WriteId, digest: int, given: Ack, now_us: int) -> None:
-        """A write has become durable.
+        """Note a write that has become durable.
 
         Args:
             write_id: a session with a number, or a key.
-            digest: of its rows; `NO_DIGEST` where nobody summed them.
+            digest: digest of its rows; `NO_DIGEST` if they weren't summed.
             given: its numbers and offsets.
-            now_us: the write's time, in microseconds since 1970.
+            now_us: time of the write, in microseconds since 1970.
         """
         self._noted += 1
         name, number = write_id.session, write_id.number
@@ -244,7 +249,7 @@ class Sessions:
         session = self._hot.get(name)
         mark = self.mark(name) if session is None else session.mark
         if number > mark + AHEAD_MAX:
-            # Those between were there when it was taken, in a part of the log that is gone now.
+            # The writes between were noted when it was taken, in a part of the log that is gone now.
             self._forget_session(name)
             return
         if session is None:
@@ -268,7 +273,10 @@ class Sessions:
         self._forget_keys(now_us)
 
     def _heated(self, name: str, now_us: int) -> _Session | None:
-        """A session as an object, anew where nobody knows it; None where it was forgotten since its write was looked for."""
+        """Return a session as an object, a new one if it is unknown.
+
+        None if it was forgotten after its write was looked up.
+        """
         session = self._thawed(name)
         if session is None:
             if _hash_of("s", name) in self._expired:
@@ -283,9 +291,10 @@ class Sessions:
         return session
 
     def forget_gaps(self) -> None:
-        """Some of the log's operations weren't noted, and can't be any more: sessions that lack numbers below others are forgotten.
+        """Forget sessions that lack numbers below others, because some operations can no longer be noted.
 
-        Nobody could tell which of these are in the log; and who went on would come too far ahead of numbers that never come again.
+        No one could tell which of these writes are in the log. A session that went on would come too far ahead of
+        numbers that never come again.
         """
         whole = self._cold | {name: _packed(session) for name, session in self._hot.items()}
         for name in [name for name, packed in whole.items() if _lacks_some(_unpacked(packed))]:
@@ -317,7 +326,7 @@ class Sessions:
             if oldest.used_us >= limit and len(self._hot) <= self._limits.sessions_max:
                 return
             if len(self._hot) == 1:
-                return  # the one that is just being used
+                return  # the session in use
             self._forget_session(name)
 
     def _forget_keys(self, now_us: int) -> None:
@@ -337,9 +346,10 @@ class Sessions:
     # --- a copy ----------------------------------------------------------------------------------------------------
 
     def copied(self) -> Callable[[], Iterator[bytes]]:
-        """The state as it is now, in pieces of bytes that `restored` takes joined.
+        """Return the present state, in pieces of bytes that `restored` takes joined.
 
-        Copying takes some tens of milliseconds with a million sessions; making the pieces, by the call, some more, on any thread.
+        Copying takes some tens of milliseconds with a million sessions. The call makes the pieces, on any thread,
+        which takes some more.
         """
         sessions = {**self._cold, **{name: _packed(session) for name, session in self._hot.items()}}
         keys, expired = dict(self._keys), self._expired.copied()
@@ -356,7 +366,7 @@ class Sessions:
 
     @classmethod
     def restored(cls, data: bytes, limits: SessionLimits | None = None) -> Sessions:
-        """The state of a copy. `ValueError` where the bytes aren't one."""
+        """Return the state of a copy. Raises `ValueError` if the bytes aren't one."""
         sessions = cls(limits)
         try:
             at = 0
@@ -384,7 +394,7 @@ def _lacks_some(session: _Session) -> bool:
 
 
 def _slack(limit: int) -> int:
-    """How many there may be above a limit until all of them are forgotten together."""
+    """Return how many there may be above a limit until all of them are forgotten together."""
     return min(_SWEEP, limit // 16)
 
 
@@ -393,19 +403,19 @@ def _hash_of(kind: str, name: str) -> int:
 
 
 class _Expired:
-    """Hashes of what was forgotten: at least the last `EXPIRED_MAX`, at eight bytes each."""
+    """Hashes of forgotten names: at least the last `EXPIRED_MAX`, at eight bytes each."""
 
     def __init__(self) -> None:
         self._recent: set[int] = set()
         self._newer: _Hashes = np.empty(0, _HASH)
         self._older: _Hashes = np.empty(0, _HASH)
-        """Both sorted."""
+        """Both arrays are sorted."""
 
     def __contains__(self, wanted: int) -> bool:
         return wanted in self._recent or _holds(self._newer, wanted) or _holds(self._older, wanted)
 
     def add(self, found: int) -> None:
-        """Remember one more."""
+        """Remember one more hash."""
         self._recent.add(found)
         if len(self._recent) < _RECENT_MAX:
             return
@@ -415,12 +425,12 @@ class _Expired:
             self._older, self._newer = self._newer, np.empty(0, _HASH)
 
     def copied(self) -> list[bytes]:
-        """Pieces of bytes for `restore`."""
+        """Return pieces of bytes for `restore`."""
         parts = (self._older, self._newer, np.sort(np.fromiter(self._recent, _HASH)))
         return [piece for part in parts for piece in (struct.pack("<Q", len(part)), part.tobytes())]
 
     def restore(self, data: bytes, at: int) -> int:
-        """Take the pieces that begin there; gives where they end."""
+        """Take the pieces that begin there; return where they end."""
         parts = []
         for _ in range(3):
             (count,) = struct.unpack_from("<Q", data, at)
@@ -477,7 +487,7 @@ def _unpacked(packed: bytes) -> _Session:
 
 
 def _are_plain(data: bytes, at: int, count: int) -> bool:
-    """Whether each of so many results that begin there lies on one shard: then they are of one size."""
+    """Return whether each of `count` results that begin there lies on one shard: then they have one size."""
     return data[at + _RESULT.size - 1 : at + count * _PLAIN_SIZE : _PLAIN_SIZE] == b"\x01" * count
 
 
@@ -498,7 +508,7 @@ def _unpacked_result(packed: bytes, at: int) -> tuple[int, _Result]:
 
 
 def _places_of_result(data: bytes, at: int) -> tuple[int, int]:
-    """Where a result's places begin, and where it ends."""
+    """Return where a result's places begin, and where it ends."""
     shards = int(_RESULT.unpack_from(data, at)[4])
     at += _RESULT.size
     if shards == _MANY:

@@ -1,28 +1,28 @@
-"""When a chunk of existing rows may enter the log beside running changes, and which of its rows may not.
+"""When a chunk of existing rows may enter the log among running changes, and which of its rows may not.
 
 The rules
 ---------
 A chunk's rows were read under a snapshot S; L is the end of the WAL, read right after S was taken. So every transaction
-that S sees had committed (in the WAL) at or below L. The chunk enters once the log has everything up to L. All that S
-sees is then in the log, so nothing that comes later is older than the chunk's rows. What the log has and S does *not* see
-is newer than the chunk's rows, however early it came: commit order is not visibility order (a commit that waits for a
-synchronous standby is in the WAL, and in the log, long before any snapshot sees it). Keys touched by such a transaction
-are dropped from the chunk.
+that S sees had committed (in the WAL) at or below L. The chunk enters once the log has everything up to L. Then
+everything that S sees is in the log, so nothing that comes later is older than the chunk's rows. A transaction that
+is in the log but not seen by S is newer than the chunk's rows, however early it came. Commit order isn't visibility
+order: a commit that waits for a synchronous standby is in the WAL, and in the log, long before any snapshot sees it.
+Keys touched by such a transaction are dropped from the chunk.
 
-- What touches a table as a whole (TRUNCATE, a transaction too large to keep its keys) and isn't seen by S has the chunk
-  read again.
-- An update that leaves a TOAST value unsent needs the row's older version for it. Where that version was in a chunk's
-  dropped row, the row is read again by its key, as a chunk of its own; a key asked for by name is judged the same way,
-  found or not.
-- Touches are remembered until every snapshot that is open, being taken or yet to come sees their transaction. xmin of
+- If a transaction that S doesn't see touches the table as a whole (TRUNCATE, or too large to keep its keys), the
+  chunk is read again.
+- An update that leaves a TOAST value unsent needs the row's older version for it. If that version was in a chunk's
+  dropped row, the row is read again by its key, as a chunk of its own. A key asked for by name is judged the same
+  way, whether its row exists or not.
+- Touches are remembered until every snapshot that is open, being taken or in the future sees their transaction. xmin of
   snapshots taken one after the other never falls, which gives the bound.
-- What was logged before the tracker began is not remembered: the caller takes no snapshot before all transactions that
-  were running at that moment have ended.
+- Transactions logged before the tracker began aren't remembered. So the caller takes no snapshot before all
+  transactions that were running at that moment have ended.
 
 Keys are tuples of PostgreSQL's texts; equal texts are equal keys. Transaction ids in the stream have 32 bits, snapshots
 have 64: an id means the one nearest to the snapshot's xmax (PostgreSQL keeps them within 2^31 of each other).
 
-Pure: no I/O, no clock. Not for several threads at once.
+Pure: no I/O, no clock. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _XID_SPAN: Final = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`pg_current_snapshot()`: who had ended when it was taken. Ids have 64 bits."""
+    """`pg_current_snapshot()`: the transactions that had ended when it was taken. Ids have 64 bits."""
 
     xmin: int
-    """Everything below has ended."""
+    """Every transaction below has ended."""
     xmax: int
-    """Nothing at or above is seen."""
+    """No transaction at or above is seen."""
     running: frozenset[int] = frozenset()
-    """Those between that are not seen."""
+    """Transactions between that aren't seen."""
 
     @classmethod
     def parse(cls, text: str) -> Snapshot:
-        """The snapshot of its text, `xmin:xmax:xip,xip`; `InvalidValue` for any other."""
+        """Return the snapshot of its text, `xmin:xmax:xip,xip`; raise `InvalidValue` for any other text."""
         found = _SNAPSHOT.match(text)
         if found is None:
             raise InvalidValue(f"{text!r} is not a snapshot")
@@ -62,36 +62,36 @@ class Snapshot:
         return cls(int(found[1]), int(found[2]), running)
 
     def sees(self, xid: int) -> bool:
-        """Whether what that transaction (an id of 32 bits) did is seen, given that it committed."""
+        """Return whether the snapshot sees a transaction (an id of 32 bits), given that it committed."""
         whole = extend_xid(xid, self.xmax)
         return whole < self.xmin or (whole < self.xmax and whole not in self.running)
 
 
 def extend_xid(xid: int, near: int) -> int:
-    """The 64-bit id nearest to `near` whose lower 32 bits are `xid`'s."""
+    """Return the 64-bit id nearest to `near` whose lower 32 bits are `xid`'s."""
     distance = (xid - near) % _XID_SPAN
     return near + (distance if distance < _XID_SPAN // 2 else distance - _XID_SPAN)
 
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """What one logged transaction did to the table."""
+    """The effect of one logged transaction on the table."""
 
     xid: int
     keys: frozenset[Key]
     """Every key that a row had before or after."""
     incomplete: frozenset[Key] = frozenset()
-    """Those whose row lacks a TOAST value that wasn't sent."""
+    """Keys whose row lacks a TOAST value that wasn't sent."""
     everything: bool = False
-    """It touched the table as a whole."""
+    """Whether it touched the table as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a chunk whose time has come."""
+    """The decision on a chunk whose LSN the log has passed."""
 
     again: bool = False
-    """Read it again; nothing of it enters."""
+    """Read the chunk again; none of it enters."""
     drop: frozenset[Key] = frozenset()
     """Keys whose rows don't enter."""
     reread: frozenset[Key] = frozenset()
@@ -99,22 +99,22 @@ class Verdict:
 
     @property
     def touches(self) -> bool:
-        """Whether anything touched the chunk that it doesn't see."""
+        """Whether a transaction that the chunk doesn't see touched it."""
         return self.again or bool(self.drop)
 
 
 @dataclass(slots=True)
 class _Reading:
     floor: int
-    """Every transaction below is seen by the chunk's snapshot."""
+    """The chunk's snapshot sees every transaction below."""
     snapshot: Snapshot | None = None
 
 
 class CopyTracker:
     """The touches of one table while it is copied, and the chunks that are open.
 
-    A chunk: `begin` before its snapshot is taken, `take` with the snapshot, `judge` once the log has passed its LSN,
-    `end` when it has entered or was given up.
+    For a chunk, call `begin` before its snapshot is taken, `take` with the snapshot, `judge` once the log has passed
+    its LSN, and `end` when it has entered or was given up.
     """
 
     def __init__(self) -> None:
@@ -122,42 +122,45 @@ class CopyTracker:
         self._open: dict[int, _Reading] = {}
         self._next = 1
         self._xmin = 0
-        """xmin of the latest snapshot taken: those yet to come see everything below."""
+        """xmin of the latest snapshot taken: future snapshots see everything below."""
 
     @property
     def touch_count(self) -> int:
-        """Touches remembered."""
+        """Number of touches remembered."""
         return len(self._touches)
 
     def settle(self, bound: int) -> None:
-        """Every transaction with an id below has ended: any snapshot from here on sees it."""
+        """Note that every transaction with an id below has ended: any snapshot from here on sees it."""
         self._xmin = max(self._xmin, bound)
         self._prune()
 
     def touch(self, touch: Touch) -> None:
-        """A transaction that touched the table is about to be logged. One that all snapshots see, the open and those to come, needn't be kept."""
+        """Note a transaction that touched the table and is about to be logged.
+
+        It isn't kept if all snapshots see it, open and future ones.
+        """
         bound = self._bound()
         if not bound or extend_xid(touch.xid, bound) >= bound:
             self._touches.append(touch)
 
     def begin(self) -> int:
-        """A chunk is about to take its snapshot; gives its ticket."""
+        """Open a chunk that is about to take its snapshot; return its ticket."""
         ticket = self._next
         self._next += 1
         self._open[ticket] = _Reading(self._xmin)
         return ticket
 
     def take(self, ticket: int, snapshot: Snapshot) -> None:
-        """The chunk's snapshot is taken."""
+        """Note that the chunk's snapshot is taken."""
         self._open[ticket] = _Reading(snapshot.xmin, snapshot)
         self._xmin = max(self._xmin, snapshot.xmin)
 
     def judge(self, ticket: int, asked: Collection[Key] = ()) -> Verdict:
-        """What of the chunk may enter now, the log having passed its LSN.
+        """Return which rows of the chunk may enter now, after the log has passed its LSN.
 
         Args:
             ticket: the chunk's.
-            asked: where the chunk is of rows asked for by key: all those keys.
+            asked: all the keys, if the chunk is of rows asked for by key.
         """
         snapshot = self._open[ticket].snapshot
         assert snapshot is not None, "a chunk is judged after its snapshot"
@@ -174,7 +177,7 @@ class CopyTracker:
         return Verdict(drop=frozenset(drop), reread=again)
 
     def end(self, ticket: int) -> None:
-        """The chunk has entered, or was given up."""
+        """Close a chunk that has entered, or was given up."""
         del self._open[ticket]
         self._prune()
 
@@ -188,7 +191,7 @@ class CopyTracker:
 
 
 def kept(keys: Iterable[Key], verdict: Verdict) -> tuple[list[bool], frozenset[Key]]:
-    """For each row of a chunk of a key range, whether it enters; and the keys of dropped ones to be read again by name."""
+    """Return whether each row of a key range's chunk enters, and the keys of dropped rows to read again."""
     mask: list[bool] = []
     found: set[Key] = set()
     for key in keys:

@@ -1,4 +1,4 @@
-"""How long to wait after a failure: twice as long each time, within bounds, and never two at the same beat."""
+"""The wait after a failure: twice as long each time, within bounds, and with jitter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Backoff:
-    """One caller's waits.
+    """The waits of one caller.
 
     Args:
-        first_s: after the first failure, at most.
-        most_s: after any.
+        first_s: the longest wait after the first failure.
+        most_s: the longest wait after any.
     """
 
     first_s: float = 0.1
@@ -19,11 +19,11 @@ class Backoff:
     _failed: int = 0
 
     def after_failure(self, chance: float) -> float:
-        """Seconds to wait now. `chance`, in [0, 1), spreads those who failed together: half of the wait is drawn by it."""
+        """Return the seconds to wait now. `chance`, in [0, 1), is the jitter: it draws half of the wait."""
         whole_s = min(self.most_s, self.first_s * 2.0 ** min(self._failed, 30))
         self._failed += 1
         return whole_s * (0.5 + 0.5 * chance)
 
     def succeeded(self) -> None:
-        """The next failure is the first one again."""
+        """Reset: the next failure counts as the first."""
         self._failed = 0

@@ -1,35 +1,38 @@
-"""The follower's side: what is taken of a leader, what is said to it, and how old what is shown here is.
+"""The follower's side: what is taken from a leader, what is sent to it, and the age of what readers see here.
 
-    | event              | apart             | waiting (Hello said)                      | following                    | stopped |
+    | event              | apart             | waiting (Hello sent)                      | following                    | stopped |
     |--------------------|-------------------|-------------------------------------------|------------------------------|---------|
     | Tick, when due     | Connect           | -                                         | -                            | -       |
-    | Tick, nothing came for long |          | the link goes                             | the link goes                | -       |
+    | Tick, nothing came for long |          | the link is broken                        | the link is broken           | -       |
     | Connected          | SayHello -> waiting | -                                       | -                            | -       |
-    | Received, of a lower promise | -       | Refuse(Fenced), the link goes             | the same                     | -       |
+    | Received, of a lower promise | -       | Refuse(Fenced), the link is broken        | the same                     | -       |
     | Received, of a higher one    | -       | PersistRole, then as below                | the same                     | -       |
     | Received, of another stream  | -       | Refuse(OtherStream) -> stopped            | the same                     | -       |
-    | Received, a greeting of another home than the promise is of | - | Refuse(NodeNameTaken), the link goes | as waiting | - |
+    | Received, a greeting of another home than the promise is of | - | Refuse(NodeNameTaken), the link is broken | as waiting | - |
     | Received, a greeting | -               | of the same lineage: Acknowledge -> following; else SetAside, PersistRole, SayHello | as waiting | - |
-    | Received, other    | -                 | nothing: what was on its way before the Hello | Apply                    | -       |
+    | Received, other    | -                 | nothing: it was in flight before the Hello | Apply                   | -       |
     | Applied            | -                 | -                                         | (PersistRole,) PersistDocuments, (ShowAll,) Acknowledge |  |
-    | ApplyFailed        | -                 | -                                         | ReplicaGap: SayHello -> waiting; Diverged: Refuse -> stopped; else the link goes |  |
-    | LinkGone           | -                 | -> apart, and again after a while, longer each time | the same; what isn't for time to mend: -> stopped |  |
+    | ApplyFailed        | -                 | -                                         | ReplicaGap: SayHello -> waiting; Diverged: Refuse -> stopped; else the link is broken |  |
+    | LinkGone           | -                 | -> apart, and a retry after a while, longer each time | the same; an error that time doesn't mend: -> stopped |  |
 
-Rules, each of them held by a test, or a seed of the simulator, that fails without it:
+Rules, each held by a test, or a seed of the simulator, that fails without it:
 
-- A promise is durable before anything is said under it; what is acknowledged is durable with it.
-- Before anything is taken from a leader, what this log has and the leader's hasn't (groups behind the reign in which they part) is set aside, never
-  overwritten. That is known from the lineages alone: other bytes where these agree are damage (`Diverged`), and stop everything.
-- A reign is noted when all that its leader began with is here: `roles`.
-- Readers see what the leader shows. What one follower is enough for they see when it is acknowledged: not before, since a node that was promised
-  more meanwhile may lead without it; nor while something is missing that the leader began with, since then it doesn't count.
+- A promise is durable before anything is sent under it; what is acknowledged is durable together with its promise.
+- Before anything is taken from a leader, the groups of this log that the leader's lacks (those behind the reign
+  in which the two part) are set aside, never overwritten. The lineages alone decide which these are. Different
+  bytes where the lineages agree are damage (`Diverged`), and stop everything.
+- A reign is noted once everything that its leader began with is here: `roles`.
+- Readers see what the leader shows. If one follower is enough for the level, they see a group when it is acknowledged.
+  They don't see it earlier, because a node that gets a higher promise first may lead without it. Nor do they
+  while something is missing that the leader began with, because until then the acknowledgement doesn't count.
 
-Lag: records and bytes by what the leader says that it has, time by this machine's clock that never goes back. The leader's clock only tells how long a
-shipment was on its way, beside the least of the last ones; so a clock that is far off is said, and shifts the age by no more than one that jumps while it is looked at: for the
-shipments that are remembered, and never to younger than it is.
+Lag: records and bytes are measured against the end that the leader reports, time by this machine's monotonic clock. The
+leader's clock only shows how long a shipment took, compared with the shortest of the last ones. A clock that is
+far off is reported. Like one that jumps, it shifts the age only while the last shipments are remembered, and never
+below the true age.
 
-Pure: no I/O, clock or chance. Effects are carried out in their order, and none if one before failed; then the caller begins anew from what is durable.
-Not for several threads at once.
+Pure: no I/O, clock or randomness. Effects are carried out in order; if one fails, none of the later ones is, and
+the caller begins again from what is durable. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -78,36 +81,36 @@ from millstream.protocol.replication.roles import (
 from millstream.protocol.replication.shipping import PersistRole, Tell
 
 _DELAYS_KEPT: Final = 32
-"""Shipments among which the quickest one is looked for: half a minute of heartbeats."""
+"""Number of shipments among which the quickest is looked for: half a minute of heartbeats."""
 CLOCK_OFF_S: Final = 60.0
-"""From there on a leader's clock is said to be off."""
+"""Difference from which a leader's clock is reported as off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a follower has, durably and verified, as its log says."""
+    """The part of the log that a follower has, durable and verified, as its log reports it."""
 
     position: ReplicaPosition = field(default_factory=dict)
     group: GroupNumber = GroupNumber(0)
-    """The last whole one, of all shards."""
+    """The last whole group, of all shards."""
     persisted_upto: Seq = Seq(0)
 
 
-# --- what it learns ----------------------------------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A link stands to whom `Connect` named."""
+    """A link to the leader that `Connect` named is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Something came on it."""
+    """A shipment arrived on the link."""
 
     shipment: Shipment
     wall_ns: int
-    """This machine's clock of the day, nanoseconds since 1970."""
+    """This machine's wall clock, nanoseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class ApplyFailed:
-    """`Apply` wasn't."""
+    """`Apply` failed."""
 
     error: MillstreamError
     chance: float
@@ -128,23 +131,23 @@ class ApplyFailed:
 
 @dataclass(frozen=True, slots=True)
 class WasSetAside:
-    """`SetAside` was carried out; also where there was nothing."""
+    """`SetAside` was carried out, even if there was nothing to set aside."""
 
     holding: Holding
 
 
 @dataclass(frozen=True, slots=True)
 class LinkGone:
-    """It broke, or couldn't be made, or the leader ended it and said why."""
+    """The link broke, or couldn't be made, or the leader ended it with an error."""
 
     error: MillstreamError
     chance: float
-    """In [0, 1), drawn by the caller."""
+    """Random, in [0, 1), drawn by the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Somebody wants to be promoted: this node's promise is asked for."""
+    """A candidate asks this node for its promise."""
 
     promise: Promise
 
@@ -156,43 +159,43 @@ class Tick:
 
 Event = Connected | Received | Applied | ApplyFailed | WasSetAside | LinkGone | Asked | Tick
 
-# --- what is to be done ------------------------------------------------------------------------------------------------
+# --- effects ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """To the leader; then `Connected` or `LinkGone`."""
+    """Connect to the leader; then `Connected` or `LinkGone`."""
 
     leader: NodeName
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """On the link. An error is the last word."""
+    """Send a message on the link. An error is the last message."""
 
     word: Hello | Acknowledgement | MillstreamError
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Verify, write, sync, move the marks; then `Applied` or `ApplyFailed`."""
+    """Verify, write and sync the shipment, and move the marks; then `Applied` or `ApplyFailed`."""
 
     shipment: Shipment
 
 
 @dataclass(frozen=True, slots=True)
 class ShowAll:
-    """Show readers all that is here: as what is acknowledged next, it is held as the stream's level asks.
+    """Show readers everything that is here: like the next acknowledgement, it is held as the stream's level asks.
 
-    First see that nobody was promised more meanwhile: that one may lead without this.
+    First check that no other node has got a higher promise since: that node may lead without this.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Keep for people what lies behind a group, and take it out of the log, durably; then `WasSetAside`.
+    """Keep for operators what lies behind a group, and remove it from the log, durably; then `WasSetAside`.
 
-    Frames of later groups, whatever stands behind them, and the footer of the segment that is cut or ends there.
+    These are frames of later groups, whatever stands behind them, and the footer of the segment that ends there.
     """
 
     behind: GroupNumber
@@ -200,19 +203,19 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class PersistDocuments:
-    """Keep them durably in place of the older ones."""
+    """Keep the documents durably in place of the older ones."""
 
     documents: tuple[Document, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BreakLink:
-    """There is nothing more to say on it."""
+    """Break the link: nothing more is sent on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nothing is taken any more until a person has looked."""
+    """Take nothing more until an operator has intervened."""
 
     error: MillstreamError
 
@@ -221,39 +224,39 @@ Effect = Connect | Say | Apply | ShowAll | SetAside | PersistDocuments | Persist
 
 
 class Phase(StrEnum):
-    """Where it stands."""
+    """The state of a follower."""
 
     APART = "apart"
     CONNECTING = "connecting"
     WAITING = "waiting"
     CUTTING = "cutting"
-    """What the leader hasn't is being set aside."""
+    """Groups that the leader lacks are being set aside."""
     FOLLOWING = "following"
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far behind the leader, as of now."""
+    """Distance behind the leader at present."""
 
     records: int
     size_bytes: int
     age_s: float
-    """How old what is shown is at most; infinite where nothing was ever all that the leader had."""
+    """Greatest possible age of what is shown; infinite if it was never everything that the leader had."""
 
 
 class Follower:
-    """See the module.
+    """A follower's state machine; see the module.
 
     Args:
         node: this one.
-        fact: what it has noted.
-        stream: whose log it has; None where it has none yet.
-        holding: what of it.
-        documents: the versions of those it keeps.
-        home: which home of that name it is.
-        backoff: how long it waits between attempts.
-        silence_s: a leader that says nothing for longer is given up: it says every second that there is nothing.
+        fact: its noted role.
+        stream: the stream of its log; None if it has no log so far.
+        holding: the part of the log that it has.
+        documents: the versions of the documents that it keeps.
+        home: identifies this home among those of that node name.
+        backoff: its waits between attempts.
+        silence_s: a leader that is silent for longer is given up: it sends every second, even if there is nothing new.
     """
 
     def __init__(
@@ -279,49 +282,49 @@ class Follower:
         self.phase = Phase.APART
         self.stopped_by: MillstreamError | None = None
         self.trouble: MillstreamError | None = None
-        """Why it last lost its leader, or couldn't take what came; None once it follows again."""
+        """The error by which it last lost its leader, or couldn't take a shipment; None once it follows again."""
         self.clock_off_s = 0.0
-        """How far the leader's clock is ahead of this one; behind it where negative."""
+        """Seconds by which the leader's clock is ahead of this one; negative: behind it."""
         self._documents = {} if documents is None else dict(documents)
         self._ahead: list[tuple[Seq, Document]] = []
-        """Sessions that know more of the log than is here, with where it has to have come for each: the first, and the newest."""
+        """Sessions ahead of this log, each with the number that the log has to reach: the first and the newest."""
         self._connect_at = -math.inf
         self._greeting: Greeting | None = None
         self._taken: Shipment | None = None
         self._delays: deque[float] = deque(maxlen=_DELAYS_KEPT)
         self._sent_at = 0.0
-        """When the newest shipment was sent, on this machine's clock, at the earliest."""
+        """Earliest time at which the newest shipment was sent, on this machine's clock."""
         self._hint = NOBODY
         self._aligned_with: Lineage | None = None
-        """What this log has and a leader of that lineage hasn't was set aside."""
+        """Lineage of a leader: the groups of this log that it lacks were set aside."""
         self._fresh_at: float | None = None
         self._was_all = False
-        """Of what was taken last: nothing was left behind it."""
+        """Whether the last shipment left nothing behind it."""
         self._leader_end = Seq(0)
         self._bytes_left = 0
         self._clock_told = False
 
-    # --- what readers and writers are told -------------------------------------------------------------------------
+    # --- what readers and writers are shown ------------------------------------------------------------------------
 
     @property
     def has_heard(self) -> bool:
-        """Whether a leader has said how much it has."""
+        """Whether a leader has reported how much it has."""
         return bool(self._delays)
 
     def lag(self, now_s: float) -> Lag:
-        """How far behind, at a moment of the clock that `step` is given."""
+        """Return the lag at a moment of the clock that `step` is given."""
         age_s = math.inf if self._fresh_at is None else max(0.0, now_s - self._fresh_at)
         return Lag(max(0, self._leader_end - self.holding.persisted_upto), self._bytes_left, age_s)
 
     @property
     def has_all(self) -> bool:
-        """Whether all is here that whoever it follows had when that was last said: also where that one doesn't lead, and others may have more."""
+        """Whether the node that it follows had no more at its last report; if it isn't the leader, others may have."""
         return self._was_all and self._greeting is not None and self.holding.group >= self._greeting.group
 
     # --- events ----------------------------------------------------------------------------------------------------
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
-        """What to do about an event, at a moment of a clock that never goes back."""
+        """Return the effects of an event, at a moment of a clock that never goes back."""
         if isinstance(event, Asked):
             return self._asked(event.promise)
         if self.phase is Phase.STOPPED:
@@ -372,7 +375,7 @@ class Follower:
         return [Say(hello)]
 
     def _asked(self, promise: Promise) -> list[Effect]:
-        """Its promise: the caller answers with `fact` and `holding` once the effects are carried out; raises `Fenced` where it is refused."""
+        """Give a promise or raise `Fenced`: the caller answers with `fact` and `holding` after the effects."""
         fact = self.fact.asked(promise)
         if fact == self.fact:
             return []
@@ -383,7 +386,7 @@ class Follower:
             effects += [Say(fenced_error(promise)), BreakLink()]
         return effects
 
-    # --- what comes ------------------------------------------------------------------------------------------------
+    # --- what arrives ----------------------------------------------------------------------------------------------
 
     def _received(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         if self.phase not in {Phase.WAITING, Phase.FOLLOWING}:
@@ -416,7 +419,7 @@ class Follower:
                 return [*effects, *self._apply_failed(error, 0.5, now_s)]
             return [*effects, *self._greeted(greeting, shipment, now_s, wall_ns)]
         if self.phase is Phase.WAITING:
-            return effects  # it was on its way before the leader had heard the Hello
+            return effects  # it was sent before the leader received the Hello
         if self._is_beyond(shipment):
             return [*effects, *self._say_hello()]
         self._taken = shipment
@@ -440,7 +443,7 @@ class Follower:
             self.phase, self._taken = Phase.CUTTING, shipment
             return [SetAside(parted_behind)]
         if mine == greeting.lineage and self.holding.group > greeting.group:
-            # After a power cut a leader's marks are older than its log until its writer has opened that: it isn't given up for good.
+            # Not final: after a power cut a leader's marks are older than its log until its writer has opened it.
             error = Diverged(
                 f"this node has group {self.holding.group}, and its leader ends at {greeting.group}: it has lost what it had",
                 hint="Where that goes on, promote this node, or another that has all of it; the leader then follows.",
@@ -454,27 +457,27 @@ class Follower:
     def _was_set_aside(self, holding: Holding) -> list[Effect]:
         self.holding = holding
         if self.phase is not Phase.CUTTING or self._greeting is None:
-            return []  # the link went meanwhile
+            return []  # the link has gone
         self._aligned_with = self._greeting.lineage
-        # Durable after the cut: until then the older lineage says no more than what is true of what is left.
+        # Noted durably after the cut: until then the older lineage claims only what is true of the rest.
         return [*self._note_reigns(), *self._say_hello()]
 
     def _applied(self, holding: Holding, now_s: float, wall_ns: int) -> list[Effect]:
         shipment, self._taken, self.holding = self._taken, None, holding
         if self.phase is not Phase.FOLLOWING or shipment is None:
-            return []  # the link went meanwhile
+            return []  # the link has gone
         self.trouble = None
         kept = [*self._keep(shipment), *self._note_reigns()]
         return [*kept, *self._show_all(shipment), *self._acknowledge(shipment, now_s, wall_ns)]
 
     def _show_all(self, shipment: Shipment) -> list[Effect]:
-        """Where its acknowledgement counts, and is enough by itself, readers needn't wait for the leader to say so."""
+        """Show readers what was applied before the leader does, if this node's acknowledgement is enough."""
         assert self._greeting is not None, "a reign is known from a greeting"
         counts = self.fact.lineage == self._greeting.lineage and self.fact.promise.node != self._node
         return [ShowAll()] if shipment.by_one and counts else []
 
     def _note_reigns(self) -> list[Effect]:
-        """Reigns whose past has come: before it is acknowledged, since an acknowledgement counts from there on."""
+        """Note reigns whose past is now here: before the acknowledgement, because that counts from there on."""
         assert self._greeting is not None, "a reign is known from a greeting"
         lineage = self._greeting.lineage.covered_by(self.holding.group)
         if lineage == self.fact.lineage:
@@ -488,7 +491,7 @@ class Follower:
         ]
         sessions = next((one for one in newer if one.name == SESSIONS), None)
         if sessions is not None:
-            # A node whose log ends in front of what it knows of sessions would have to forget all that only older segments said of them.
+            # Else a node whose log ends before these sessions would have to forget what only older segments show.
             newer.remove(sessions)
             self._ahead = [*self._ahead[:1], (shipment.leader_end, sessions)]
         reached = [one for upto, one in self._ahead if upto <= self.holding.persisted_upto]
@@ -500,7 +503,7 @@ class Follower:
     def _acknowledge(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         is_all = shipment.bytes_left == 0 and self.holding.persisted_upto >= shipment.leader_end
         self._was_all = is_all
-        # Under its own promise it is given what another had: nobody leads, and somebody may have more.
+        # Under its own promise it gets what another node had: no node leads, and another may have more.
         if is_all and self.fact.promise.node != self._node:
             self._fresh_at = self._sent_at if self._fresh_at is None else max(self._fresh_at, self._sent_at)
         lag = self.lag(now_s)
@@ -518,7 +521,7 @@ class Follower:
         return [Say(ack)]
 
     def _is_beyond(self, shipment: Shipment) -> bool:
-        """Whether bytes between what this node has and what came are surely missing; where a segment ends only the log knows."""
+        """Return whether bytes before the shipment are surely missing; only the log knows where a segment ends."""
         ends = dict(self.holding.position)
         for part in shipment.parts:
             end = ends.get(part.shard, _NOTHING)
@@ -528,7 +531,7 @@ class Follower:
             ends[part.shard] = max(end, part.end)
         return False
 
-    # --- what fails ------------------------------------------------------------------------------------------------
+    # --- failures --------------------------------------------------------------------------------------------------
 
     def _apply_failed(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
         self._taken = None
@@ -546,12 +549,12 @@ class Follower:
             self.phase, self.stopped_by = Phase.STOPPED, error
             return [Stop(error)]
         if isinstance(error, Fenced) and error.details.get("leader") not in {None, NOBODY, self._node}:
-            # Whom it followed leads no more, and says who may: that is tried once, for a promise isn't a promotion.
+            # The old leader names the node that may lead now. Try that one once: a promise isn't a promotion.
             self._hint = NodeName(str(error.details["leader"]))
         self._later(chance, now_s)
         self.trouble = error
         if isinstance(error, NodeNameTaken):
-            # The other one is heard until it goes. Which of them is right isn't known here.
+            # The other home keeps its connection until it goes: this node can't know which of them is right.
             self._connect_at = now_s + _TURN_S * (0.5 + 0.5 * chance)
         return [Tell(self._node, "has no leader now, and tries again", error)]
 
@@ -579,14 +582,14 @@ class Follower:
 
 
 _TURN_S: Final = 5.0
-"""How long a home stays away at most while another one of its name is there."""
+"""Longest time for which a home stays away while another home of its name is connected."""
 _LASTING: Final = (Diverged, FollowerBehindRetention, OtherStream)
-"""What time doesn't mend."""
+"""Errors that time doesn't mend."""
 _NOTHING: Final = ByteEnd(Offset(0), 0)
 
 
 def _promise_of(shipment: Shipment, mine: Promise) -> Promise:
-    """Under which promise it was sent. A leader that doesn't say to whom it was given has only its number."""
+    """Return the promise under which it was sent. A leader that doesn't name the promise's node has only its number."""
     if shipment.leader == NOBODY and shipment.epoch == mine.epoch:
         return mine
     return Promise(shipment.epoch, shipment.leader)

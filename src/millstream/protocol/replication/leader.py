@@ -1,31 +1,32 @@
-"""The leader's side: what goes to which follower next, and how far each of them has the log.
+"""The leader's side: what is sent to which follower next, and how far each of them has the log.
 
-Each follower has a state of its own here, and nothing about one waits for another:
+Each follower has its own state here, and none waits for another:
 
     | event            | apart                  | greeting                | shipping                           |
     |------------------|------------------------|-------------------------|------------------------------------|
-    | Joined           | Greet -> greeting      | the older link goes; Greet -> greeting (who comes anew has lost the old one)  |
-    | Joined, of another home of that name | the same | it is refused: NodeNameTaken; who was there stays | the same |
-    | Sent             | -                      | what follows may be sent| the same                           |
+    | Joined           | Greet -> greeting      | the older link goes; Greet -> greeting (a follower that reconnects has lost the old link) |
+    | Joined, of another home of that name | the same | it is refused: NodeNameTaken; the first home stays | the same |
+    | Sent             | -                      | the next shipment may be sent | the same                     |
     | Asked            | -                      | Greet -> greeting       | Greet -> greeting                  |
     | Acked            | -                      | -> shipping, at its position                                 | cursor up, window opens |
     | ReadFailed       | -                      | read again after a while, longer each time                   | the same |
     | LinkGone         | -                      | -> apart                | -> apart; its cursor is noted      |
     | Durable, Tick    | -                      | -                       | ReadAndSend, if there is anything  |
-    | ReadFailed: what it lacks was dropped | -  | the link goes, and it is told: FollowerBehindRetention. It may have it from elsewhere when it comes again |
+    | ReadFailed: what it lacks was dropped | -  | the link is broken with FollowerBehindRetention. It may have it from elsewhere when it comes again |
 
-Rules, each of them held by a test, or a seed of the simulator, that fails without it:
+Rules, each held by a test, or a seed of the simulator, that fails without it:
 
-- A cursor moves by that follower's acknowledgement only: not by sending, nor by another's. One that comes back with less than it had
-  acknowledged counts for nothing until it has acknowledged anew.
-- An acknowledgement counts for levels only once the follower has all that the leader began with: else a group that a later leader lacks might count.
-- Whatever changes is sent: bytes, or marks alone, or what readers see alone, or a document alone; however little it is. Nothing new for a while is sent, too, so that a follower
-  knows that it is nothing.
-- Reading and sending happen one at a time a follower, and no more bytes are under way than the window has.
-- Any word of a higher promise ends it all: durably first, then every link.
+- A cursor moves by that follower's acknowledgement only: not by sending, nor by another's. A follower that comes
+  back with less than it had acknowledged counts for nothing until it has acknowledged again.
+- An acknowledgement counts for levels only once the follower has everything that the leader began with.
+  Otherwise a group that a later leader lacks might count.
+- Every change is sent, however small: bytes, or marks alone, or what readers see alone, or a document alone. If nothing
+  is new for a while, an empty shipment shows the follower that it is up to date.
+- Each follower has one read and send at a time, and no more bytes in flight than the window allows.
+- A message with a higher promise ends leadership: that is noted durably first, then every link is dropped.
 
-The links' numbers are given by whoever accepts them; what comes of a link that is gone changes nothing. Pure: no I/O, clock or chance.
-Effects are to be carried out in their order, and none if one before failed. Not for several threads at once.
+The component that accepts links numbers them; events of a link that is gone change nothing. Pure: no I/O, clock
+or randomness. Effects are carried out in order; if one fails, none of the later ones is. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ from millstream.protocol.replication.shipping import (
 
 
 class Phase(StrEnum):
-    """Where a follower stands."""
+    """The state of a follower."""
 
     APART = "apart"
     GREETING = "greeting"
@@ -91,29 +92,29 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Follower:
-    """What the leader knows of one."""
+    """The leader's state of one follower."""
 
     node: NodeName
     link: LinkId | None = None
     home: str = ""
-    """Which one of that name came last."""
+    """The home of that name that connected last."""
     phase: Phase = Phase.APART
     acked: Acknowledgement | None = None
-    """Its newest one; None: none since it came, or came back with less."""
+    """Its newest acknowledgement; None: none since it connected, or it came back with less."""
     counted: GroupNumber | None = None
-    """What counts for levels."""
+    """The last group that counts for levels."""
     sent: ReplicaPosition = field(default_factory=dict)
     documents: Mapping[str, int] = field(default_factory=dict)
     under_way: deque[tuple[ReplicaPosition, int]] = field(default_factory=deque)
-    """Ends of what was sent and isn't acknowledged, with its bytes."""
+    """Ends of what was sent and isn't acknowledged, with the bytes of each."""
     is_busy: bool = False
-    """An effect is being carried out for it."""
+    """Whether an effect is being carried out for it."""
     shipped: int = -1
-    """The count of changes that it was sent all of."""
+    """The count of changes up to which it was sent everything."""
     reading: int = 0
     """The count of changes when the last effect was made."""
     offered: Mapping[str, int] = field(default_factory=dict)
-    """Versions of documents when it was."""
+    """Versions of documents when the last effect was made."""
     sent_at: float = 0.0
     heard_at: float = 0.0
     not_before: float = 0.0
@@ -124,20 +125,21 @@ class Follower:
 
     @property
     def under_way_bytes(self) -> int:
-        """Sent and not acknowledged."""
+        """Bytes sent and not acknowledged."""
         return sum(size for _, size in self.under_way)
 
 
 class Leader:
-    """See the module.
+    """A leader's state machine; see the module.
 
     Args:
-        stream: whose log it is.
-        fact: what this node has noted; it leads, or gives what it has to `only`.
-        nodes: who may follow: all but this one.
-        options: how much goes at once.
-        only: after a promise, what this node has is shipped under that promise, to whom it was given; no acknowledgement counts.
-        observers: who may follow as well, and never leads or promises: what they acknowledge counts for no level.
+        stream: the stream of its log.
+        fact: this node's noted role; it leads, or ships its log to `only`.
+        nodes: nodes that may follow: all except this one.
+        options: limits on what is sent at once.
+        only: the node that got this one's promise: what this node has is shipped to it, under that promise. No
+            acknowledgement counts.
+        observers: nodes that may follow as well, and never lead or promise: their acknowledgements count for no level.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class Leader:
         self.fact = fact
         self.followers: dict[NodeName, Follower] = {}
         self.holdings = Holdings(fact.promise.epoch)
-        """What counts for levels, without times."""
+        """The holdings that count for levels, without times."""
         self._stored = GroupNumber(0)
         self.is_fenced = False
         self.is_stopped = False
@@ -174,20 +176,20 @@ class Leader:
 
     @property
     def lineage(self) -> Lineage:
-        """What it greets with."""
+        """The lineage of its greeting."""
         return self.fact.lineage
 
     @property
     def group(self) -> GroupNumber:
-        """The last durable one here."""
+        """The last durable group here."""
         return max((mark.group for mark in self._marks.values()), default=GroupNumber(0))
 
     def group_reached(self, level: AckLevel) -> GroupNumber:
-        """The last group that is, by what was acknowledged, where the level says."""
+        """Return the last group that is held as the level asks, by what was acknowledged."""
         return min(self.holdings.group_reached(level), self.group)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
-        """What to do about an event, at a moment of a clock that never goes back."""
+        """Return the effects of an event, at a moment of a clock that never goes back."""
         if self.is_stopped:
             return [DropLink(event.link, None)] if isinstance(event, Joined) else []
         effects: list[Effect] = []
@@ -222,7 +224,7 @@ class Leader:
             effects += self._stop(now_s)
         return effects
 
-    # --- who comes and goes ----------------------------------------------------------------------------------------
+    # --- followers come and go -------------------------------------------------------------------------------------
 
     def _joined(self, link: LinkId, hello: Hello, now_s: float) -> list[Effect]:
         node = hello.node
@@ -235,7 +237,7 @@ class Leader:
             return [DropLink(link, refusal), Tell(node, "is refused", refusal)]
         follower = self.followers.setdefault(node, Follower(node))
         if follower.link is not None:
-            # All nodes of a region follow under its name: they go on by turns.
+            # All nodes of a region follow under its name: they take turns.
             if node not in self._observers and hello.home and follower.home and hello.home != follower.home:
                 taken = _taken(node)
                 return [
@@ -243,7 +245,7 @@ class Leader:
                     DropLink(link, taken),
                     Tell(node, "is there: another home of that name is refused", taken),
                 ]
-            # Who has come anew itself doesn't hear it any more.
+            # The follower that reconnected no longer reads its old link.
             effects.append(DropLink(follower.link, _taken(node)))
         follower.link, follower.home = link, hello.home
         effects.append(Tell(node, "came"))
@@ -265,8 +267,9 @@ class Leader:
         effects: list[Effect] = []
         is_lost = follower.acked is not None and not is_covered(follower.acked.position, hello.position)
         if is_anew or is_lost or (self._only is None and _is_nothing(hello.position)):
-            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside. Or it fell behind what is kept here. Who comes with
-            # nothing holds the log anew also where this leader has never heard of it: it may have been cut off before.
+            # The follower has lost what it had acknowledged: a disk was replaced, its log was set aside, or it
+            # was cut off. One that comes with nothing also holds the log again if it is new to this leader: it
+            # may have been cut off before.
             effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
             follower.noted, follower.noted_at = (Seq(0), {}), now_s
         if is_anew or is_lost:
@@ -297,13 +300,13 @@ class Leader:
         return effects
 
     def _note_store(self, now_s: float) -> list[Effect]:
-        """Segments are kept for the object store as for a follower."""
+        """Keep segments for the object store as for a follower."""
         if self._store_has == self._store_noted or now_s < self._store_noted_at + self._options.cursor_every_s:
             return []
         self._store_noted, self._store_noted_at = self._store_has, now_s
         return [PersistCursor(OBJECT_STORE, *self._store_has)]
 
-    # --- what is said on a link ------------------------------------------------------------------------------------
+    # --- messages on a link ----------------------------------------------------------------------------------------
 
     def _of_link(self, follower: Follower, event: Event, now_s: float) -> list[Effect]:
         match event:
@@ -328,7 +331,7 @@ class Leader:
                 follower.not_before = now_s + follower.backoff.after_failure(chance)
                 tell = Tell(follower.node, "could not be sent what it lacks", error)
                 if follower.phase is Phase.GREETING:
-                    # It comes again, and is greeted then.
+                    # It connects again, and is greeted then.
                     return [tell, DropLink(link, error), *self._apart(follower)]
                 return [tell]
             case LinkGone(_, error):
@@ -341,7 +344,8 @@ class Leader:
 
     def _acked(self, follower: Follower, ack: Acknowledgement, now_s: float) -> list[Effect]:
         if ack.promised != self.fact.promise.epoch:
-            return []  # said before it had promised anything to this leader, or after another: its Hello tells whom
+            # Sent before it had promised this leader anything, or under a later promise: its Hello names the node.
+            return []
         follower.phase, follower.heard_at = Phase.SHIPPING, now_s
         follower.backoff.succeeded()
         while follower.under_way and is_covered(follower.under_way[0][0], ack.position):
@@ -368,7 +372,7 @@ class Leader:
         return self._held()
 
     def _held(self) -> list[Effect]:
-        """Tell who holds what now."""
+        """Publish what each node holds now."""
         epoch = self.holdings.promised
         places = [
             Holding(node, epoch, one.counted, one.acked.persisted_upto)
@@ -427,7 +431,8 @@ class Leader:
             return []
         self.fact, self.is_fenced = self.fact.heard_of(promise), True
         error = fenced_error(promise)
-        # Before any follower is told: whoever hears of it may promote another, and this one must know after a crash.
+        # Note it before any follower learns of it: a follower may promote another node, and this one must know
+        # that after a crash.
         effects: list[Effect] = [PersistRole(self.fact)]
         for follower in self.followers.values():
             if follower.link is not None:
@@ -439,7 +444,7 @@ class Leader:
 
 
 def is_covered(position: ReplicaPosition, by: ReplicaPosition) -> bool:
-    """Whether all that lies below one position does below the other."""
+    """Return whether everything below one position is also below the other."""
     return all(end <= by.get(shard, _NOTHING) for shard, end in position.items())
 
 
@@ -448,7 +453,7 @@ def _is_nothing(position: ReplicaPosition) -> bool:
 
 
 def end_of(marks: Mapping[ShardId, DurableMark]) -> ReplicaPosition:
-    """The position up to which marks say that a log is durable."""
+    """Return the position up to which a log is durable by its marks."""
     return {shard: ByteEnd(mark.base_offset, mark.byte_end) for shard, mark in marks.items()}
 
 
@@ -466,5 +471,5 @@ def _taken(node: NodeName) -> NodeNameTaken:
 
 
 def _promise_in(error: Fenced) -> Promise:
-    """What a `Fenced` of another node names; nothing where it names none."""
+    """Return the promise that another node's `Fenced` names; an empty one if it names none."""
     return Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", NOBODY))))

@@ -1,8 +1,8 @@
-"""Who leads what, and since when: the map that routing asks, of versions that never go back.
+"""The map of leaders that routing asks: which node leads, and since when. Its versions never go back.
 
-A version is a promotion's promise, a number and a node, so two entries of one version name one leader, and what is put together of several
-nodes' words can't contradict itself: it is the union, and the greatest version counts. Who leads a stream leads all its shards: a commit group
-lies on several of them, and is one leader's.
+A version is a promotion's promise, a number and a node, so two entries of one version name one leader. Maps of
+several nodes therefore can't conflict: the merged map is their union, and the greatest version counts. The
+leader of a stream leads all its shards, because a commit group lies on several of them, and belongs to one leader.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from millstream.protocol.replication.roles import UNPROMISED, Promise, Role, Rol
 
 @dataclass(frozen=True, slots=True, order=True)
 class Leadership:
-    """One leader's time."""
+    """The time of one leader."""
 
     since: Promise
-    """The version; `UNPROMISED`: it was set up so."""
+    """The version; `UNPROMISED`: it was set up as the leader."""
     node: NodeName
     behind: GroupNumber = GroupNumber(0)
     """The last commit group that was there when it began."""
@@ -28,14 +28,17 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class LeaderMap:
-    """Who has led a stream, and who does. Made by `of` and `joined`."""
+    """The leaders of a stream, past and present. Made by `of` and `joined`."""
 
     leaderships: tuple[Leadership, ...] = ()
-    """In the order of their versions, one each."""
+    """In the order of their versions, one entry each."""
 
     @classmethod
     def of(cls, known: Iterable[Leadership]) -> LeaderMap:
-        """Of entries in any order, also the same ones again. Of two of the set-up's version, which alone names no node, the lower name counts."""
+        """Return the map of entries in any order, repeated ones included.
+
+        The set-up's version is the only one that names no node; if two entries have it, the lower name counts.
+        """
         found: dict[Promise, Leadership] = {}
         for one in sorted(known):
             found.setdefault(one.since, one)
@@ -43,22 +46,23 @@ class LeaderMap:
 
     @property
     def newest(self) -> Leadership | None:
-        """Who leads; None where nothing is known."""
+        """The present leader; None if nothing is known."""
         return self.leaderships[-1] if self.leaderships else None
 
     def joined(self, other: LeaderMap) -> LeaderMap:
-        """What both know."""
+        """Return the union of both maps."""
         return LeaderMap.of((*self.leaderships, *other.leaderships))
 
     def leader_of(self, _shard: ShardId) -> Leadership | None:
-        """Who leads a shard: whoever leads the stream."""
+        """Return the leader of a shard, which is the leader of the stream."""
         return self.newest
 
 
 def leaders_known(fact: RoleFact, me: NodeName) -> LeaderMap:
-    """What a node knows for sure by its own role: the promotions of its lineage, and itself where it leads as it was set up.
+    """Return what a node knows for sure from its own role.
 
-    Whom it follows without a promotion it has been told by a person, and a promise isn't a promotion yet: neither is among them.
+    That is the promotions of its lineage, and the node itself if it leads as it was set up. A leader that it
+    follows without a promotion isn't included: an operator named it. Nor is a promise, which isn't a promotion yet.
     """
     found = [Leadership(reign.promise, reign.promise.node, reign.behind) for reign in fact.lineage.reigns[1:]]
     if not found and fact.role is Role.LEADS and fact.promise == UNPROMISED:
@@ -67,9 +71,9 @@ def leaders_known(fact: RoleFact, me: NodeName) -> LeaderMap:
 
 
 def leader_by(fact: RoleFact, me: NodeName, elsewhere: LeaderMap) -> Leadership | None:
-    """Whom to write to: by a node's own role, or by what is known elsewhere where that is of a higher version.
+    """Return the leader to write to: from the node's own role, or from elsewhere if that has a higher version.
 
-    A node's role is the truth about itself. What it hasn't heard of yet can only be newer.
+    A node's role is the truth about itself. Promotions that it hasn't learned of can only be newer.
     """
     newest = elsewhere.newest
     if newest is not None and newest.since > fact.promise:

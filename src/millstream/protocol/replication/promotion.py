@@ -1,24 +1,28 @@
 """How a node becomes the leader: fence first, then take over.
 
-| state       | what happens                                            | then                                                      |
+| state       | action                                                  | then                                                      |
 |-------------|---------------------------------------------------------|-----------------------------------------------------------|
-| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: one of them stands for leader itself -> failed (PromotionLost), or has promised this name what this home never stood for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else Stand -> standing |
-| standing    | takes nothing of the leader any more, and notes its own promise | noted -> claiming or asking; this node has promised somebody since it began -> failed (PromotionLost) |
-| claiming    | where a store decides between candidates: claims there  | claimed -> asking; somebody else has -> failed (PromotionLost) |
-| asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost), but surveying again where the store has decided against that one; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and all that answered before), or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
-| catching up | takes what it lacks of the one that has most; nothing can be added there any more | it has it -> taking over; can't -> failed (NotCaughtUp) |
+| surveying   | asks every node for its promise and its rank            | all have answered, or time is up: another node is a candidate -> failed (PromotionLost), or has promised this name an epoch that this home never stood for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else Stand -> standing |
+| standing    | takes nothing more from the leader, and notes its own promise | noted -> claiming or asking; this node has given a promise since it began -> failed (PromotionLost) |
+| claiming    | if a store decides between candidates: claims there     | claimed -> asking; another node has claimed -> failed (PromotionLost) |
+| asking      | asks every node for its promise, which makes the leader step down | a node has promised higher -> failed (PromotionLost), but surveying again if the store has decided against that promise; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and every node that answered the survey), or time is up: too few -> failed (NotCaughtUp); a node has more -> catching up; else -> taking over |
+| catching up | takes what it lacks from the node that has most, whose log can no longer grow | it has it -> taking over; can't -> failed (NotCaughtUp) |
 | taking over | recovers the log, takes the catalog                     | PersistRole(leads, a reign behind its last group) -> leads |
 | leads       |                                                         |                                                           |
-| failed      | the promise stays: whoever leads under less is fenced by meeting it. Any node can be promoted then |                |
+| failed      | the promise stays: a leader with a lower promise is fenced when it meets it. Any node can be promoted then |                |
 
-Who may win: whoever has the promises of so many nodes, itself among them, that no old leader can have anything acknowledged at the stream's level without one
-of them, and that one of them has whatever was (`levels.promises_wanted`); and has as much as the one of these that has most (`roles.Rank`). Of two at once one
-gives way to whom it sees standing before it stands itself, and of two that stand the higher promise wins: the nodes that gave the lower one give it as well, or refuse the lower; what the lower one got is too little, or lies below in every
-later contest. With `accept_loss` neither is asked for: then what may be lost is said, and the old leader is fenced by meeting a higher promise.
+A candidate may win if it has enough promises, its own among them: without one of these nodes no old leader can
+have anything acknowledged at the stream's level, and one of them has everything that was
+(`levels.promises_wanted`). It must also have as much as the node among them that has most (`roles.Rank`). A node
+doesn't stand if it sees another candidate. If two stand, the higher promise wins: the nodes that gave the lower
+promise give the higher one as well, or refuse the lower. The lower candidate's promises are too few, or rank
+below in every later contest. With `accept_loss` neither condition holds: `losses` names what may be lost, and
+the old leader is fenced when it meets a higher promise.
 
-Facts about the log are those of a moment at or after the promise: what has promised takes nothing from an older leader, so it has no more than it said.
+Facts about the log are as of a moment at or after the promise: a node that has promised takes nothing from an
+older leader, so it has no more than it reported.
 
-Pure: no I/O, clock or chance. Effects are carried out in their order, and none if one before failed.
+Pure: no I/O, clock or randomness. Effects are carried out in order; if one fails, none of the later ones is.
 """
 
 from __future__ import annotations
@@ -36,32 +40,32 @@ from millstream.protocol.replication.roles import Promise, Rank, Role, RoleFact,
 from millstream.protocol.replication.shipping import PersistRole
 
 STORE: Final = NodeName("")
-"""Stands for the object store among those that have something."""
+"""Stands for the object store among the holders of the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a node says of itself."""
+    """A node's report about itself."""
 
     promise: Promise
     role: Role
     rank: Rank
     persisted_upto: Seq = Seq(0)
     is_candidate: bool = False
-    """A promotion goes on there."""
+    """Whether a promotion is running there."""
 
 
-# --- what it learns ----------------------------------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A person wants it."""
+    """An operator requests the promotion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A node says how it stands: asked by `Survey`, or by `AskPromise`, with the promise given and durable."""
+    """A node's answer to `Survey`; or to `AskPromise`, with the promise given and durable."""
 
     node: NodeName
     standing: Standing
@@ -80,7 +84,7 @@ class Stood:
 
     fact: RoleFact
     group: GroupNumber
-    """The last that its log has: it takes no more."""
+    """The last group in its log, which takes no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class Claimed:
     """The store took the claim."""
 
     stored: Rank | None = None
-    """What the object store has, looked up after the claim; None where it isn't one."""
+    """The rank of what the object store has, looked up after the claim; None if the store isn't an object store."""
     persisted_upto: Seq = Seq(0)
 
 
@@ -101,7 +105,7 @@ class ClaimFailed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A node won't ever promise this one what it asks for: `NodeNameTaken`."""
+    """A node will never give this one the promise that it asks for: `NodeNameTaken`."""
 
     node: NodeName
     error: MillstreamError
@@ -109,7 +113,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A node has given a promise as high or higher to somebody else; or this one has, as high or not, since it began."""
+    """A node has given a promise as high or higher to another one; or this node has given any since it began."""
 
     promise: Promise
 
@@ -119,13 +123,13 @@ class CaughtUp:
     """`CatchUp` was carried out."""
 
     fact: RoleFact
-    """As following the one that has more has left it."""
+    """The role as it is after following the node that has more."""
     group: GroupNumber
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUpFailed:
-    """It wasn't."""
+    """`CatchUp` failed."""
 
     error: MillstreamError
 
@@ -157,21 +161,21 @@ Event = (
     | Tick
 )
 
-# --- what is to be done ------------------------------------------------------------------------------------------------
+# --- effects ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Ask a node how it stands; then `Answered` or `Unanswered`."""
+    """Ask a node for its `Standing`; then `Answered` or `Unanswered`."""
 
     node: NodeName
 
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Follow nobody any more, then note what `RoleFact.standing_for` makes of what is noted at that moment; then `Stood`.
+    """Stop following, then note the result of `RoleFact.standing_for` on the role noted at that moment; then `Stood`.
 
-    `Superseded` where something else is promised then than when the candidate began: who was promised that is ahead.
+    `Superseded` if this node has given another promise since the candidate began: the node that got it is ahead.
     """
 
     promise: Promise
@@ -179,14 +183,17 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Claim the stream for a promise where one wins; look up what is stored only then."""
+    """Claim the stream for a promise, at a store where one claim wins; look up what is stored only then."""
 
     promise: Promise
 
 
 @dataclass(frozen=True, slots=True)
 class AskPromise:
-    """Ask a node for its promise; then `Answered`, `Unanswered` or `Superseded`. A leader ends its writes before it answers."""
+    """Ask a node for its promise; then `Answered`, `Unanswered` or `Superseded`.
+
+    A leader ends its writes before it answers.
+    """
 
     node: NodeName
     promise: Promise
@@ -194,17 +201,23 @@ class AskPromise:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Follow a node that has promised, under that promise, until all that it has is here; then `CaughtUp` or `CatchUpFailed`."""
+    """Follow a node that has promised, under that promise, until this node has as much.
+
+    Then `CaughtUp` or `CatchUpFailed`.
+    """
 
     node: NodeName
-    """`STORE`: the object store."""
+    """The node; `STORE`: the object store."""
     rank: Rank
     promise: Promise
 
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Take the shipped catalog, recover the log, begin numbers above all that were reserved; write nothing yet. Then `TookOver`."""
+    """Take the shipped catalog, recover the log, and begin numbers above all reserved ones; then `TookOver`.
+
+    Nothing is written so far.
+    """
 
     promise: Promise
 
@@ -215,12 +228,12 @@ class Lead:
 
     fact: RoleFact
     losses: tuple[str, ...]
-    """What may be lost, for people."""
+    """Descriptions of what may be lost, for operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It isn't promoted."""
+    """The promotion failed."""
 
     error: MillstreamError
 
@@ -229,7 +242,7 @@ Effect = Survey | Stand | PersistRole | Claim | AskPromise | CatchUp | TakeOver 
 
 
 class State(StrEnum):
-    """Where a promotion stands."""
+    """The state of a promotion."""
 
     NEW = "new"
     SURVEYING = "surveying"
@@ -243,16 +256,16 @@ class State(StrEnum):
 
 
 class Promotion:
-    """One attempt; see the module.
+    """One attempt to promote a node; see the module.
 
     Args:
         node: this one.
-        nodes: all that have the stream, this one among them.
-        fact: what this one has noted: it may go on following until it stands.
+        nodes: all nodes that have the stream, this one included.
+        fact: this node's noted role; the node may go on following until it stands.
         level: the stream's; what was acknowledged at this level, or a higher one, isn't lost.
-        has_store: a store decides between candidates; it has to where the level is `object`.
+        has_store: a store decides between candidates; required if the level is `object`.
         accept_loss: promote it though something may be lost.
-        answer_s: how long nodes have to answer.
+        answer_s: time that nodes have to answer.
     """
 
     def __init__(
@@ -277,18 +290,18 @@ class Promotion:
         self.group = GroupNumber(0)
         self.state = State.NEW
         self._promise = fact.promise
-        """That it stands for, from the end of the survey on."""
+        """The promise that it stands for, from the end of the survey on."""
         self.losses: list[str] = []
         self._silent: set[NodeName] = set()
         self._absent: frozenset[NodeName] = frozenset()
-        """Who didn't answer the survey: nobody waits for them again where the others are enough."""
+        """Nodes that didn't answer the survey: the candidate doesn't wait for them again if the others are enough."""
         self._standings: dict[NodeName, Standing] = {}
         self._won = Epoch(0)
-        """The last one that it has claimed: nobody else leads under that."""
+        """The last epoch that it has claimed: no other node leads under it."""
         self._until = 0.0
 
     def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one branch an event
-        """What to do about an event, at a moment of a clock that never goes back."""
+        """Return the effects of an event, at a moment of a clock that never goes back."""
         if isinstance(event, Superseded):
             return self._overtaken(event.promise, now_s)
         if isinstance(event, Refused):
@@ -301,7 +314,7 @@ class Promotion:
                 return self._begin(now_s)
             case ((State.SURVEYING | State.ASKING), Answered(node, standing)):
                 if self.state is State.ASKING and standing.promise != self._promise:
-                    return []  # late, to the survey
+                    return []  # a late answer to the survey
                 self._standings[node] = standing
                 self._silent.discard(node)
                 return self._when_answered(now_s)
@@ -365,7 +378,8 @@ class Promotion:
         ]
         if ahead and max(ahead) >= self.fact.promise:
             return self._fail(_lost_to(max(ahead)))
-        # This home notes what it stands for before it asks anybody: what was promised to its name beyond that went to another home.
+        # This home notes each promise that it stands for before it asks for it. A higher one under its name went
+        # to another home.
         others = [one.promise for one in self._standings.values() if one.promise.node == self._node]
         if others and max(others) > self.fact.promise and not self._accepts_loss:
             return self._fail(name_taken(max(others)))
@@ -420,9 +434,10 @@ class Promotion:
         if self.state in {State.LEADS, State.FAILED}:
             return []
         if self.state is State.SURVEYING:
-            return []  # late: nothing is asked for now
+            return []  # late: no promise is asked for now
         if self.state is State.ASKING and promise.epoch == self._won and promise.node != self._node:
-            # Whoever that is lost the claim, and keeps the promise: nobody would lead under either. So it stands again, above both.
+            # The other candidate lost the claim but keeps the promise, so no node would lead under either. Stand
+            # again, above both.
             return self._begin(now_s)
         if self.state is State.STANDING:
             return self._fail(name_taken(promise) if promise.node == self._node else _lost_to(promise))

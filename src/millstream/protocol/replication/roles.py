@@ -1,29 +1,32 @@
-"""What a node durably knows of its part in a stream: whom it has promised what, whether it leads, and who has led before.
+"""A node's durable part in a stream: its promise, whether it leads, and which nodes have led before.
 
 The facts
 ---------
-- A *promise* is a pair of a number (epoch) and a node; pairs are ordered, so that no two nodes ever hold the same one, whoever began at
-  the same time with the same number. Who has promised takes nothing from a leader with a lower one, ever again.
-- Two homes may go by one node's name, a copy and what it was copied from: so a promise is bound to who claims it, by a word that a candidate draws for
-  each attempt. Whoever has promised one of them refuses the other, by name, and follows no other under that promise. The word is empty where the promise was
-  only heard of, and in what was noted before there was one.
-- A *reign* says behind which commit group a leader went on. The reigns of a log, in their order, are its *lineage*. Of two logs
-  the groups up to the first reign in which they differ are the same bytes; what lies behind that in one of them isn't in the other.
-- A reign is noted by a node once it has all that the leader had when it began, never before. So of two nodes the one with the later
-  last reign has everything that was acknowledged, and among those with the same one the one with the greater group: `Rank`.
+- A *promise* is a pair of a number (epoch) and a node. Pairs are ordered, and no two nodes ever hold the same
+  one, even if both begin at the same time with the same number. A node that has promised never again takes
+  anything from a leader with a lower promise.
+- Two homes may use one node name: a copy and its original. So a promise is bound to a claimant, a word that a candidate
+  draws for each attempt. A node that has promised one home refuses the other, by name, and doesn't follow it under that
+  promise. The claimant is empty if the node has only learned of the promise, and in notes older than claimants.
+- A *reign* names the commit group behind which a leader went on. The reigns of a log, in order, are its
+  *lineage*. Two logs have the same bytes up to the group of the first reign in which they differ. Groups
+  behind that in one log aren't in the other.
+- A node notes a reign only once it has everything that the leader had when it began. So of two nodes the one
+  with the later last reign has everything that was acknowledged; if the last reigns are equal, the one with the
+  greater group: `Rank`.
 
-What becomes of a node (its promise: p):
+Transitions of a node (its promise: p):
 
     | event                      | leads                       | follows              | fenced               |
     |----------------------------|-----------------------------|----------------------|----------------------|
-    | is asked for a promise > p | fenced by it                | follows whom it is to| fenced by it         |
+    | is asked for a promise > p | fenced by it                | follows its node     | fenced by it         |
     | is asked for p, or less    | refuses, unless it is asked for p by the same claimant                   |||
-    | hears of a promise > p     | fenced by it                | follows whom it is to| fenced by it         |
+    | learns of a promise > p    | fenced by it                | follows its node     | fenced by it         |
     | was promoted under p       | (leads)                     | leads                | leads                |
     | follows, what the others   |                             |                      |                      |
     | lack is set aside          | refused                     | (follows)            | follows              |
 
-Every change is durable before anything is said or done that rests on it.
+Every change is durable before the node sends or does anything that depends on it.
 """
 
 from __future__ import annotations
@@ -41,60 +44,60 @@ from millstream.model.replication import NodeName
 
 NOBODY: Final = NodeName("")
 LINEAGE: Final = "lineage"
-"""The document that bears one."""
+"""The document that holds a lineage."""
 SESSIONS: Final = "sessions"
-"""The document that knows the log's writes up to some number: of no use to a log that ends in front of that."""
+"""The document of the log's writes up to some number; useless to a log that ends before that number."""
 _VERSION: Final = 1
 _CLAIMANT_MAX: Final = 64
 
 
 class Promise(NamedTuple):
-    """To take nothing from a leader with a lower one. Orders by number, then by node."""
+    """A promise to take nothing from a leader with a lower one. Orders by number, then by node."""
 
     epoch: Epoch
     node: NodeName
 
 
 UNPROMISED: Final = Promise(Epoch(0), NOBODY)
-"""Nobody was ever promoted: who leads was set up so."""
+"""The promise before any promotion: the leader was set up as such."""
 
 
 class Reign(NamedTuple):
-    """One leader's."""
+    """The period in which one leader leads."""
 
     promise: Promise
     behind: GroupNumber
-    """The last group that was there when it began; its first is the next."""
+    """The last group that was there when it began; its first group is the next."""
 
 
 class Rank(NamedTuple):
-    """How much of what was acknowledged somebody has: the greater one has all that the lower one has of it."""
+    """How much of the acknowledged groups a node has: the greater rank has everything that the lower one has."""
 
     promise: Promise
-    """Of the last reign in its lineage."""
+    """The promise of the last reign in its lineage."""
     group: GroupNumber
-    """The last that it has, whole and durable."""
+    """The last group that it has, whole and durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Who has led, the first one first."""
+    """The reigns of a log, oldest first."""
 
     reigns: tuple[Reign, ...] = (Reign(UNPROMISED, GroupNumber(0)),)
 
     @property
     def last(self) -> Reign:
-        """The newest."""
+        """The newest reign."""
         return self.reigns[-1]
 
     def covered_by(self, group: GroupNumber) -> Lineage:
-        """The part of it that somebody may note who has the log up to that group: reigns whose whole past is there."""
+        """Return the reigns that a node may note if its log ends at that group: those whose whole past is there."""
         return Lineage((self.reigns[0], *(reign for reign in self.reigns[1:] if reign.behind <= group)))
 
     def common_with(self, other: Lineage) -> tuple[Lineage, GroupNumber | None]:
-        """What both begin with, and behind which group they part: None where they are the same.
+        """Return the common beginning of both, and the group behind which they part; None if they are equal.
 
-        Where one of them has only more reigns, that is behind which group the first of these began.
+        If one of them only has more reigns, they part behind the group at which the first of these began.
         """
         count = 0
         for mine, its in zip(self.reigns, other.reigns, strict=False):
@@ -105,7 +108,7 @@ class Lineage:
         return Lineage(self.reigns[:count] or Lineage().reigns), min(parts, default=None)
 
     def with_reign(self, promise: Promise, behind: GroupNumber) -> Lineage:
-        """The lineage of whom is promoted."""
+        """Return the lineage of the node that is promoted."""
         assert promise > self.last.promise, "a promotion is under a higher promise than all before"
         return Lineage((*self.reigns, Reign(promise, behind)))
 
@@ -116,38 +119,38 @@ class Role(StrEnum):
     LEADS = "leads"
     FOLLOWS = "follows"
     FENCED = "fenced"
-    """It has led. What it has may be more than what the others have; nothing is written, and nothing taken from others."""
+    """It has led. It may have more than the other nodes; it writes nothing, and takes nothing from others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleFact:
-    """What a node has noted, durably, of one stream."""
+    """A node's durable notes about one stream."""
 
     role: Role = Role.LEADS
     promise: Promise = UNPROMISED
     leader: NodeName = NOBODY
-    """Whom it follows, or by whom it was fenced; its own name, or nobody's, where it leads."""
+    """The node that it follows, or that fenced it; its own name or `NOBODY` if it leads."""
     lineage: Lineage = Lineage()
     claimant: str = ""
-    """Which home of that name the promise is of; empty: not known."""
+    """Claimant of the promise; empty: not known."""
 
     def rank(self, group: GroupNumber) -> Rank:
-        """How much this node has, whose log ends at that group."""
+        """Return the rank of this node if its log ends at that group."""
         return Rank(self.lineage.covered_by(group).last.promise, group)
 
     def heard_of(self, promise: Promise, claimant: str = "") -> RoleFact:
-        """After hearing of a promise, or giving it: the same where it isn't higher."""
+        """Return the role after the node learns of a promise, or gives it; unchanged unless the promise is higher."""
         if promise <= self.promise:
             return self
         role = Role.FOLLOWS if self.role is Role.FOLLOWS else Role.FENCED
         return replace(self, role=role, promise=promise, leader=promise.node, claimant=claimant)
 
     def asked(self, promise: Promise, claimant: str = "") -> RoleFact:
-        """After giving a promise that was asked for: durable before it is answered.
+        """Return the role after the node gives a promise that was asked for: durable before it is answered.
 
         Raises:
-            Fenced: another was given that is higher: whom it was given to is said.
-            NodeNameTaken: this one was, and not to who asks now.
+            Fenced: a higher promise was given; the error names its node.
+            NodeNameTaken: this promise was given, but to another claimant.
         """
         if promise < self.promise:
             raise fenced_error(self.promise)
@@ -155,34 +158,40 @@ class RoleFact:
             return self.heard_of(promise, claimant)
         if self.claimant and claimant != self.claimant:
             raise name_taken(promise)
-        # Of one that was only heard of: another node was asked before, and has told.
+        # The claimant is empty if the promise was only learned of: another node was asked before, and reported it.
         return replace(self, claimant=claimant)
 
     def standing_for(self, promise: Promise, claimant: str = "") -> RoleFact:
-        """It asks the others for that promise, and has given it itself; whom it follows is as before."""
+        """Return the role of a candidate, which gives itself the promise that it asks of others.
+
+        It follows as before.
+        """
         assert promise > self.promise, "a candidate stands for more than it has promised"
         role = Role.FENCED if self.role is Role.LEADS else self.role
         return replace(self, role=role, promise=promise, claimant=claimant)
 
     def led_by(self, claimant: str) -> RoleFact:
-        """After its leader has said which home of its name it is. `NodeNameTaken` where the promise is another one's."""
+        """Return the role after its leader has sent its claimant.
+
+        `NodeNameTaken` if the promise has another claimant.
+        """
         if claimant and self.claimant and claimant != self.claimant:
             raise name_taken(self.promise)
         return replace(self, claimant=claimant or self.claimant)
 
     def promoted(self, behind: GroupNumber) -> RoleFact:
-        """It leads under its own promise; the log ends at that group."""
+        """Return the role as the leader under its own promise; the log ends at that group."""
         lineage = self.lineage.covered_by(behind).with_reign(self.promise, behind)
         return replace(self, role=Role.LEADS, leader=self.promise.node, lineage=lineage)
 
     def following(self, leader: NodeName) -> RoleFact:
-        """It follows, and what it has more than the leader is set aside when it meets it."""
+        """Return the role as a follower. Groups that the leader lacks are set aside when it meets the leader."""
         if self.role is Role.LEADS:
             raise AssertionError("who leads was promised something higher before it follows")
         return replace(self, role=Role.FOLLOWS, leader=leader)
 
     def to_json(self) -> bytes:
-        """How it is kept, one line."""
+        """Return the stored form, one line."""
         facts = {
             "version": _VERSION,
             "role": self.role.value,
@@ -196,7 +205,7 @@ class RoleFact:
 
     @classmethod
     def from_json(cls, data: bytes) -> RoleFact:
-        """What was kept; `RoleUnreadable` where it is damaged or of a newer Millstream."""
+        """Return the role of a stored form; `RoleUnreadable` if it is damaged or of a newer Millstream."""
         facts = _object(data, "the role")
         try:
             promise = Promise(Epoch(_whole(facts["epoch"])), NodeName(_text(facts["promised_to"])))
@@ -209,22 +218,22 @@ class RoleFact:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a leader says first on each connection, as the document `lineage`: the follower finds out what of its own the leader lacks."""
+    """The first document on each connection, `lineage`: it shows the follower which of its groups the leader lacks."""
 
     lineage: Lineage
     group: GroupNumber
-    """The leader's last durable one. A follower of the same lineage that has more knows that the leader has lost something."""
+    """The leader's last durable group. If a follower of the same lineage has more, the leader has lost something."""
     claimant: str = ""
-    """Of the promise under which it leads; empty: not known."""
+    """Claimant of the promise under which it leads; empty: not known."""
 
     def to_json(self) -> bytes:
-        """How it travels."""
+        """Return the transmitted form."""
         facts = {"version": _VERSION, "group": self.group, "lineage": _reigns_to_json(self.lineage)}
         return json.dumps(facts | {"claimant": self.claimant}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Greeting:
-        """What came; `RoleUnreadable` where it is damaged or of a newer Millstream."""
+        """Return the greeting of a transmitted form; `RoleUnreadable` if it is damaged or of a newer Millstream."""
         facts = _object(data, "a lineage")
         try:
             claimant = claimant_of(facts.get("claimant", ""))
@@ -234,7 +243,7 @@ class Greeting:
 
 
 def fenced_error(promise: Promise) -> Fenced:
-    """What somebody is told who leads, or wants to lead, under less than that promise."""
+    """Return the error for a node that leads, or wants to lead, under less than that promise."""
     return Fenced(
         f"{promise.node or 'another node'} was promoted with epoch {promise.epoch}",
         epoch=int(promise.epoch),
@@ -243,7 +252,7 @@ def fenced_error(promise: Promise) -> Fenced:
 
 
 def name_taken(promise: Promise) -> NodeNameTaken:
-    """What a home is told that goes by the name of another one, which a promise was given to."""
+    """Return the error for a home that uses another home's node name, which has the promise."""
     return NodeNameTaken(
         f"epoch {promise.epoch} was promised to another home that calls itself {promise.node}",
         node=str(promise.node),
@@ -252,7 +261,7 @@ def name_taken(promise: Promise) -> NodeNameTaken:
 
 
 def claimant_of(value: object) -> str:
-    """The word itself where it may be one; else `ValueError` or `TypeError`."""
+    """Return the value if it may be a claimant; else raise `ValueError` or `TypeError`."""
     text = _text(value)
     if len(text) > _CLAIMANT_MAX:
         raise ValueError(f"a claimant of {len(text)} characters")

@@ -1,7 +1,7 @@
-"""What a leader learns, and what it is to do: the values that `Leader.step` takes and gives.
+"""The leader's events and effects: the values that `Leader.step` takes and returns.
 
-Links have numbers, given by whoever accepts them, none twice. Each `Greet` and `ReadAndSend` is answered by `Sent` or `ReadFailed`, or by
-`LinkGone`; until then its link gets no other.
+Links have numbers, given by the component that accepts them, none twice. Each `Greet` and `ReadAndSend` is
+answered by `Sent`, `ReadFailed` or `LinkGone`; until then its link gets no other.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ LinkId = NewType("LinkId", int)
 
 @dataclass(frozen=True, slots=True)
 class ShipOptions:
-    """How much goes at once, and how often."""
+    """Limits on the bytes sent at once, and intervals."""
 
     shipment_bytes: int = 4 << 20
     window_bytes: int = 32 << 20
-    """Sent to one follower and not yet acknowledged."""
+    """Bytes sent to one follower and not yet acknowledged, at most."""
     heartbeat_s: float = 1.0
-    """Nothing new is told that often."""
+    """Interval at which a shipment is sent if there is nothing new."""
     silence_s: float = 30.0
-    """A link on which an acknowledgement is due for longer than that is given up."""
+    """Time after which a link is given up while an acknowledgement is due."""
     cursor_every_s: float = 1.0
-    """How often a follower's cursor is noted for retention, at most: it may lag, which keeps more."""
+    """Least interval at which a follower's cursor is noted for retention; a cursor that lags keeps more segments."""
 
 
-# --- what it learns ----------------------------------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A follower came."""
+    """A follower connected."""
 
     link: LinkId
     hello: Hello
@@ -48,7 +48,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """It said `Hello` again: it lacks something, or has set something aside."""
+    """A follower sent `Hello` again: it lacks something, or has set something aside."""
 
     link: LinkId
     hello: Hello
@@ -56,7 +56,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """It has something durably."""
+    """A follower has something durably."""
 
     link: LinkId
     ack: Acknowledgement
@@ -68,15 +68,15 @@ class Sent:
 
     link: LinkId
     position: ReplicaPosition
-    """Up to where the follower has been sent everything now."""
+    """The position up to which the follower has now been sent everything."""
     size_bytes: int
     is_all: bool
-    """Nothing durable is left that it doesn't bear; its marks are of this moment."""
+    """The shipment leaves out nothing that is durable; its marks are current."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """A `Greet` or `ReadAndSend` wasn't: reading failed, not the link."""
+    """A `Greet` or `ReadAndSend` failed: in reading, not on the link."""
 
     link: LinkId
     error: MillstreamError
@@ -86,7 +86,7 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkGone:
-    """It broke, or the follower ended it."""
+    """The link broke, or the follower ended it."""
 
     link: LinkId
     error: MillstreamError | None = None
@@ -94,13 +94,13 @@ class LinkGone:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """The marks as they stand, or documents, have changed."""
+    """The durable marks, or documents, have changed."""
 
     marks: Mapping[ShardId, DurableMark]
     documents: Mapping[str, int] = field(default_factory=dict)
-    """Versions."""
+    """Versions of the documents."""
     shown: Mapping[ShardId, DurableMark] = field(default_factory=dict)
-    """How far readers see each shard, where that isn't what is durable: it may change without anything else."""
+    """The end of each shard for readers, if that isn't what is durable: it may change on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Of a promise, from anywhere else than a follower."""
+    """The leader learned of a promise from a source other than a follower."""
 
     promise: Promise
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """What is durable now is to be shipped yet, for so long."""
+    """The leader stops: it ships what is durable now until the deadline."""
 
     deadline_s: float
     """On the clock that `step` is given."""
@@ -136,61 +136,68 @@ Event = (
     Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | Heard | Stopping | Tick
 )  # fmt: skip
 
-# --- what is to be done ------------------------------------------------------------------------------------------------
+# --- effects ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PersistRole:
-    """Note it durably; nothing behind this effect happens before."""
+    """Note the role durably; no later effect happens before that."""
 
     fact: RoleFact
 
 
 @dataclass(frozen=True, slots=True)
 class PersistCursor:
-    """Retention keeps for it everything from there on."""
+    """Note for retention that the follower needs everything from there on."""
 
     node: NodeName
     needed_from: Seq
-    """The last number that it has, not the one behind: the segment that ends with it may get a footer yet, and without that the follower can't
-    go on in the next."""
+    """The last number that it has, not the next one: the segment that ends with it may still get a footer, and
+    without the footer the follower can't go on in the next segment."""
     position: ReplicaPosition
-    """Likewise no segment goes in which this lies, or behind it: a shard where nothing happens may be sealed long after its last number."""
+    """Retention also keeps every segment at or after this position: an idle shard may be sealed long after its
+    last number."""
     anew: bool = False
-    """It has less than it had: what was noted of it before is let go first."""
+    """It has less than it had: its older cursor is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PersistAcks:
-    """Tell whoever waits for others to have something."""
+    """Wake the callers that wait for other nodes to have something."""
 
     holdings: Holdings
-    """Without times."""
+    """The holdings, without times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greet:
-    """Send the lineage, and all documents that it hasn't; no parts and no marks. Then `Sent`, or `ReadFailed`, or `LinkGone`."""
+    """Send the lineage, and all documents that it lacks; no parts and no marks.
+
+    Then `Sent`, `ReadFailed` or `LinkGone`.
+    """
 
     link: LinkId
     documents: Mapping[str, int]
-    """The versions that it has."""
+    """Versions of the documents that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAndSend:
-    """Take the marks, then read what is below them; send it, even if it is nothing. Then `Sent`, or `ReadFailed`, or `LinkGone`."""
+    """Take the marks, then read what is below them and send it, even if it is nothing.
+
+    Then `Sent`, `ReadFailed` or `LinkGone`.
+    """
 
     link: LinkId
     after: ReplicaPosition
     bytes_max: int
     documents: Mapping[str, int]
-    """The versions that it has been sent; newer ones go along."""
+    """Versions of the documents that it has been sent; newer ones are added."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropLink:
-    """Tell the follower why, where there is something to tell, and break it."""
+    """Send the follower the error, if there is one, and break the link."""
 
     link: LinkId
     why: MillstreamError | None
@@ -198,7 +205,7 @@ class DropLink:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """For whoever reads the log of events."""
+    """Write an entry to the event log."""
 
     node: NodeName
     what: str
@@ -207,7 +214,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """All is over; those who lack something that was durable when it began to stop."""
+    """The leader has stopped.
+
+    `lacking` names the followers that lack something that was durable when it began to stop.
+    """
 
     lacking: tuple[NodeName, ...]
 

@@ -1,24 +1,27 @@
-"""Many writers, one order: who may give a number out, and up to where no number of a stream is undecided any more.
+"""Many writers, one order: which writer may give out a number, and up to where every number of a stream is decided.
 
-Three machines, none of which does anything by itself:
+Three machines, none of which does I/O:
 
-- `Ledger`: what a store keeps of a stream. Each of its methods is one atomic step of the store, whatever the store is made of.
+- `Ledger`: the store's state of a stream. Each of its methods is one atomic step of the store, whatever the store is
+  made of.
 - `WriterNumbers`: one writer incarnation's own numbers: in flight, ended, and the position that follows from them.
-- `StreamView`: what one reading process knows of all writers, and the cut that it may read to.
+- `StreamView`: one reading process's knowledge of all writers, and the cut that it may read to.
 
-A writer's *position* is the greatest number n such that all numbers up to n that were ever given to it are settled: durable and
-readable, or never to be. The stream's *persisted_upto* is the same over all writers.
+A writer's *position* is the greatest number n such that all numbers up to n that were ever given to it are settled:
+durable and readable, or never to be. The stream's *persisted_upto* is the same over all writers.
 
 Premises
 --------
 1. A store's steps are atomic and durable, and each sees all those before it. Its clock is one clock.
-2. A number is given once. Ranges are given whole, one behind the other, so that every end of a range is the end of an operation.
-3. A writer shows a group to readers (its mark moves) before it says `finish`; so what a position covers can be read.
-4. Whoever recovers a writer's log has seen to it that no older incarnation can write to that log again (the shards' locks are
-   the kernel's), and reads the log to its end only then.
-5. Messages between processes may be lost, doubled, late and in any order. A reply that is lost leaves its outcome unknown.
+2. A number is given once. Ranges are given whole, one behind the other, so every end of a range is the end of an
+   operation.
+3. A writer shows a group to readers (its mark moves) before it calls `finish`; so records that a position covers can
+   be read.
+4. Before a process reads a writer's log for recovery, it makes sure that no older incarnation can write to that log
+   again (the shards' locks are the kernel's). It reads the log to its end.
+5. Messages between processes may be lost, doubled, late and in any order. If a reply is lost, its outcome is unknown.
 
-What happens to a writer in the ledger (position: p; "newest" is the newest number given to anyone, at that step):
+Transitions of a writer in the ledger (position: p; "newest" is the newest number given to any writer, at that step):
 
     | step                      | no such name      | recovering        | open                | settled            |
     |---------------------------|-------------------|-------------------|---------------------|--------------------|
@@ -32,19 +35,21 @@ What happens to a writer in the ledger (position: p; "newest" is the newest numb
     | settle (of its epoch)     | refused           | settled           | settled             | refused            |
     | forget (lease ran out)    | refused           | settled, cut at p | settled, cut at p   | refused            |
 
-Rules that follow, each of them held by a test that fails without it:
+Rules that follow, each held by a test that fails without it:
 
-- Registering comes before the first number, and the position that it writes lies below every number that the writer will be given.
-- A new epoch fences: an older incarnation draws and reports no more. Its position stays where it is until its log has been
-  recovered, for its last group may be durable though nobody was told.
-- With nothing in flight, and no draw whose outcome is unknown, a writer's position follows the newest number; else it stands below
-  the first that is undecided.
-- A writer that nobody knew when a view was taken is given numbers above the view's newest only. So what is heard from other
-  processes (hints) lifts a view no further than that; but for ranges that are told to have ended and that follow
-  one another without a gap, whosever they are.
-- A forgotten writer's numbers above its position never will be: whoever recovers its log sets them aside.
+- Registering comes before the first number, and the position that it writes lies below every number that the writer
+  will be given.
+- A new epoch fences: an older incarnation draws and reports no more. Its position stays where it is until its log has
+  been recovered, because its last group may be durable though it wasn't acknowledged.
+- With nothing in flight, and no draw whose outcome is unknown, a writer's position follows the newest number; else it
+  stands below the first that is undecided.
+- A writer that was unknown when a view was taken is given numbers above the view's newest only. So hints from other
+  processes lift a view no further than that. The exception is ranges that are reported as ended and follow one
+  another without a gap, whichever writers they belong to.
+- A forgotten writer's numbers above its position will never be: the process that recovers its log sets them aside.
 
-Streams that count downward (copies of history, newest first) run the same machine; `Direction` turns its positions into their numbers.
+Streams that count downward (copies of history, newest first) run the same machine; `Direction` turns its positions
+into their numbers.
 """
 
 from __future__ import annotations

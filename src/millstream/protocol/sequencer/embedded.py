@@ -7,8 +7,8 @@ Rules, kept by this machine and checked by its tests:
 2. A range is *in flight* from `allocate` until `finish` (durable) or `abort` (will never be).
 3. `persisted_upto` is below everything in flight, only grows, and with nothing in flight is the newest number given.
 
-The machine does nothing by itself: `to_reserve` says what has to be reserved durably before `allocate` may be called,
-`reserved` tells it that this was done. Ranges end in any order; ending one costs the same however many are in flight.
+The machine does no I/O: `to_reserve` returns what has to be reserved durably before `allocate` may be called, and
+`reserved` notes that this was done. Ranges end in any order; ending one costs the same however many are in flight.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 from millstream.protocol.sequencer.in_flight import InFlight
 
 RESERVE_BLOCK: Final = 1_000_000
-"""Numbers a reservation: at a million records a second the catalog is asked once a second, and a restart skips at most
-this many of 2**63."""
+"""Numbers reserved at a time: at a million records a second the catalog is asked once a second, and a restart skips
+at most this many of 2**63."""
 
 
 class EmbeddedNumbers:
-    """Gives out ranges of numbers and knows up to where all are settled.
+    """Gives out ranges of numbers and tracks up to where all are settled.
 
     Args:
-        reserved_to: the greatest number that anybody may have been given; this incarnation begins behind it.
-        persisted_upto: what was settled when it began (with nothing in flight: recovery has decided everything).
-        block: numbers to reserve at once.
+        reserved_to: the greatest number that any incarnation may have given out; this one begins behind it.
+        persisted_upto: the settled end when it began (with nothing in flight: recovery has decided everything).
+        block: count of numbers to reserve at a time.
 
     Concurrency: none; the caller serialises.
     """
@@ -45,7 +45,7 @@ class EmbeddedNumbers:
 
     @property
     def reserved_to(self) -> Seq:
-        """Numbers up to it are reserved durably."""
+        """The number up to which numbers are reserved durably."""
         return self._reserved_to
 
     @property
@@ -59,18 +59,18 @@ class EmbeddedNumbers:
         return Seq(self._next - 1)
 
     def to_reserve(self, count: int) -> Seq | None:
-        """Up to where to reserve before `count` numbers can be given; None where there is room."""
+        """Return up to where to reserve before `count` numbers can be given; None if enough are reserved."""
         last = self._next + count - 1
         if last <= self._reserved_to:
             return None
         return Seq(max(last, min(self._reserved_to + self._block, SEQ_MAX)))
 
     def reserved(self, upto: Seq) -> None:
-        """It has been reserved durably up to there."""
+        """Note that numbers have been reserved durably up to there."""
         self._reserved_to = max(self._reserved_to, upto)
 
     def allocate(self, count: int) -> SeqRange:
-        """The next `count` numbers, in flight from now on."""
+        """Give the next `count` numbers, in flight from now on."""
         if count < 1:
             raise AssertionError("an empty range can't be in flight")
         if self.to_reserve(count) is not None:
@@ -81,11 +81,11 @@ class EmbeddedNumbers:
         return given
 
     def finish(self, given: SeqRange) -> Seq:
-        """The range is durable; returns `persisted_upto`. `NotInFlight` where it isn't in flight."""
+        """End a range that is durable; return `persisted_upto`. `NotInFlight` if it isn't in flight."""
         return self._end(given)
 
     def abort(self, given: SeqRange) -> Seq:
-        """The range will never be; returns `persisted_upto`. `NotInFlight` where it isn't in flight."""
+        """End a range that will never be; return `persisted_upto`. `NotInFlight` if it isn't in flight."""
         return self._end(given)
 
     def _end(self, given: SeqRange) -> Seq:

@@ -1,4 +1,4 @@
-"""Ranges that were given and aren't settled yet; they end in any order."""
+"""Ranges that were given and aren't settled so far; they end in any order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._given: deque[SeqRange] = deque()
-        """From the oldest that is open; of those behind it some may have ended."""
+        """Ranges from the oldest open one; some of the later ones may have ended."""
         self._open: set[SeqRange] = set()
 
     def __len__(self) -> int:
@@ -21,19 +21,19 @@ class InFlight:
 
     @property
     def first(self) -> Seq | None:
-        """The lowest number in flight; None where nothing is."""
+        """The lowest number in flight; None if there is none."""
         return self._given[0].first if self._given else None
 
     def add(self, given: SeqRange) -> None:
-        """The range is in flight from now on; its numbers are above all that were given before."""
+        """Add a range that is in flight from now on; its numbers are above every number given before."""
         self._given.append(given)
         self._open.add(given)
 
     def end(self, given: SeqRange) -> Seq | None:
-        """The range is settled.
+        """End a range that is settled.
 
         Returns:
-            The last number in front of the first that is in flight now, where this was the oldest; else None.
+            The last number before the first in flight now, if this range was the oldest; else None.
 
         Raises:
             NotInFlight: it was never added, or has ended before.

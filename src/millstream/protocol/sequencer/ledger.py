@@ -1,7 +1,7 @@
-"""What a store keeps of a stream's writers and numbers, and the steps that change it.
+"""The store's state of a stream's writers and numbers, and the steps that change it.
 
-Immutable: a step gives the ledger after it. The memory store is this very object behind a lock; the PostgreSQL store says the
-same in SQL, and both pass one conformance suite that compares them with it.
+Immutable: a step returns the ledger after it. The memory store is this very object behind a lock. The PostgreSQL
+store does the same in SQL, and both pass one conformance suite that compares them with it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from millstream.protocol.sequencer.view import LedgerView
 
 
 class WriterPhase(StrEnum):
-    """Where a writer's newest incarnation stands."""
+    """The phase of a writer's newest incarnation."""
 
     RECOVERING = "recovering"
-    """Registered, or taken over: the log of the incarnations before is being read."""
+    """Registered, or taken over: the log of the earlier incarnations is being read."""
     JOINING = "joining"
-    """Its log is recovered, and its marks may not stand yet: until it draws or reports that they do, the others count its position."""
+    """Its log is recovered, and its marks may not stand yet. Others count its position until it draws or reports that
+    they do."""
     OPEN = "open"
     """Gives out numbers; holds linear readers at its position."""
     SETTLED = "settled"
-    """Nothing of it is undecided, and nothing will be given to it until it registers anew."""
+    """All its numbers are decided, and it is given none until it registers again."""
 
 
 _GIVES_NUMBERS: Final = (WriterPhase.JOINING, WriterPhase.OPEN)
@@ -40,50 +41,52 @@ class WriterEntry:
     writer: WriterId
     name: str
     location: str
-    """Where its log lies: tells two homes apart that use one name by mistake."""
+    """Location of its log: distinguishes two homes that use one name by mistake."""
     epoch: Epoch
     phase: WriterPhase
     position: Seq
-    """All its numbers up to it are settled."""
+    """The number up to which all its numbers are settled."""
     last: SeqRange = NO_NUMBERS
-    """The newest range given to this incarnation: what it asks for when a draw's reply was lost."""
+    """The newest range given to this incarnation, which asks for it if a draw's reply was lost."""
     given_to: Seq = Seq(0)
     """The greatest number ever given to any of its incarnations."""
     lease_until_us: int = 0
-    """By the store's clock; from then on it may be taken over."""
+    """Time by the store's clock from which it may be taken over."""
     cut_at: Seq | None = None
-    """It was forgotten there: its numbers above never will be, and whoever recovers its log sets them aside."""
+    """Position at which it was forgotten: its numbers above will never be, and the process that recovers its log sets
+    them aside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a new incarnation, or whoever takes a writer over, is told."""
+    """The store's answer to a new incarnation, or to a process that takes a writer over."""
 
     writer: WriterId
     epoch: Epoch
     newest: Seq
-    """No number above it was given when the incarnations before were fenced; none of theirs is above it."""
+    """No number above it was given when the earlier incarnations were fenced; none of their numbers is above it."""
     given_to: Seq
     """The greatest number ever given to this writer; 0: its log may be empty."""
     cut_at: Seq | None
-    """Where the log has to be cut when it is recovered; None: nowhere."""
+    """Number at which the log has to be cut when it is recovered; None: it isn't cut."""
     lease_us: int
-    """How long the new incarnation lives without a sign."""
+    """How long the new incarnation lives without a report."""
     waits_us: int
-    """How long the incarnation before may still answer its callers: until then, what it holds locked is its own."""
+    """How long the earlier incarnation may still answer its callers: until then it keeps its own locks."""
     seizes: bool = False
-    """Whether what is locked after that may be taken: an incarnation before was fenced that may hang. Else who holds it isn't one."""
+    """Whether locks that are held after that may be taken: an earlier incarnation was fenced and may hang. Otherwise
+    the holder of a lock isn't an incarnation of this writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a draw, or the end of a recovery, is told."""
+    """The store's answer to a draw, or to the end of a recovery."""
 
     given: SeqRange
-    """The range; of a recovery an empty one at the floor: the numbers begin behind it."""
+    """The range; after a recovery an empty one at the floor: the numbers begin behind it."""
     elsewhere: Seq
-    """The lowest position of the writers that the folder's marks may not show: those whose logs lie at other locations, and
-    those that are joining. `SEQ_MAX` if there are none."""
+    """The lowest position of the writers that the folder's marks may not show: writers whose logs lie at other
+    locations, and writers that are joining. `SEQ_MAX` if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +99,23 @@ class Ledger:
     """
 
     newest: Seq = Seq(0)
-    """The greatest number given to anyone."""
+    """The greatest number given to any writer."""
     epoch: Epoch = Epoch(0)
-    """The newest epoch given to anyone."""
+    """The newest epoch given to any writer."""
     writers: tuple[WriterEntry, ...] = ()
-    """By their numbers, which run from 1."""
+    """Writers by their numbers, which run from 1."""
 
     def register(
         self, name: str, location: str, *, now_us: int, lease_us: int, above: Epoch = Epoch(0)
     ) -> tuple[Ledger, Registration]:
-        """Become a writer's newest incarnation; the one before is fenced.
+        """Register a writer's newest incarnation; the earlier one is fenced.
 
         Args:
-            name: tells writers of a stream apart.
-            location: where its log lies.
+            name: distinguishes writers of a stream.
+            location: location of its log.
             now_us: the store's clock.
             lease_us: how long until it has to report.
-            above: an epoch that its log bears, where the store is older than the log.
+            above: an epoch that its log has, if the store is older than the log.
 
         Raises:
             WriterNameTaken: a writer of that name lives at another location.
@@ -129,7 +132,7 @@ class Ledger:
                     location=before.location,
                 )
             if before.phase is not WriterPhase.SETTLED or before.cut_at is not None:
-                # Its last group may lie in a log that isn't here: no recovery of this one decides it.
+                # Its last group may lie in a log at the other location: recovery of this log doesn't decide it.
                 raise WriterNameTaken(
                     f"writer {name} of this stream left numbers undecided in {before.location}, which is not {location}",
                     hint="Start it there once, or `millstream writers forget` it and take another name here.",
@@ -142,12 +145,12 @@ class Ledger:
         """Fence a writer that has died, to recover its log for it.
 
         Args:
-            writer: whose lease has run out.
+            writer: a writer whose lease has run out.
             now_us: the store's clock.
-            lease_us: how long the recovery has.
+            lease_us: how long the recovery may take.
 
         Raises:
-            WriterAlive: its lease runs.
+            WriterAlive: its lease hasn't run out.
         """
         entry = self.entry(writer)
         if entry.phase is WriterPhase.SETTLED:
@@ -176,7 +179,7 @@ class Ledger:
         return after, told
 
     def recovered(self, writer: WriterId, epoch: Epoch, *, now_us: int, lease_us: int) -> tuple[Ledger, Drawn]:
-        """Its log is recovered: all that the incarnations before were given is settled, and it may draw once its marks stand."""
+        """End a recovery: earlier incarnations' numbers are settled, and it may draw once its marks stand."""
         entry = self._own(writer, epoch, WriterPhase.RECOVERING)
         entry = replace(
             entry, phase=WriterPhase.JOINING, position=self.newest, lease_until_us=now_us + lease_us, cut_at=None
@@ -186,10 +189,10 @@ class Ledger:
     def draw(
         self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq, now_us: int, lease_us: int
     ) -> tuple[Ledger, Drawn]:
-        """Give the next `count` numbers; takes the writer's position along, and renews its lease.
+        """Give the next `count` numbers, note the writer's position, and renew its lease.
 
         Raises:
-            InvalidCount: there are no such ranges.
+            InvalidCount: such a range can't be given.
         """
         check_count(count, self.newest)
         entry = self._own(writer, epoch, *_GIVES_NUMBERS)
@@ -200,21 +203,21 @@ class Ledger:
         return self._with(entry, newest=given.last), Drawn(given, self.elsewhere(entry))
 
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
-        """The newest range given to an incarnation."""
+        """Return the newest range given to an incarnation."""
         return self._own(writer, epoch, *_GIVES_NUMBERS).last
 
     def report(
         self, writer: WriterId, epoch: Epoch, *, position: Seq, now_us: int, lease_us: int, is_shown: bool = True
     ) -> tuple[Ledger, LedgerView]:
-        """Say where a writer stands, and see where all do; renews its lease.
+        """Note a writer's position, renew its lease, and return all positions.
 
         Args:
-            writer: whose report it is.
-            epoch: of its incarnation.
-            position: all its numbers up to it are settled.
+            writer: the writer that reports.
+            epoch: epoch of its incarnation.
+            position: the number up to which all its numbers are settled.
             now_us: the store's clock.
             lease_us: how long until it has to report again.
-            is_shown: whether its marks stand, so that readers of its folder see where it is.
+            is_shown: whether its marks stand, so that readers of its folder see its position.
         """
         entry = self._own(writer, epoch, *_GIVES_NUMBERS, WriterPhase.RECOVERING)
         lease_until_us = now_us + lease_us
@@ -222,21 +225,21 @@ class Ledger:
             phase = WriterPhase.OPEN if is_shown else entry.phase
             entry = replace(entry, phase=phase, position=Seq(max(entry.position, position)))
         else:
-            # The incarnation before may have the longer lease: who comes next waits for that one, too.
+            # The earlier incarnation may have the longer lease: the next one has to wait for that as well.
             lease_until_us = max(entry.lease_until_us, lease_until_us)
         after = self._with(replace(entry, lease_until_us=lease_until_us))
         return after, after.view(now_us)
 
     def settle(self, writer: WriterId, epoch: Epoch) -> Ledger:
-        """Nothing of the writer is undecided any more, and it goes; also said by whoever has recovered its log for it."""
+        """Settle a writer that goes with all numbers decided; also called by a process that has recovered its log."""
         entry = self._own(writer, epoch, *_GIVES_NUMBERS, WriterPhase.RECOVERING)
         return self._with(replace(entry, phase=WriterPhase.SETTLED, cut_at=None))
 
     def forget(self, writer: WriterId, *, now_us: int) -> Ledger:
-        """Give up what a dead writer whose log can't be reached left undecided; linear readers pass it.
+        """Give up the undecided numbers of a dead writer whose log can't be reached; linear readers pass it.
 
         Raises:
-            WriterAlive: its lease runs.
+            WriterAlive: its lease hasn't run out.
         """
         entry = self.entry(writer)
         if entry.phase is WriterPhase.SETTLED:
@@ -247,16 +250,17 @@ class Ledger:
         return self._with(replace(entry, epoch=epoch, phase=WriterPhase.SETTLED, cut_at=cut_at), epoch=epoch)
 
     def view(self, now_us: int) -> LedgerView:
-        """What readers and writers are shown, at one moment."""
+        """Return the view of readers and writers, at one moment."""
         positions = {e.writer: self.newest if e.phase is WriterPhase.SETTLED else e.position for e in self.writers}
         expired = (e for e in self.writers if e.phase is not WriterPhase.SETTLED and e.lease_until_us <= now_us)
         return LedgerView(self.newest, MappingProxyType(positions), frozenset(e.writer for e in expired))
 
     def elsewhere(self, entry: WriterEntry) -> Seq:
-        """The lowest position of the others that have their logs at other locations, or are joining; a settled one has nothing undecided.
+        """Return the lowest position of the other writers that have their logs at other locations, or are joining.
 
-        Readers of a folder see where its writers are by their marks. A joining writer's marks may not stand yet, and say where it is now
-        once they do: if the others' marks showed more until then, readers would see the stream's position go back.
+        A settled writer has nothing undecided. Readers of a folder see its writers' positions by their marks. A
+        joining writer's marks may not stand yet, and show its present position once they do. If the others' marks
+        showed more until then, readers would see the stream's position go back.
         """
         hidden = (
             e
@@ -268,7 +272,7 @@ class Ledger:
         return min((e.position for e in hidden), default=SEQ_MAX)
 
     def entry(self, writer: WriterId) -> WriterEntry:
-        """One writer; `UnknownWriter` where there is none."""
+        """Return one writer; raise `UnknownWriter` if there is none."""
         if not 1 <= writer <= len(self.writers):
             known = [entry.name for entry in self.writers]
             raise UnknownWriter(f"the stream has no writer {writer}", writer=int(writer), known=known)
@@ -287,7 +291,7 @@ class Ledger:
 
 
 def stale(entry: WriterEntry, epoch: Epoch) -> StaleEpoch:
-    """The error for an incarnation that isn't the writer's newest, or is at a step that its phase doesn't allow."""
+    """Return the error for an incarnation that isn't the newest, or a step that its phase doesn't allow."""
     if entry.epoch != epoch:
         what = f"epoch {epoch} of writer {entry.name} is fenced: epoch {entry.epoch} has taken over"
     else:
@@ -296,7 +300,7 @@ def stale(entry: WriterEntry, epoch: Epoch) -> StaleEpoch:
 
 
 def check_count(count: int, newest: Seq) -> None:
-    """`InvalidCount` where a range of that many numbers can't be given."""
+    """Raise `InvalidCount` if a range of that many numbers can't be given."""
     if count < 1:
         raise InvalidCount(f"{count} numbers can't be given out", hint="Ask for at least 1.", count=count)
     if newest + count > SEQ_MAX:

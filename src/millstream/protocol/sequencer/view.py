@@ -1,4 +1,4 @@
-"""What a process knows of a stream's writers, and the cuts that it may read to."""
+"""A process's knowledge of a stream's writers, and the cuts that it may read to."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ HINTS_MAX: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """The store at one moment."""
+    """The store's state at one moment."""
 
     newest: Seq
     """Every writer that isn't in `positions` is given numbers above it only."""
     positions: Mapping[WriterId, Seq]
-    """Of all writers; of a settled one it is the newest number, for nothing of it is undecided."""
+    """Positions of all writers; a settled one has the newest number, because none of its numbers is undecided."""
     expired: frozenset[WriterId] = frozenset()
-    """Those that aren't settled and whose lease has run out."""
+    """Writers that aren't settled and whose lease has run out."""
 
     @property
     def persisted_upto(self) -> Seq:
-        """Every number up to it is durable and readable, or never will be."""
+        """The number up to which every number is durable and readable, or never will be."""
         return min(self.positions.values(), default=self.newest)
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A hint from a writer to other processes. What it says is true for ever, whenever it arrives."""
+    """A hint from a writer to other processes. It stays true for ever, whenever it arrives."""
 
     writer: WriterId
     epoch: Epoch
     position: Seq
     ended: tuple[SeqRange, ...] = ()
-    """Ranges that are durable or never will be, in the order in which they ended; their text doesn't have them."""
+    """Ranges that are durable or never will be, in the order in which they ended; the text form omits them."""
 
     def __str__(self) -> str:
         """Text form: `<writer>.<epoch>.<position>`."""
@@ -50,7 +50,10 @@ class Announcement:
 
     @classmethod
     def parse(cls, text: str) -> Announcement | None:
-        """What a text form says; None of a text that is none: a hint that can't be read is as good as one that was lost."""
+        """Return the announcement of a text form.
+
+        None if the text isn't one, because an unreadable hint may be ignored.
+        """
         found = _ANNOUNCEMENT.fullmatch(text)
         if found is None or int(found[3]) > SEQ_MAX:
             return None
@@ -59,7 +62,7 @@ class Announcement:
 
 @dataclass(slots=True)
 class StreamView:
-    """One process's knowledge: the store's newest view that it saw, and what it heard since.
+    """One process's knowledge: the store's newest view that it saw, and the hints since.
 
     Args:
         stream: the stream's short id, for tokens.
@@ -69,22 +72,22 @@ class StreamView:
 
     stream: str
     _newest: Seq = Seq(0)
-    """Of the newest view."""
+    """The newest number of the newest view."""
     _listed: frozenset[WriterId] = frozenset()
     """The writers that the newest view lists."""
     _positions: dict[WriterId, Seq] = field(default_factory=dict)
-    """The greatest position that was seen or heard of each writer: what was true once stays true."""
+    """The greatest position that was seen of each writer, in a view or a hint: a position stays true."""
     _ended: list[tuple[Seq, Seq]] = field(default_factory=list)
     """Ranges (first, last) that ended beyond a gap, a heap."""
     _persisted_upto: Seq = Seq(0)
 
     @property
     def persisted_upto(self) -> Seq:
-        """What a linear reader may read to: it only grows."""
+        """The number up to which a linear reader may read: it only grows."""
         return self._persisted_upto
 
     def observe(self, view: LedgerView) -> Seq:
-        """The store was asked; returns `persisted_upto`."""
+        """Note a view of the store; return `persisted_upto`."""
         if view.newest >= self._newest:
             self._newest = view.newest
             self._listed |= view.positions.keys()
@@ -94,7 +97,7 @@ class StreamView:
         return self._persisted_upto
 
     def hear(self, told: Announcement) -> Seq:
-        """A hint came, perhaps late, twice, or out of order; returns `persisted_upto`."""
+        """Note a hint, which may be late, repeated, or out of order; return `persisted_upto`."""
         self._know(told.writer, told.position)
         for ended in told.ended:
             if ended.last > self._persisted_upto and len(self._ended) < HINTS_MAX:
@@ -103,7 +106,7 @@ class StreamView:
         return self._persisted_upto
 
     def token(self) -> StreamToken:
-        """What a vector reader may read to: each writer as far as it is known to be, waiting for nobody."""
+        """Return the token up to which a vector reader may read: each writer's known position, without waiting."""
         return StreamToken(self.stream, self._persisted_upto, self._positions)
 
     def _know(self, writer: WriterId, position: Seq) -> None:
@@ -111,7 +114,7 @@ class StreamView:
 
     def _lift(self) -> None:
         slowest = min((self._positions[writer] for writer in self._listed), default=self._newest)
-        # A writer that isn't listed registered later, and has numbers above the view's newest: of those only ranges can tell.
+        # A writer that isn't listed registered later, and has numbers above the view's newest: only ranges cover these.
         upto = max(self._persisted_upto, min(slowest, self._newest))
         while self._ended and self._ended[0][0] <= upto + 1:
             upto = Seq(max(upto, heappop(self._ended)[1]))

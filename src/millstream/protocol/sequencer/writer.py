@@ -15,15 +15,15 @@ _ANNOUNCED_MAX: Final = 1024
 
 
 class WriterNumbers:
-    """Ranges from the moment they are asked for until they are durable or never will be.
+    """Ranges from the request until they are durable or never will be.
 
-    A range is asked for (`asks`), and then given (`given`), refused (`refused`), or its reply is lost: then it stays asked for,
-    and the store is asked for the newest range that it gave to this incarnation (`resolved`).
+    A range is asked for (`asks`), and then given (`given`) or refused (`refused`). If the reply is lost it stays
+    asked for, and the store is asked for the newest range that it gave to this incarnation (`resolved`).
 
     Args:
-        writer: whose.
-        epoch: of this incarnation.
-        floor: a number drawn when the incarnations before were fenced and their log was recovered.
+        writer: the writer's number.
+        epoch: epoch of this incarnation.
+        floor: a number drawn when the earlier incarnations were fenced and their log was recovered.
 
     Concurrency: none; the caller serialises. Ending a range costs the same however many are in flight.
     """
@@ -41,7 +41,7 @@ class WriterNumbers:
 
     @property
     def position(self) -> Seq:
-        """All numbers of this writer up to it are settled."""
+        """The number up to which all numbers of this writer are settled."""
         return self._position
 
     @property
@@ -51,49 +51,49 @@ class WriterNumbers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, nor asked for with an outcome that isn't known: only then may it follow the newest."""
+        """Whether nothing is in flight, nor asked for with an unknown outcome: only then may it follow the newest."""
         return not len(self._in_flight) and not self._asked
 
     def asks(self) -> Seq:
-        """A range is about to be asked for; returns the position to send along, which stands from now on."""
+        """Note that a range is about to be asked for; return the position to send with it, which stands from now on."""
         if self._asked:
             raise AssertionError("one range at a time is asked for")
         self._asked = True
         return self._position
 
     def given(self, given: SeqRange) -> None:
-        """The reply came: in flight from now on."""
+        """Note the reply: the range is in flight from now on."""
         self._asked = False
         self._last = given
         self._newest = max(self._newest, given.last)
         if not len(self._in_flight):
-            # Nothing of this writer's lies between its position and what it was given.
+            # No number of this writer lies between its position and the range.
             self._position = Seq(max(self._position, given.first - 1))
         self._in_flight.add(given)
 
     def refused(self) -> None:
-        """The store is known to have given nothing."""
+        """Note that the store is known to have given nothing."""
         self._asked = False
 
     def resolved(self, last: SeqRange) -> SeqRange | None:
-        """The range whose reply was lost, in flight from now on, where the store did give one; else None.
+        """Return the range whose reply was lost, in flight from now on, if the store gave one; else None.
 
         Args:
             last: the newest range that the store gave to this incarnation.
         """
         if last.first <= self._position or last.last <= self._last.last:
-            # An older one; or one that came so late that this writer has passed it: that one never will be.
+            # An older range; or one given so late that this writer has passed it: it will never be.
             self._asked = False
             return None
         self.given(last)
         return last
 
     def finish(self, given: SeqRange) -> Seq:
-        """The range is durable, and readers can see it; returns the position. `NotInFlight` where it isn't in flight."""
+        """End a range that is durable and readable; return the position. `NotInFlight` if it isn't in flight."""
         return self._end(given)
 
     def abort(self, given: SeqRange) -> Seq:
-        """The range never will be; returns the position. `NotInFlight` where it isn't in flight."""
+        """End a range that will never be; return the position. `NotInFlight` if it isn't in flight."""
         return self._end(given)
 
     def _end(self, given: SeqRange) -> Seq:
@@ -103,17 +103,17 @@ class WriterNumbers:
         if first is not None:
             self._position = Seq(first - 1)
         elif self._asked:
-            # All that was given has ended, and what is asked for lies above it.
+            # Every range given has ended, and the one asked for lies above them.
             self._position = self._last.last
         else:
             self._position = self._newest
         return self._position
 
     def observe(self, newest: Seq) -> Seq:
-        """The store was seen to have given numbers up to there, to anyone; returns the position.
+        """Note up to where the store has given numbers, to any writer; return the position.
 
-        With nothing in flight and nothing asked for the position follows: what is given to this writer from now on is above, and a
-        draw of its own that it gave up on, and that was executed late, is below and never will be.
+        With nothing in flight and nothing asked for the position follows. Numbers given to this writer from now on
+        are above it. A draw of its own that it gave up on, and that was executed late, is below and will never be.
         """
         self._newest = max(self._newest, newest)
         if self.is_idle:
@@ -121,7 +121,7 @@ class WriterNumbers:
         return self._position
 
     def announce(self) -> Announcement:
-        """What to tell other processes: the position, and the ranges that ended since the last call, the newest thousand of them."""
+        """Return the position, and the ranges that ended since the last call, the newest thousand of them."""
         ended = tuple(self._to_announce)
         self._to_announce.clear()
         return Announcement(self.writer, self.epoch, self._position, ended)
