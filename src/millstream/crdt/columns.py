@@ -1,7 +1,7 @@
-"""Columns in groups: the newest of each, sums, greatest, unions of lists; whole columns at a time.
+"""Columns in groups: the newest of each, sums, greatest values, unions of lists; whole columns at a time.
 
-Groups are told by codes, 0 and up, which stand beside the rows. Codes made by `ranked` order as the values do, so that what comes out
-sorted by codes is sorted by values, and is the same whatever came in first.
+Each row has the code of its group, 0 and up, in an array of codes. Codes of `ranked` order as the values do. So a
+result sorted by codes is sorted by values, and doesn't depend on the order of the input.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Codes: TypeAlias = npt.NDArray[np.int64]
 _ROOM: Final = 2**62
 _INT32: Final = 2**31 - 1
 _SPREAD: Final = 4
-"""Numbers that lie within so many times their count are put in order by a place for each that there could be."""
+"""Numbers whose range is at most so many times their count are ordered by a slot for each possible number."""
 _UNION_ROWS: Final = 65_536
 
 
 def ranked(column: pa.Array) -> tuple[Codes, pa.Array]:
-    """Each value's place among the distinct ones in their order, and those; null's is behind them."""
+    """Return each value's index among the distinct ones in order, and these; null's index is behind them."""
     if pa.types.is_integer(column.type) and len(column) and not column.null_count:
         numbers = column.to_numpy()
         least, most = int(numbers.min()), int(numbers.max())
@@ -44,15 +44,15 @@ def ranked(column: pa.Array) -> tuple[Codes, pa.Array]:
 
 
 def _placed(numbers: Codes, room: int) -> tuple[Codes, npt.NDArray[np.bool_]]:
-    """Each number's place among the distinct ones of `[0, room)`, and which of those are there: without sorting."""
+    """Return each number's index among the distinct ones of `[0, room)`, and which of those occur: without sorting."""
     there = np.zeros(room, bool)
     there[numbers] = True
-    # Half as wide as codes: it is the largest thing here.
+    # Half as wide as codes: this array is the largest.
     return np.cumsum(there, dtype=np.int32)[numbers].astype(np.int64) - 1, there
 
 
 def codes_of(columns: Sequence[pa.Array]) -> Codes:
-    """One code for each row, equal just where all columns are, in their order."""
+    """Return one code for each row: equal exactly if all columns are equal, and in their order."""
     codes: Codes = np.zeros(len(columns[0]), np.int64)
     room = 1
     for column in columns:
@@ -69,23 +69,25 @@ def codes_of(columns: Sequence[pa.Array]) -> Codes:
 
 
 def last_of_each(codes: Codes, *by: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The row of each code that is greatest by some numbers, the first of which weighs most; ascending by code."""
+    """Return the greatest row of each code by some numbers, the first of which weighs most; ascending by code."""
     order = np.lexsort((*reversed(by), codes))
     grouped = codes[order]
     return order[np.append(grouped[1:] != grouped[:-1], True)] if len(order) else order
 
 
 def greatest(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
-    """The greatest value of each group; null where it has none."""
+    """Return the greatest value of each group; null if it has none."""
     table = pa.table({"code": codes, "value": column})
-    # Threads cost more here than they bring: six times at ten rows, and half as much again at 100,000 (two cores).
+    # Threads make it slower: six times at ten rows, and by half at 100,000 (two cores).
     found = table.group_by("code", use_threads=False).aggregate([("value", "max")]).sort_by("code")
     assert found.num_rows == groups
     return whole_column(found.column("value_max")).cast(column.type)
 
 
 def sums(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
-    """The sum of each group's values; null where it has none. Values of a group are added in the order in which they stand, ascending by code.
+    """Return the sum of each group's values; null if it has none, ascending by code.
+
+    Values of a group are added in their order in the column.
 
     Raises:
         InvalidValue: a sum is beyond its type.
@@ -100,7 +102,7 @@ def sums(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
         np.add.at(total, codes, values)
         about = np.bincount(codes, values.astype(np.float64), groups)
         if len(about) and float(np.abs(about).max()) >= 2.0**62:
-            # Near the end of the type: by numbers without one.
+            # Near the limit of the type: add Python integers, which have none.
             exact = [0] * groups
             for code, value in zip(codes.tolist(), values.tolist(), strict=True):
                 exact[code] += value
@@ -112,7 +114,7 @@ def sums(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
 
 
 def _float_sums(values: npt.NDArray[np.float64], codes: Codes, groups: int) -> npt.NDArray[np.float64]:
-    """One after the other, from 0.0: rounding depends on the order."""
+    """Return the sums, added one after the other, from 0.0: rounding depends on the order."""
     total = np.zeros(groups, np.float64)
     if len(codes):
         starts = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
@@ -138,7 +140,7 @@ def _decimal_sums(column: pa.Array, codes: Codes, there: npt.NDArray[np.bool_]) 
 
 
 def decays(ages_ns: npt.NDArray[np.int64], half_life_ns: int) -> npt.NDArray[np.float64]:
-    """As `signals.decay` of each, to the bit."""
+    """Return `signals.decay` of each age, equal to the bit."""
     halvings = np.maximum(ages_ns, 0).astype(np.float64) / float(half_life_ns)
     gone = halvings >= HALVINGS_MAX
     halvings[gone] = 0.0
@@ -153,9 +155,9 @@ def decays(ages_ns: npt.NDArray[np.int64], half_life_ns: int) -> npt.NDArray[np.
 
 
 def unions(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
-    """The distinct values of each group's lists, in their order; null where it has no list. Nulls in lists say nothing.
+    """Return the distinct values of each group's lists, in order; null if it has no list. Nulls in lists are ignored.
 
-    So many rows at a time that their items take little memory.
+    Works on so few rows at a time that their items take little memory.
     """
     if len(codes) <= _UNION_ROWS:
         return _unions(column, codes, groups)
@@ -190,7 +192,7 @@ def _unions(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
 
 
 def whole_column(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """A column in one piece."""
+    """Return a column in one piece."""
     if not isinstance(column, pa.ChunkedArray):
         return column
     return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)

@@ -1,10 +1,11 @@
-"""Counters that several sites count at once: each actor writes its own entry alone, and the value is the sum of all.
+"""Counters for several sites at once: each actor writes its own entry alone, and the value is the sum of all.
 
-An actor's entry only grows (of a PN counter: both of its sides do), so the greater one is the newer one. Who has lost its entry counts on
-under a new incarnation, never under the old one: two histories of one entry would merge into neither.
+An actor's entry only grows (in a PN counter both of its sides do), so the greater entry is the newer one. An actor
+that has lost its entry goes on under a new incarnation, never under the old one: two histories of one entry wouldn't
+merge into either.
 
-Bodies: a count u32, then for each entry, in order of its actor: region u32, shard u32, incarnation u64, and one or two numbers as values
-are encoded. Entries of nothing aren't written.
+Bodies: a count u32, then for each entry, in order of its actor: region u32, shard u32, incarnation u64, and one or
+two numbers as encoded values. Empty entries aren't written.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _ACTOR: Final = struct.Struct(">IIQ")
 
 
 class Actor(NamedTuple):
-    """Who counts: one writer's one life, at one site."""
+    """A counting actor: one incarnation of one writer, at one site."""
 
     region: int
     shard: int = 0
     incarnation: int = 0
 
     def encode(self) -> bytes:
-        """16 bytes, whose order is the actors' order; `InvalidValue` where a number is out of range."""
+        """Return 16 bytes, whose order is the actors' order; raise `InvalidValue` if a number is out of range."""
         try:
             return _ACTOR.pack(*self)
         except struct.error as error:
@@ -36,42 +37,45 @@ class Actor(NamedTuple):
 
 
 def read_actor(cursor: Cursor) -> Actor:
-    """What `Actor.encode` made."""
+    """Read the bytes of `Actor.encode`."""
     return Actor(*_ACTOR.unpack(cursor.take(_ACTOR.size)))
 
 
 GrowState = Mapping[Actor, int]
-"""What each actor has counted; never below 0."""
+"""The count of each actor; never below 0."""
 PnState = Mapping[Actor, tuple[int, int]]
-"""What each actor has added, and what it has taken away; neither below 0."""
+"""The sums that each actor has added and subtracted; neither below 0."""
 
 
 class GrowCounters:
-    """Counters that only grow: the value is a number of 0 or more."""
+    """Counters that only grow: the value is 0 or more."""
 
     def empty(self) -> GrowState:
-        """Nobody has counted."""
+        """Return the counter without entries."""
         return {}
 
     def add(self, actor: Actor, held: GrowState, by: int) -> GrowState:
-        """The delta by which an actor counts on: its own entry alone, to be joined anywhere. `InvalidValue` below 0."""
+        """Return the delta of an actor that counts up: its own entry alone, to be joined anywhere.
+
+        `InvalidValue` below 0.
+        """
         return {actor: held.get(actor, 0) + _positive(by)}
 
     def join(self, a: GrowState, b: GrowState) -> GrowState:
-        """Each actor's greater entry."""
+        """Return each actor's greater entry."""
         return {actor: max(a.get(actor, 0), b.get(actor, 0)) for actor in sorted(a.keys() | b.keys())}
 
     def value(self, state: GrowState) -> int:
-        """The sum."""
+        """Return the sum."""
         return sum(state.values())
 
     def encode(self, state: GrowState) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         entries = (actor.encode() + encode_value(_positive(count)) for actor, count in sorted(state.items()) if count)
         return seal(Kind.GROW_COUNTER, counted(entries))
 
     def decode(self, data: bytes) -> GrowState:
-        """The state of its bytes; `MergeStateUnreadable`."""
+        """Return the state of its bytes; raise `MergeStateUnreadable`."""
         return decoded(Kind.GROW_COUNTER, data, _read_grow, self.encode)
 
 
@@ -79,16 +83,16 @@ class PnCounters:
     """Counters that go up and down."""
 
     def empty(self) -> PnState:
-        """Nobody has counted."""
+        """Return the counter without entries."""
         return {}
 
     def add(self, actor: Actor, held: PnState, by: int) -> PnState:
-        """The delta by which an actor counts up or down: its own entry alone, to be joined anywhere."""
+        """Return the delta of an actor that counts up or down: its own entry alone, to be joined anywhere."""
         plus, minus = held.get(actor, (0, 0))
         return {actor: (plus + max(by, 0), minus + max(-by, 0))}
 
     def join(self, a: PnState, b: PnState) -> PnState:
-        """Each actor's greater sides."""
+        """Return each actor's greater sides."""
         found = {}
         for actor in sorted(a.keys() | b.keys()):
             (plus, minus), (more_plus, more_minus) = a.get(actor, (0, 0)), b.get(actor, (0, 0))
@@ -96,11 +100,11 @@ class PnCounters:
         return found
 
     def value(self, state: PnState) -> int:
-        """What was added less what was taken away."""
+        """Return the sum of additions less the sum of subtractions."""
         return sum(plus - minus for plus, minus in state.values())
 
     def encode(self, state: PnState) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         entries = (
             actor.encode() + encode_value(_positive(plus)) + encode_value(_positive(minus))
             for actor, (plus, minus) in sorted(state.items())
@@ -109,7 +113,7 @@ class PnCounters:
         return seal(Kind.PN_COUNTER, counted(entries))
 
     def decode(self, data: bytes) -> PnState:
-        """The state of its bytes; `MergeStateUnreadable`."""
+        """Return the state of its bytes; raise `MergeStateUnreadable`."""
         return decoded(Kind.PN_COUNTER, data, _read_pn, self.encode)
 
 

@@ -1,7 +1,7 @@
-"""How the columns of a table merge, as the configuration declares it, and whether they can.
+"""How the columns of a table merge, as the configuration declares it, and the check that they can.
 
-A merging table is one that applications write, with a key. Each region writes rows of its own, whole, into its own log; what a column's
-values mean to the other regions is said here, by one word.
+A merging table is one that applications write, with a key. Each region writes rows of its own, whole, into its own
+log. One word for each column declares how the regions' values of it merge.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ _INTEGERS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 
 
 class MergeKind(StrEnum):
-    """What the regions' values of a column make together."""
+    """How the regions' values of a column combine."""
 
     LWW = "lww"
-    """The value of the row that was written last, wherever."""
+    """The value of the row that was written last, in any region."""
     G_COUNTER = "g_counter"
     """The sum of what each region has counted: the greatest value that it ever wrote."""
     PN_COUNTER = "pn_counter"
-    """The sum of what each region says now: the value of its newest row."""
+    """The sum of each region's present count: the value of its newest row."""
     UNION_SET = "union_set"
     """All values that were ever in a list."""
     OR_SET = "or_set"
-    """The values that are in a region's newest list: a region takes back what it has put in."""
+    """The values in a region's newest list: a region can remove what it has added."""
     SIGNAL = "signal"
     """The sum of each region's newest score, halved for each half-life since it was written."""
     HIDE = "hide"
-    """True where it was set true, anywhere, and not set false at a strictly later time."""
+    """True if any region set it true, and none set it false at a strictly later time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnMerge:
-    """How one column merges."""
+    """The merge of one column."""
 
     kind: MergeKind
     half_life_ns: int = 0
-    """Of a signal."""
+    """Half-life of a signal."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From its word; `UsageError` where it is none."""
+        """Return the merge of its word; raise `UsageError` if the word is none."""
         match = _SIGNAL.match(text)
         if match is not None and int(match[1]) > 0:
             half_life_ns = int(match[1]) * _UNITS_NS[match[2]]
@@ -69,10 +69,10 @@ LAST_WRITE: Final = ColumnMerge(MergeKind.LWW)
 
 @dataclass(frozen=True, slots=True)
 class TableMerge:
-    """How a table merges."""
+    """The merge of a table."""
 
     columns: Mapping[str, ColumnMerge] = field(default_factory=dict)
-    """Those that don't merge by `lww`, or that were named all the same."""
+    """Columns that don't merge by `lww`, or that were declared explicitly."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
@@ -82,29 +82,30 @@ class TableMerge:
 
     @classmethod
     def parse(cls, words: Mapping[str, str]) -> Self:
-        """From each column's word; `UsageError` where one is none."""
+        """Return the merge of each column's word; raise `UsageError` if a word is none."""
         return cls({name: ColumnMerge.parse(word) for name, word in words.items()})
 
     def of(self, column: str) -> ColumnMerge:
-        """How a column merges: `lww` where nothing else was said."""
+        """Return how a column merges: `lww` if it isn't declared."""
         return self.columns.get(column, LAST_WRITE)
 
     def named(self, columns: Sequence[str], *kinds: MergeKind) -> list[str]:
-        """Those of some columns that merge by one of these."""
+        """Return those of some columns that merge by one of these kinds."""
         return [name for name in columns if self.of(name).kind in kinds]
 
     def check(self, table: str, columns: pa.Schema, key: Sequence[str], *, whole: bool = True) -> None:
-        """Refuse what can't be.
+        """Raise an error if the table can't merge like this.
 
         Args:
-            table: its name, for the error.
-            columns: the table's own.
-            key: of it.
-            whole: whether these are all columns that it has; else one that was named may come later.
+            table: the table's name, for the error.
+            columns: the table's own columns.
+            key: the columns of its key.
+            whole: whether these are all its columns; if not, a declared column may come later.
 
         Raises:
-            MergeUnsuitable: the table has no key, or one that can't be ordered; or a column isn't there, is of the key, or is of a type that
-                doesn't merge so. Details: table, column.
+            MergeUnsuitable: the table has no key, or one that can't be ordered; or a declared column is missing, is
+            in the key,
+                or has a type that doesn't merge this way. Details: table, column.
         """
         if not key:
             raise MergeUnsuitable(
@@ -129,7 +130,7 @@ class TableMerge:
 
 
 def union_of(table: str, schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The columns of several regions' (or versions') tables, each in the narrowest type that holds all its values.
+    """Return the columns of several regions' or versions' tables, in the narrowest types that hold all values.
 
     Raises:
         MergeUnsuitable: a column has types that no one type holds.

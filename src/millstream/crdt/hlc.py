@@ -1,8 +1,8 @@
-"""The hybrid logical clock (Kulkarni et al., 2014): times that follow the wall clock as long as that goes forward, and causes always.
+"""The hybrid logical clock (Kulkarni et al., 2014), which follows the wall clock, and always causality.
 
-State in, state out: who keeps a clock hands its last time in, and makes the new one durable before anybody can have seen it. A log's
-writer does that by the frames themselves (`next_wall_ns`): their hybrid times rise from group to group, over restarts too, and a
-record's time is its frame's with its own number for the logical part.
+State in, state out: the owner of a clock passes its last time in, and makes the new one durable before another
+process can have seen it. A log's writer does that by the frames themselves (`next_wall_ns`): their hybrid times rise
+from group to group, over restarts too. A record's time is its frame's, with its own number as the logical part.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final, Self
 from millstream.errors import ClockSkew, InvalidValue, MergeStateUnreadable
 
 DRIFT_MAX_NS: Final = 60 * 1_000_000_000
-"""How far another node's clock may be ahead: NTP keeps milliseconds, and a minute is a clock that nobody keeps."""
+"""How far another node's clock may be ahead: NTP keeps milliseconds, so a clock that is a minute off is unmanaged."""
 _LAYOUT: Final = struct.Struct(">QQI")
 ENCODED_SIZE: Final = _LAYOUT.size
-"""Of a time's bytes."""
+"""Size in bytes of an encoded time."""
 _WALL_MAX: Final = 2**63 - 1
 _LOGICAL_MAX: Final = 2**63 - 1
 _NODE_MAX: Final = 2**32 - 1
@@ -30,7 +30,7 @@ class HybridTime:
     wall_ns: int
     """Nanoseconds since 1970 UTC; never below what the node has seen, so it may be ahead of its wall clock."""
     logical: int = 0
-    """Tells moments of one wall time apart."""
+    """Distinguishes moments of one wall time."""
     node: int = 0
     """The region's number."""
 
@@ -41,16 +41,16 @@ class HybridTime:
 
     @property
     def moment(self) -> tuple[int, int]:
-        """The time without its node: what one moment is strictly later than another by."""
+        """The time without its node: decides whether one moment is strictly later than another."""
         return self.wall_ns, self.logical
 
     def encode(self) -> bytes:
-        """20 bytes, whose order is the times' order."""
+        """Return 20 bytes, whose order is the times' order."""
         return _LAYOUT.pack(self.wall_ns, self.logical, self.node)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """The time of its bytes; `MergeStateUnreadable` where there are too few or too many, or no time has them."""
+        """Return the time of its bytes; raise `MergeStateUnreadable` if they aren't a time's, or of another size."""
         try:
             return cls(*_LAYOUT.unpack(data))
         except (struct.error, InvalidValue) as error:
@@ -58,14 +58,14 @@ class HybridTime:
 
 
 NEVER: Final = HybridTime(0)
-"""Before every time that a clock gives."""
+"""A time before every time of a clock."""
 
 
 def tick(last: HybridTime, now_ns: int) -> HybridTime:
-    """The next time of a node, for something that happens there.
+    """Return the next time of a node, for an event there.
 
     Args:
-        last: its last one, as it was persisted; where there is none, `HybridTime(0, 0, node)`.
+        last: its last time, as it was persisted; `HybridTime(0, 0, node)` if there is none.
         now_ns: its wall clock, which may have gone back.
     """
     if now_ns > last.wall_ns:
@@ -76,13 +76,13 @@ def tick(last: HybridTime, now_ns: int) -> HybridTime:
 def observe(
     last: HybridTime, remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS
 ) -> HybridTime:
-    """The next time of a node that has heard of another one's: later than both.
+    """Return the next time of a node that has received another node's time: later than both.
 
     Args:
-        last: the node's own last one.
-        remote: what it was told.
+        last: the node's own last time.
+        remote: the received time.
         now_ns: its wall clock.
-        name: who told it, for the error; its number where it has none.
+        name: name of the sender, for the error; empty: its number is used.
         drift_max_ns: how far ahead of `now_ns` the other's wall time may be.
 
     Raises:
@@ -96,7 +96,7 @@ def observe(
 
 
 def check_drift(remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS) -> None:
-    """`ClockSkew`, by the node's name, where a time lies further ahead of a wall clock than is allowed."""
+    """Raise `ClockSkew`, with the node's name, if a time is further ahead of a wall clock than is allowed."""
     ahead_ns = remote.wall_ns - now_ns
     if ahead_ns > drift_max_ns:
         who = name or f"region {remote.node}"
@@ -108,7 +108,7 @@ def check_drift(remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns
 
 
 def next_wall_ns(last_ns: int, now_ns: int) -> int:
-    """The hybrid time of a log's next commit group, where that of the last one was `last_ns`: each is later than all before it."""
+    """Return the hybrid time of a log's next commit group after one with `last_ns`: later than all before it."""
     return max(now_ns, last_ns + 1)
 
 

@@ -1,9 +1,9 @@
-"""The shape that every kind of merging state has, and how its bytes are framed.
+"""The protocol of every kind of merging state, and the frame of its bytes.
 
-    magic "MC" | kind u8 | version u8 | body | CRC32C of all before it, u32
+    magic "MC" | kind u8 | version u8 | body | CRC32C of everything before it, u32
 
-Numbers are big-endian. A state has one encoding: equal states have equal bytes, and bytes that no state has are refused. The layouts of
-the bodies stand with their kinds; `docs/internals/FORMAT.md` has them all.
+Numbers are big-endian. A state has one encoding: equal states have equal bytes, and bytes of no state are rejected.
+The module of each kind has the layout of its body; `docs/internals/FORMAT.md` has them all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHECKED_BYTES: Final = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a state is, in its bytes."""
+    """The kind of a state, in its bytes."""
 
     GROW_COUNTER = 1
     PN_COUNTER = 2
@@ -45,64 +45,67 @@ class Lattice(Protocol[S, V_co]):
     """One kind of state. Pure: any number of callers."""
 
     def empty(self) -> S:
-        """The state of who has heard nothing: joined with any other it gives that other."""
+        """Return the state before any delivery: joined with any other state it gives that state."""
         ...
 
     def join(self, a: S, b: S) -> S:
-        """The least state that holds what both hold: commutative, associative, idempotent."""
+        """Return the least state that holds what both hold: commutative, associative, idempotent."""
         ...
 
     def encode(self, state: S) -> bytes:
-        """Its canonical bytes."""
+        """Return the canonical bytes of a state."""
         ...
 
     def decode(self, data: bytes) -> S:
-        """The state of its bytes; `MergeStateUnreadable` where they are no state's."""
+        """Return the state of its bytes; raise `MergeStateUnreadable` if no state has them."""
         ...
 
     def value(self, state: S) -> V_co:
-        """What readers see."""
+        """Return the value that readers see."""
         ...
 
 
 def seal(kind: Kind, body: bytes) -> bytes:
-    """A body in its frame."""
+    """Return a body in its frame."""
     framed = _HEAD.pack(_MAGIC, kind, VERSION) + body
     return framed + _CRC.pack(google_crc32c.value(framed))
 
 
 class Sealing:
-    """A frame that is written piece by piece: bytes as `seal` gives them, and never all of them at once.
+    """A frame written piece by piece: the same bytes as `seal`, but never all of them at once.
 
     Args:
-        kind: what it holds.
-        write: takes the bytes.
+        kind: kind of the state.
+        write: called with the bytes.
     """
 
     def __init__(self, kind: Kind, write: Callable[[bytes], object]) -> None:
         self._write = write
         self._crc = 0
         self.closed = False
-        """As files have it: Arrow writes into it as into one."""
+        """As on a file: Arrow writes into this object as into a file."""
         self.write(_HEAD.pack(_MAGIC, kind, VERSION))
 
     def write(self, data: bytes) -> int:
-        """More of the body."""
+        """Write more of the body."""
         data = bytes(data)
         self._crc = google_crc32c.extend(self._crc, data)
         self._write(data)
         return len(data)
 
     def flush(self) -> None:
-        """As files have it."""
+        """Do nothing; files have this method."""
 
     def end(self) -> None:
-        """The body is whole."""
+        """End the frame: the body is whole."""
         self._write(_CRC.pack(self._crc))
 
 
 def opened(kind: Kind, data: bytes | memoryview) -> memoryview:
-    """The body that `seal` framed, where it lies. `MergeStateUnreadable` where it is damaged, another kind's, or of another version."""
+    """Return the body that `seal` framed, without a copy.
+
+    `MergeStateUnreadable` if it is damaged, or of another kind or version.
+    """
     if len(data) < _HEAD.size + _CRC.size:
         raise MergeStateUnreadable(f"{len(data)} bytes are no state: the shortest has {_HEAD.size + _CRC.size}")
     magic, found, version = _HEAD.unpack_from(data)
@@ -110,7 +113,7 @@ def opened(kind: Kind, data: bytes | memoryview) -> memoryview:
         raise MergeStateUnreadable("these bytes don't begin as a state does")
     framed = memoryview(data)[: -_CRC.size]
     crc = 0
-    # It takes bytes alone, of which there is to be no second copy of everything.
+    # The library takes `bytes` only: copy a part at a time, never everything.
     for start in range(0, len(framed), _CHECKED_BYTES):
         crc = google_crc32c.extend(crc, bytes(framed[start : start + _CHECKED_BYTES]))
     if _CRC.unpack_from(data, len(framed))[0] != crc:
@@ -123,7 +126,7 @@ def opened(kind: Kind, data: bytes | memoryview) -> memoryview:
 
 
 def decoded(kind: Kind, data: bytes, parse: Callable[[bytes], S], encode: Callable[[S], bytes]) -> S:
-    """A state by its parser, which may raise whatever wrong bytes make it raise; only canonical bytes are taken."""
+    """Return a state by its parser, which may raise any exception on wrong bytes; only canonical bytes are accepted."""
     body = bytes(opened(kind, data))
     try:
         state = parse(body)

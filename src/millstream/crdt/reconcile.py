@@ -1,8 +1,9 @@
-"""Reconciliation: what two replicas of a merging table lack of each other, and how each comes to hold it all.
+"""Reconciliation: computes what two replicas of a merging table lack of each other, and merges it into each.
 
-A replica's state is its region rows and a *vector*: for each region, up to which number it has heard all that the region has said. Vectors
-are exchanged first; then each side gives of each region the rows that are newer than the other's vector knows. What one side alone knows
-is kept. `plan` is the same whoever makes it, sides exchanged; `apply` joins, so it may be done twice, and in any order.
+A replica's state is its region rows and a *vector*: for each region, the number up to which it has received
+everything from that region. Replicas exchange vectors first; then each side sends the rows of each region that are
+newer than the other's vector. A row that only one side has is kept. `plan` is the same on both sides, with sides
+exchanged. `apply` joins, so it may be repeated, and in any order.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq, StreamToken
 
 Vector = Mapping[RegionId, StreamToken]
-"""For each region the token of its log up to which everything has been heard. A region that isn't in it: nothing."""
+"""For each region the token of its log up to which everything was received. A region that is missing: nothing."""
 
 _BATCH_ROWS: Final = 65_536
-"""Of rows that are written at once."""
+"""Number of rows written at a time."""
 _DRY_RUN: Final = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -45,7 +46,7 @@ _DRY_RUN: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class HeardEnd:
-    """A commit group of a region's log: the last one of what was heard. A log that has it has all in front of it as it was heard."""
+    """The last commit group received of a region's log. A log that has this group has the same groups before it."""
 
     seq: Seq
     """The group's last number."""
@@ -56,15 +57,15 @@ class HeardEnd:
 
 
 Ends = Mapping[RegionId, HeardEnd]
-"""For regions, by which group what was heard of them ends; one whose end isn't known isn't in it."""
+"""For regions, the group at which the received part ends; a region whose end isn't known is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionState:
-    """What a replica holds of one table."""
+    """A replica's state of one table."""
 
     rows: pa.Table
-    """As `tables.fold` gives them."""
+    """Region rows as `tables.fold` returns them."""
     vector: Vector = field(default_factory=dict)
     ends: Ends = field(default_factory=dict)
 
@@ -75,7 +76,7 @@ class RegionState:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What one side gives to another that lacks it: rows, and the vector that it has then, at least."""
+    """Rows that one side lacks, and the vector that it has at least once it has them."""
 
     rows: pa.Table
     vector: Vector
@@ -84,7 +85,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class MergePlan:
-    """What goes to which side."""
+    """The rows that each side gets."""
 
     to_local: Missing
     to_remote: Missing
@@ -95,7 +96,7 @@ class MergePlan:
         return not (self.to_local.rows.num_rows or self.to_remote.rows.num_rows)
 
     def turned(self) -> MergePlan:
-        """The same plan as the other side makes it."""
+        """Return the same plan as the other side makes it."""
         return MergePlan(self.to_remote, self.to_local)
 
 
@@ -106,15 +107,16 @@ class ReconciliationEngine:
     key: tuple[str, ...]
     merge: TableMerge
     table: str = "a table"
-    """Its name, for errors."""
+    """The table's name, for errors."""
     range_rows: int = 262_144
-    """So many rows are joined at once, or those of one value of the key's first column: what that takes is more than the rows themselves."""
+    """Number of rows joined at a time, unless one value of the key's first column has more: a join needs more memory
+    than its rows."""
 
     def plan(self, local: RegionState, remote: RegionState) -> MergePlan:
-        """What each side lacks of the other.
+        """Return what each side lacks of the other.
 
         Raises:
-            OtherStream: they have heard of two different logs of one region.
+            OtherStream: the sides have received from two different logs of one region.
             MergeUnsuitable: a column has types that no one type holds.
         """
         return MergePlan(
@@ -123,7 +125,7 @@ class ReconciliationEngine:
         )
 
     def missing(self, state: RegionState, vector: Vector) -> Missing:
-        """What somebody with that vector lacks of a state."""
+        """Return the part of a state that a side with that vector lacks."""
         held = _greatest(self.table, state.vector, vector)
         regions = whole_column(state.rows.column(REGION.name)).to_numpy()
         seqs = whole_column(state.rows.column(SEQ.name)).to_numpy()
@@ -131,12 +133,12 @@ class ReconciliationEngine:
         for region, token in vector.items():
             known[regions == int(region)] = int(token.linear())
         lacks = seqs > known
-        # All of it isn't copied.
+        # Don't copy the rows if all of them are lacking.
         rows = state.rows if lacks.all() else state.rows.filter(pa.array(lacks))
         return Missing(rows, held, state.ends)
 
     def apply(self, state: RegionState, missing: Missing) -> RegionState:
-        """The state with what it lacked; done twice, it changes nothing."""
+        """Return the state joined with what it lacked; a repetition changes nothing."""
         vector = _greatest(self.table, state.vector, missing.vector)
         ends = _latest(state.ends, missing.ends)
         if not missing.rows.num_rows:
@@ -151,7 +153,7 @@ class ReconciliationEngine:
         return RegionState(pa.concat_tables(joined), vector, ends)
 
     def _ranges(self, sides: list[pa.Table]) -> Iterator[list[pa.Table]]:
-        """Region rows of two sides in ranges of keys, in order: no key is in two of them."""
+        """Yield region rows of two sides in ranges of keys, in order: no key is in two of them."""
         count = sum(side.num_rows for side in sides) // self.range_rows
         firsts = [side.column(self.key[0]) for side in sides]
         if not count or not all(_is_ascending(first) for first in firsts):
@@ -170,27 +172,28 @@ class ReconciliationEngine:
         yield [side.slice(a) for side, a in zip(sides, begin, strict=True)]
 
     def without(self, state: RegionState, region: RegionId, lost: npt.NDArray[np.bool_]) -> RegionState:
-        """The state where nothing is known to have been heard of a region, and some rows of it are gone.
+        """Return the state as if nothing had been received from a region, without some of its rows.
 
         Args:
-            state: of before.
-            region: whose log isn't what it was.
-            lost: of each of the state's rows, whether it goes.
+            state: the state before.
+            region: the region whose log has changed.
+            lost: for each of the state's rows, whether it is removed.
         """
         vector = {one: token for one, token in state.vector.items() if one != region}
         ends = {one: end for one, end in state.ends.items() if one != region}
         return RegionState(state.rows.filter(pa.array(~lost)), vector, ends)
 
     def value(self, state: RegionState, *, at_ns: int | None = None) -> pa.Table:
-        """What readers see; see `tables.merged`."""
+        """Return the table that readers see; see `tables.merged`."""
         return merged(state.rows, self.key, self.merge, at_ns=at_ns)
 
     def dry_run(self, local: RegionState, remote: RegionState, *, rows_max: int = 10_000) -> pa.Table:
-        """What reconciling changes, a line for each value that isn't the same on both sides and in what they make together.
+        """Return what reconciling changes: a row for each value that the sides don't share, or that merging changes.
 
         Returns:
-            `key`, `column`, the values as `local` and `remote` show them now and as both will (`merged`), and who knows the row
-            (`known_to`: `local`, `remote`, `both`); by key, then column, up to `rows_max` lines. Signals are taken as of one moment.
+            `key`, `column`, the values as `local` and `remote` have them now and as both will (`merged`), and which
+            side has the row (`known_to`: `local`, `remote`, `both`). Rows are ordered by key, then column, at most
+            `rows_max` of them. Signals are taken as of one moment.
         """
         plan = self.plan(local, remote)
         joined = self.apply(local, plan.to_local)
@@ -205,7 +208,7 @@ class ReconciliationEngine:
         lengths = np.cumsum([side.num_rows for side in sides])[:-1]
         together = [whole_column(pa.concat_tables([s.select([name]) for s in sides]).column(0)) for name in self.key]
         codes = np.split(codes_of(together), lengths) if len(together[0]) else [np.zeros(0, np.int64)] * 3
-        # Rows of `both` are all the keys there are, in order.
+        # Rows of `both` are all keys, in order.
         places = [np.searchsorted(codes[2], side) for side in codes[:2]]
         at = []
         for place in places:
@@ -223,7 +226,7 @@ class ReconciliationEngine:
             ~_equal(shown[0][which], result) | ~_equal(shown[1][which], result) for which, result in enumerate(results)
         ]
         found = np.column_stack([np.zeros((both.num_rows, 0), bool), *changed])
-        if names:  # a row that one side alone knows has a line, also where nothing but its key is there
+        if names:  # a row that only one side has is listed, even if it has nothing but its key
             found[:, 0] |= (unknown[0] | unknown[1]) & ~found.any(axis=1)
         rows, places_of = (axis[:rows_max] for axis in np.nonzero(found))
         keys = [
@@ -247,13 +250,13 @@ class ReconciliationEngine:
     # --- states on disk ------------------------------------------------------------------------------------------------
 
     def encode(self, state: RegionState) -> bytes:
-        """A state's bytes: its vector as JSON behind its length, then its rows as an Arrow IPC stream."""
+        """Return a state's bytes: its vector as JSON after its length, then its rows as an Arrow IPC stream."""
         pieces: list[bytes] = []
         self.write(state, pieces.append)
         return b"".join(pieces)
 
     def write(self, state: RegionState, write: Callable[[bytes], object]) -> None:
-        """As `encode`, piece by piece: beside the state itself few of its bytes are in memory."""
+        """Write the bytes of `encode` piece by piece: apart from the state itself few of them are in memory."""
         vector = {str(region): str(token) for region, token in state.vector.items()}
         ends = {str(region): [end.seq, end.group, end.epoch, end.wall_ns] for region, end in state.ends.items()}
         head = json.dumps(
@@ -269,12 +272,14 @@ class ReconciliationEngine:
         sealing.end()
 
     def keys_in(self, state: RegionState) -> int:
-        """How many rows `value` gives."""
+        """Return the number of rows that `value` returns."""
         columns = [whole_column(state.rows.column(name)) for name in self.key]
         return int(codes_of(columns).max()) + 1 if state.rows.num_rows else 0
 
     def decode(self, data: bytes | memoryview) -> RegionState | None:
-        """The state of its bytes, whose rows lie where these do; None where it was made by another key, or of a column it remembers something else than is asked for now.
+        """Return the state of its bytes, with rows that lie in these bytes.
+
+        Returns None if the state has another key, or keeps for a column something else than the present merge does.
 
         Raises:
             MergeStateUnreadable: the bytes are damaged.
@@ -289,19 +294,22 @@ class ReconciliationEngine:
 
 
 def heard_in(data: bytes | memoryview, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector, Ends] | None:
-    """Up to where a state of these bytes has heard the regions, and by which groups; None, and raises, as `ReconciliationEngine.decode`."""
+    """Return up to where a state of these bytes has received the regions, and by which groups.
+
+    Returns None and raises as `ReconciliationEngine.decode` does.
+    """
     return _parted(data, key, merge)[0]
 
 
 def vector_of(data: bytes | memoryview) -> Vector:
-    """Up to where a state had heard the regions, however its columns merged. `MergeStateUnreadable` where the bytes are damaged."""
+    """Return a state's vector, whatever the merge of its columns. `MergeStateUnreadable` if the bytes are damaged."""
     return _head_of(data)[1]
 
 
 def _parted(
     data: bytes | memoryview, key: tuple[str, ...], merge: TableMerge
 ) -> tuple[tuple[Vector, Ends] | None, memoryview]:
-    """What was heard, and the bytes of the rows; nothing where key or merge are other ones."""
+    """Return the vector and ends, and the bytes of the rows; None and those bytes if key or merge differ."""
     head, vector, rows = _head_of(data)
     try:
         is_other = tuple(head["key"]) != key or _remembered(head["merge"]) != _remembered(_words(merge))
@@ -315,7 +323,7 @@ def _parted(
 
 
 def table_in(data: bytes | memoryview) -> tuple[tuple[str, ...], pa.Schema]:
-    """The key and the columns of the table that a state is of. `MergeStateUnreadable` where the bytes are damaged."""
+    """Return the key and the columns of a state's table. `MergeStateUnreadable` if the bytes are damaged."""
     head, _, rows = _head_of(data)
     try:
         key = tuple(str(name) for name in head["key"])
@@ -325,7 +333,7 @@ def table_in(data: bytes | memoryview) -> tuple[tuple[str, ...], pa.Schema]:
 
 
 def _head_of(data: bytes | memoryview) -> tuple[dict[str, Any], Vector, memoryview]:
-    """What stands in front of a state's rows, its vector, and the rows' bytes."""
+    """Return the head in front of a state's rows, its vector, and the rows' bytes."""
     body = opened(Kind.TABLE, data)
     size = int.from_bytes(body[:4], "big")
     try:
@@ -337,7 +345,10 @@ def _head_of(data: bytes | memoryview) -> tuple[dict[str, Any], Vector, memoryvi
 
 
 def _remembered(words: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """Of columns of which a state has more than their newest value: as what. The others may merge otherwise from one day to the next."""
+    """Return the merge kind of each column whose state is more than its newest value.
+
+    The kinds of others may change freely.
+    """
     return {name: kind for name, (kind, _) in words.items() if kind in _REMEMBERING}
 
 
@@ -345,7 +356,7 @@ _REMEMBERING: Final = frozenset({MergeKind.G_COUNTER, MergeKind.UNION_SET, Merge
 
 
 def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Region rows in the columns of another version; what they lack is null, or nothing yet."""
+    """Return region rows in the columns of another version; a column that they lack is null, or the empty state."""
     columns = []
     for one in schema:
         at = rows.schema.get_field_index(one.name)
@@ -360,7 +371,7 @@ def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _greatest(table: str, one: Vector, other: Vector) -> Vector:
-    """Each region's later token. `OtherStream` where a region has two logs; that is an error of a person's, not of the data's."""
+    """Return each region's later token. `OtherStream` if a region has two logs: an operator's error, not the data's."""
     found = dict(one)
     for region, token in other.items():
         held = found.get(region)
@@ -376,7 +387,7 @@ def _greatest(table: str, one: Vector, other: Vector) -> Vector:
 
 
 def _latest(one: Ends, other: Ends) -> Ends:
-    """Each region's later end."""
+    """Return each region's later end."""
     return {
         region: max((ends[region] for ends in (one, other) if region in ends), key=lambda end: (end.seq, end.group))
         for region in one.keys() | other.keys()
@@ -384,7 +395,7 @@ def _latest(one: Ends, other: Ends) -> Ends:
 
 
 def _is_ascending(column: pa.ChunkedArray) -> bool:
-    """Whether values stand in their order, nulls last. Where they don't compare (NaN), they don't."""
+    """Return whether values are in order, nulls last. Values that don't compare (NaN) aren't."""
     valid = column.drop_null()
     if len(column) < 2 or column.slice(len(valid)).null_count != column.null_count:
         return len(column) < 2
@@ -392,7 +403,7 @@ def _is_ascending(column: pa.ChunkedArray) -> bool:
 
 
 def _below(column: pa.ChunkedArray, value: pa.Scalar) -> int:
-    """How many values of an ascending column are less."""
+    """Return how many values of an ascending column are less than `value`."""
     least, most = 0, len(column) - column.null_count
     while least < most:
         middle = (least + most) // 2
@@ -404,13 +415,13 @@ def _below(column: pa.ChunkedArray, value: pa.Scalar) -> int:
 
 
 def behind(vector: Vector, region: RegionId) -> Seq:
-    """Up to which number a vector has heard a region."""
+    """Return the number up to which a vector has received a region."""
     token = vector.get(region)
     return Seq(0) if token is None else token.linear()
 
 
 def _equal(one: pa.Array, other: pa.Array) -> npt.NDArray[np.bool_]:
-    """Where values are the same; nulls are, and NaN is."""
+    """Return a mask of equal values; two nulls are equal, and two NaNs."""
     if pa.types.is_list(one.type):
         return _equal_lists(one, other)
     same = pc.fill_null(pc.equal(one, other), False)

@@ -1,9 +1,9 @@
-"""Registers of which the last write wins, and flags of which the hiding wins.
+"""Registers, in which the last write wins, and flags, in which hiding wins.
 
-A register's writes order by their times (wall, logical, node), and where two bear one time, which no sound clock gives, by the order of
-all values: so the winner is the same everywhere, whatever the values are.
+A register's writes are ordered by their times (wall, logical, node). If two have one time, which no sound clock
+gives, the order of all values decides: so the winner is the same everywhere, whatever the values are.
 
-Bodies: of a register its time (20 bytes) and its value; of a flag the times of the last hiding and of the last showing.
+Bodies: a register's time (20 bytes) and its value; a flag's times of the last hiding and of the last showing.
 """
 
 from __future__ import annotations
@@ -18,68 +18,68 @@ from millstream.crdt.scalars import Cursor, encode_value, order_of
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A value, and when it was written."""
+    """A value, and its time of writing."""
 
     time: HybridTime
     value: Any = None
 
 
 class LastWriteWins:
-    """Registers; the value of one that was never written is null."""
+    """Registers; a register that was never written has the value null."""
 
     def empty(self) -> Register:
-        """Never written."""
+        """Return the register that was never written."""
         return Register(NEVER)
 
     def join(self, a: Register, b: Register) -> Register:
-        """The later write."""
+        """Return the later write."""
         return a if (a.time, order_of(a.value)) >= (b.time, order_of(b.value)) else b
 
     def value(self, state: Register) -> Any:
-        """What was written last."""
+        """Return the value that was written last."""
         return state.value
 
     def encode(self, state: Register) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         return seal(Kind.REGISTER, state.time.encode() + encode_value(state.value))
 
     def decode(self, data: bytes) -> Register:
-        """The state of its bytes; `MergeStateUnreadable`."""
+        """Return the state of its bytes; raise `MergeStateUnreadable`."""
         return decoded(Kind.REGISTER, data, _read_register, self.encode)
 
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """When something was hidden and shown last."""
+    """Times of the last hiding and the last showing."""
 
     hidden: HybridTime = NEVER
     shown: HybridTime = NEVER
 
 
 class HardNegatives:
-    """Flags: a hiding from anywhere applies as soon as it is known; to show again takes a strictly later moment.
+    """Flags: a hiding from any region applies as soon as it is known; showing again needs a strictly later moment.
 
-    Nodes don't break ties here: of two regions that hide and show at one moment, the one that hides has its way.
+    Nodes don't break ties here: if one region hides and another shows at one moment, the hiding wins.
     """
 
     def empty(self) -> Hiding:
-        """Never hidden."""
+        """Return the flag that was never hidden."""
         return Hiding()
 
     def join(self, a: Hiding, b: Hiding) -> Hiding:
-        """The later of each."""
+        """Return the later time of each."""
         return Hiding(max(a.hidden, b.hidden), max(a.shown, b.shown))
 
     def value(self, state: Hiding) -> bool:
-        """Whether it is hidden."""
+        """Return whether it is hidden."""
         return state.hidden != NEVER and state.shown.moment <= state.hidden.moment
 
     def encode(self, state: Hiding) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         return seal(Kind.HIDE, state.hidden.encode() + state.shown.encode())
 
     def decode(self, data: bytes) -> Hiding:
-        """The state of its bytes; `MergeStateUnreadable`."""
+        """Return the state of its bytes; raise `MergeStateUnreadable`."""
         return decoded(Kind.HIDE, data, _read_hiding, self.encode)
 
 

@@ -1,8 +1,9 @@
-"""Values of columns as merging states hold them: one order over all of them, and one encoding each.
+"""Values of columns in merging states: one order over all of them, and one encoding each.
 
-Of the kinds that a log's columns have: null, booleans, whole numbers, floats, decimals, text, bytes, dates, times, lists of these.
-Kinds order by their tags, values of a kind as people expect; null comes first, NaN behind all floats, -0.0 in front of 0.0, and of
-decimals that are equal the one with more digits behind. Texts order by code point, as their UTF-8 bytes do.
+The kinds are those of a log's columns: null, booleans, integers, floats, decimals, text, bytes, dates, times, lists
+of these. Kinds order by their tags, values of a kind in their usual order. Null comes first, NaN behind all floats,
+-0.0 before 0.0; of equal decimals the one with more digits comes later. Texts order by code point, as their UTF-8
+bytes do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SIGN: Final = 1 << 63
 
 
 def order_of(value: Any) -> tuple[Any, ...]:
-    """What a value is ordered by among values of all kinds. `InvalidValue` for a kind that columns don't have."""
+    """Return the sort key of a value among values of all kinds. `InvalidValue` for a kind that columns don't have."""
     tag = _tag(value)
     if tag == _FLOAT:
         return tag, _float_order(value)
@@ -44,7 +45,7 @@ def order_of(value: Any) -> tuple[Any, ...]:
 
 
 def canonical(value: Any) -> Any:
-    """The value that stands for all that encode alike: one NaN, lists as tuples."""
+    """Return one value for all values that encode alike: one NaN, lists as tuples."""
     tag = _tag(value)
     if tag == _FLOAT and value != value:  # noqa: PLR0124 - that is what NaN is
         return _NAN
@@ -56,12 +57,15 @@ def canonical(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values encode alike."""
+    """Return whether two values encode alike."""
     return encode_value(a) == encode_value(b)
 
 
 def encode_value(value: Any) -> bytes:
-    """A value's canonical bytes. `InvalidValue` for a kind that columns don't have, or text that isn't Unicode."""
+    """Return a value's canonical bytes.
+
+    `InvalidValue` for a kind that columns don't have, or text that isn't Unicode.
+    """
     tag = _tag(value)
     return bytes((tag,)) + _payload(tag, value)
 
@@ -90,14 +94,14 @@ def _payload(tag: int, value: Any) -> bytes:
 
 
 class Cursor:
-    """Reads an encoding from front to back; whatever is wrong in it is a `MergeStateUnreadable` or a `ValueError`."""
+    """Reads an encoding from front to back; any error in it is a `MergeStateUnreadable` or a `ValueError`."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
 
     def take(self, size: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         found = self._data[self._at : self._at + size]
         if len(found) < size:
             raise MergeStateUnreadable("the bytes of a state end too early")
@@ -105,19 +109,19 @@ class Cursor:
         return found
 
     def whole(self) -> int:
-        """A signed 64-bit number."""
+        """Read a signed 64-bit number."""
         return int(_WHOLE.unpack(self.take(8))[0])
 
     def length(self) -> int:
-        """A count or a length."""
+        """Read a count or a length."""
         return int(_LENGTH.unpack(self.take(4))[0])
 
     def sized(self) -> bytes:
-        """Bytes behind their length."""
+        """Read bytes after their length."""
         return self.take(self.length())
 
     def value(self) -> Any:
-        """What `encode_value` made."""
+        """Read a value of `encode_value`."""
         tag = self.take(1)[0]
         if tag in {_NULL, _FALSE, _TRUE}:
             return (None, False, True)[tag]
@@ -143,13 +147,13 @@ class Cursor:
         raise MergeStateUnreadable(f"a state holds a value of unknown kind {tag}")
 
     def end(self) -> None:
-        """Nothing may follow."""
+        """Check that nothing follows."""
         if self._at != len(self._data):
             raise MergeStateUnreadable(f"{len(self._data) - self._at} bytes follow on the end of a state")
 
 
 def whole(number: int) -> bytes:
-    """What `Cursor.whole` reads. `InvalidValue` where it has more than 64 bits."""
+    """Return the bytes for `Cursor.whole`. `InvalidValue` if the number has more than 64 bits."""
     try:
         return _WHOLE.pack(number)
     except struct.error as error:
@@ -157,12 +161,12 @@ def whole(number: int) -> bytes:
 
 
 def sized(data: bytes) -> bytes:
-    """What `Cursor.sized` reads."""
+    """Return the bytes for `Cursor.sized`."""
     return _LENGTH.pack(len(data)) + data
 
 
 def counted(parts: Iterable[bytes]) -> bytes:
-    """A count, and as many parts."""
+    """Return a count, and as many parts."""
     held = list(parts)
     return _LENGTH.pack(len(held)) + b"".join(held)
 

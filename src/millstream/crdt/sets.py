@@ -1,12 +1,13 @@
-"""Sets that several sites add to: union sets, which only grow, and observed-remove sets, which forget what a site has seen and removed.
+"""Sets that several sites add to: union sets, which only grow, and observed-remove sets, which allow removal.
 
-An observed-remove set (Bieniusa et al., 2012; deltas as of Almeida et al., 2016) knows each adding by a *dot*, an actor and that actor's
-count, and has seen a set of dots. What both sides hold stays; what one side holds stays unless the other has seen that very adding and
-holds it no more. So a removal takes back what its site had seen, and an adding elsewhere at the same time survives it. Nothing is kept of
-removed values but their dots, which an actor's unbroken run of counts holds in one number.
+An observed-remove set (Bieniusa et al., 2012; deltas as in Almeida et al., 2016) identifies each addition by a *dot*,
+an actor and that actor's count, and has a set of dots that it has seen. An addition that both sides hold stays. One
+that a single side holds stays unless the other has seen this very addition and no longer holds it. So a removal
+removes what its site had seen, and a concurrent addition elsewhere survives it. Removed values leave only their dots,
+and an actor's unbroken run of counts is kept as one number.
 
-Bodies: of a union set its values, as a list, in their order. Of the other: what was seen (for each actor, in order, the count up to which
-it has seen all, then single dots behind that), then each value with its dots, in order.
+Bodies: a union set's values, as a list, in their order. An observed-remove set's seen dots (for each actor, in order,
+the count up to which it has seen all, then single dots beyond that), then each value with its dots, in order.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from millstream.errors import InvalidValue
 
 
 class UnionSets:
-    """Sets that only grow. A state is the values' encodings with the values: so 1 and 1.0 and true are three."""
+    """Sets that only grow. A state maps the values' encodings to the values: so 1 and 1.0 and true are three."""
 
     def empty(self) -> Mapping[bytes, Any]:
-        """Nothing."""
+        """Return the empty set."""
         return {}
 
     def of(self, values: Iterable[Any]) -> Mapping[bytes, Any]:
-        """The set of some values; `InvalidValue` for a kind that columns don't have."""
+        """Return the set of some values; `InvalidValue` for a kind that columns don't have."""
         return {encode_value(value): canonical(value) for value in values}
 
     def join(self, a: Mapping[bytes, Any], b: Mapping[bytes, Any]) -> Mapping[bytes, Any]:
-        """All values of both."""
+        """Return all values of both."""
         return {**a, **b}
 
     def value(self, state: Mapping[bytes, Any]) -> tuple[Any, ...]:
-        """The values in their order."""
+        """Return the values in their order."""
         return tuple(sorted(state.values(), key=order_of))
 
     def encode(self, state: Mapping[bytes, Any]) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         return seal(Kind.UNION_SET, counted(encode_value(value) for value in self.value(state)))
 
     def decode(self, data: bytes) -> Mapping[bytes, Any]:
-        """The state of its bytes; `MergeStateUnreadable`."""
+        """Return the state of its bytes; raise `MergeStateUnreadable`."""
         return decoded(Kind.UNION_SET, data, _read_union, self.encode)
 
 
 class Dot(NamedTuple):
-    """One adding: an actor's number-th, from 1."""
+    """One addition: its actor, and its number among the actor's, from 1."""
 
     actor: Actor
     number: int
@@ -61,14 +62,14 @@ class ObservedSet:
     """A set's state; whole sets and deltas have the same form."""
 
     dots: Mapping[Dot, Any] = field(default_factory=dict)
-    """The addings that are held, each with its value."""
+    """The additions that are held, each with its value."""
     seen: Mapping[Actor, int] = field(default_factory=dict)
-    """Of each actor, the count up to which all its addings have been seen."""
+    """For each actor, the count up to which all its additions have been seen."""
     cloud: frozenset[Dot] = frozenset()
-    """Those seen beyond."""
+    """Seen additions beyond that count."""
 
     def has_seen(self, dot: Dot) -> bool:
-        """Whether an adding was seen, be it held or not."""
+        """Return whether an addition was seen, whether it is held or not."""
         return dot.number <= self.seen.get(dot.actor, 0) or dot in self.cloud
 
 
@@ -76,25 +77,28 @@ class ObservedSets:
     """Sets that values can be removed from."""
 
     def empty(self) -> ObservedSet:
-        """Nothing, and nothing seen."""
+        """Return the empty set that has seen nothing."""
         return ObservedSet()
 
     def add(self, actor: Actor, held: ObservedSet, value: Any) -> ObservedSet:
-        """The delta by which an actor adds a value to what it holds; what it had of that value is replaced by it."""
+        """Return the delta by which an actor adds a value to what it holds.
+
+        It replaces earlier additions of that value.
+        """
         count = max([held.seen.get(actor, 0), *(dot.number for dot in held.cloud if dot.actor == actor)]) + 1
         dot, encoded = Dot(actor, count), encode_value(value)
         replaced = {known for known, other in held.dots.items() if encode_value(other) == encoded}
         return compact(ObservedSet({dot: canonical(value)}, {}, frozenset({dot} | replaced)))
 
     def remove(self, held: ObservedSet, value: Any) -> ObservedSet:
-        """The delta by which a site that holds `held` removes a value: the addings that it has seen."""
+        """Return the delta by which a site that holds `held` removes a value: the additions that it has seen."""
         encoded = encode_value(value)
         return compact(
             ObservedSet({}, {}, frozenset(dot for dot, other in held.dots.items() if encode_value(other) == encoded))
         )
 
     def join(self, a: ObservedSet, b: ObservedSet) -> ObservedSet:
-        """What both hold, and what one holds and the other hasn't seen."""
+        """Return what both hold, and what one holds and the other hasn't seen."""
         kept = {
             dot: value
             for one, other in ((a, b), (b, a))
@@ -105,11 +109,11 @@ class ObservedSets:
         return compact(ObservedSet(kept, seen, a.cloud | b.cloud))
 
     def value(self, state: ObservedSet) -> tuple[Any, ...]:
-        """The values in their order, each once."""
+        """Return the values in their order, each once."""
         return tuple(sorted({encode_value(v): v for v in state.dots.values()}.values(), key=order_of))
 
     def encode(self, state: ObservedSet) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         state = compact(state)
         seen = counted(actor.encode() + whole(count) for actor, count in state.seen.items())
         cloud = counted(_encode_dot(dot) for dot in sorted(state.cloud))
@@ -117,12 +121,12 @@ class ObservedSets:
         return seal(Kind.OBSERVED_SET, seen + cloud + dots)
 
     def decode(self, data: bytes) -> ObservedSet:
-        """The state of its bytes; `MergeStateUnreadable`."""
+        """Return the state of its bytes; raise `MergeStateUnreadable`."""
         return decoded(Kind.OBSERVED_SET, data, _read_observed, self.encode)
 
 
 def compact(state: ObservedSet) -> ObservedSet:
-    """The same state as it is written: what was seen without a gap as one number an actor, everything in order."""
+    """Return the state in canonical form: unbroken runs of seen dots as one number an actor, in order."""
     seen = {actor: count for actor, count in state.seen.items() if count}
     left = []
     for dot in sorted(state.cloud):

@@ -1,8 +1,9 @@
 """Decayed signals: scores that count less the older they are, summed over the nodes that gave them.
 
-Each node replaces its own entry, by its position in its log; so an entry is the node's newest, whatever came first. The sum is made when
-it is read, as of a moment, and is the same to the bit wherever it is made: nodes are added in their order, and the decay is made of
-sums and products alone (`decay`), which every machine and engine rounds alike, and not of a library's `exp`.
+Each node replaces its own entry, by its position in its log; so an entry is the node's newest, in whatever order they
+arrive. The sum is computed when it is read, as of a moment, and is the same to the bit on every machine. Nodes are
+added in their order, and the decay uses sums and products alone (`decay`), which every machine and engine rounds
+alike, instead of a library's `exp`.
 
 Body: a count u32, then for each node, in order: node u32, position i64, time i64 (nanoseconds), score f64.
 """
@@ -21,24 +22,24 @@ from millstream.errors import InvalidValue
 
 _ENTRY: Final = struct.Struct(">Iqqd")
 HALVINGS_MAX: Final = 62
-"""From then on a signal weighs nothing: 2^-62 of it is below what a sum of doubles shows."""
+"""Number of half-lives after which a signal weighs nothing: 2^-62 of it is below the precision of a sum of doubles."""
 DECAY_TERMS: Final[tuple[float, ...]] = tuple((-math.log(2.0)) ** n / math.factorial(n) for n in range(18, -1, -1))
-"""Of 2^-f for f in [0, 1), highest power first: the series' next term is below half of the last bit."""
+"""Terms of 2^-f for f in [0, 1), highest power first: the series' next term is below half of the last bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A node's newest."""
+    """A node's newest entry."""
 
     position: int
-    """In the node's log: the greater one is the newer one."""
+    """Position in the node's log: the greater one is the newer one."""
     score: float
     time_ns: int
-    """Nanoseconds since 1970 UTC, from which it decays."""
+    """Time from which it decays, nanoseconds since 1970 UTC."""
 
 
 CrdtSignalState = Mapping[int, Signal]
-"""By node."""
+"""Signals by node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,11 @@ class DecayedSignals:
             raise InvalidValue(f"a half-life is longer than nothing, not {self.half_life_ns} ns")
 
     def empty(self) -> CrdtSignalState:
-        """No node has given any."""
+        """Return the state without entries."""
         return {}
 
     def join(self, a: CrdtSignalState, b: CrdtSignalState) -> CrdtSignalState:
-        """Each node's newer entry."""
+        """Return each node's newer entry."""
         found = {}
         for node in sorted(a.keys() | b.keys()):
             held = [state[node] for state in (a, b) if node in state]
@@ -65,14 +66,14 @@ class DecayedSignals:
         return found
 
     def value(self, state: CrdtSignalState) -> float:
-        """The sum of what is left of each; what lies behind the moment hasn't decayed yet."""
+        """Return the sum of the decayed scores; a score with a time after the moment hasn't decayed."""
         total = 0.0
         for _, signal in sorted(state.items()):
             total += signal.score * decay(self.at_ns - signal.time_ns, self.half_life_ns)
         return total
 
     def encode(self, state: CrdtSignalState) -> bytes:
-        """Canonical bytes."""
+        """Return the canonical bytes."""
         try:
             entries = [_ENTRY.pack(n, s.position, s.time_ns, canonical(s.score)) for n, s in sorted(state.items())]
         except struct.error as error:
@@ -80,12 +81,12 @@ class DecayedSignals:
         return seal(Kind.SIGNAL, counted(entries))
 
     def decode(self, data: bytes) -> CrdtSignalState:
-        """The state of its bytes; `MergeStateUnreadable`."""
+        """Return the state of its bytes; raise `MergeStateUnreadable`."""
         return decoded(Kind.SIGNAL, data, _read, self.encode)
 
 
 def decay(age_ns: int, half_life_ns: int) -> float:
-    """What is left of 1 after that time; 1 where the time lies ahead."""
+    """Return what is left of 1 after that time; 1 if the age is negative."""
     halvings = float(max(age_ns, 0)) / float(half_life_ns)  # as columns divide: a long quotient rounds otherwise
     if halvings >= HALVINGS_MAX:
         return 0.0

@@ -1,15 +1,16 @@
-"""Tables that merge: what each region has said of each key, and what that makes together.
+"""Tables that merge: each region's records of each key, and their merged value.
 
-*Region rows* are the state: one row a key and region, with the number (`__seq`) and the time (`__wall_ns`, the hybrid time of its frame) of
-the newest record, that record's columns, and of columns that remember more than the newest record what they remember:
+*Region rows* are the state: one row a key and region. It has the number (`__seq`) and the time (`__wall_ns`, the
+hybrid time of its frame) of the newest record, and that record's columns. Some columns keep more than the newest
+record:
 
 - `g_counter`: the greatest value, `union_set`: all values, in the column itself;
-- `hide`: number and time of the newest record that hid, and of the newest that showed, in four columns beside it.
+- `hide`: number and time of the newest record that hid, and of the newest that showed, in four columns next to it.
 
-`fold` is the join: of any rows of the same table, records or states of any number of replicas, it makes the region rows. It is commutative,
-associative and idempotent, row for row and byte for byte, because a region's records are ordered by their numbers alone, and no two have
-the same. `merged` is the value. Within a region the newest is what the region's own log says; across regions it is by hybrid time, then
-number, then region.
+`fold` is the join: it makes region rows of any rows of the same table, records or states of any number of replicas.
+It is commutative, associative and idempotent, row for row and byte for byte, because a region's records are ordered
+by their numbers alone, and no two have the same. `merged` is the value. Within a region the newest record is the last
+in the region's own log; across regions it is decided by hybrid time, then number, then region.
 """
 
 from __future__ import annotations
@@ -31,24 +32,27 @@ REGION: Final = pa.field("__region", pa.int64(), nullable=False)
 SEQ: Final = pa.field("__seq", pa.int64(), nullable=False)
 WALL: Final = pa.field("__wall_ns", pa.int64(), nullable=False)
 STATE_PREFIX: Final = (REGION, SEQ, WALL)
-# Not by `pa.array`: that looks for pandas, whose import takes longer than all else that a node needs to begin.
+# Not by `pa.array`: that looks for pandas, whose import takes longer than everything else that a node needs to begin.
 _OPS: Final = pa.StringArray.from_buffers(3, pa.py_buffer(np.arange(4, dtype=np.int32)), pa.py_buffer(b"cur"))
-"""What adds a row, or replaces it."""
+"""The operations that add a row, or replace it."""
 
 
 def hide_columns(name: str) -> tuple[str, str, str, str]:
-    """Beside a column that hides: number and time of the newest hiding, then of the newest showing; 0 where there was none."""
+    """Return the state columns of a `hide` column: number and time of the newest hiding, then of the newest showing.
+
+    0: none.
+    """
     return f"__hidden_seq.{name}", f"__hidden_ns.{name}", f"__shown_seq.{name}", f"__shown_ns.{name}"
 
 
 def state_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
-    """The columns of region rows of a table with these columns."""
+    """Return the columns of region rows of a table with these columns."""
     beside = [pa.field(one, pa.int64()) for name in merge.named(columns.names, MergeKind.HIDE) for one in hide_columns(name)]  # fmt: skip
     return pa.schema([*STATE_PREFIX, *(pa.field(one.name, one.type) for one in columns), *beside])
 
 
 def own_columns(state: pa.Schema) -> pa.Schema:
-    """The table's own columns among those of region rows."""
+    """Return the table's own columns among those of region rows."""
     return pa.schema([one for one in state if not one.name.startswith("__")])
 
 
@@ -61,18 +65,18 @@ def lift(
     *,
     table: str = "a table",
 ) -> pa.Table:
-    """Records of one region as region rows, not folded yet.
+    """Return the records of one region as region rows, not folded so far.
 
     Args:
-        records: in `record_schema` of any version of the table.
-        times_ns: each one's hybrid time.
-        region: whose.
-        columns: the table's, as all regions have them together; what a record lacks is null.
+        records: records in `record_schema` of any version of the table.
+        times_ns: hybrid time of each record.
+        region: the records' region.
+        columns: the table's columns, as all regions have them together; a column that a record lacks is null.
         merge: how they merge.
-        table: its name, for the error.
+        table: the table's name, for the error.
 
     Raises:
-        MergeUnsuitable: a record is no row: such as captured tables have, and applications don't write.
+        MergeUnsuitable: a record isn't a row that applications write: captured tables have such records.
     """
     ops = records.column("__op")
     if not pc.all(pc.is_in(ops, _OPS)).as_py() and len(ops):
@@ -97,18 +101,18 @@ def lift(
 
 
 def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
-    """Region rows of rows that may say a key and region often; ordered by key, then region.
+    """Return one region row for each key and region of rows that may repeat them; ordered by key, then region.
 
     Args:
-        rows: in `state_schema`.
-        key: names of the columns that tell the table's rows apart.
+        rows: rows in `state_schema`.
+        key: names of the key columns.
         merge: how they merge.
     """
     if not rows.num_rows:
         return rows.combine_chunks()
 
     def column(name: str) -> pa.Array:
-        """One at a time: all of them in one piece would be a copy of everything."""
+        """Return one column in one piece: all of them at once would be a copy of everything."""
         return whole_column(rows.column(name))
 
     codes = codes_of([*(column(name) for name in key), column(REGION.name)])
@@ -131,13 +135,15 @@ def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
 
 
 def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int | None = None) -> pa.Table:
-    """What readers see of region rows: one row a key, the table's own columns, in order of the key.
+    """Return the table that readers see: one row a key, the table's own columns, in order of the key.
 
     Args:
-        rows: as `fold` gives them.
-        key: names of the columns that tell the table's rows apart.
+        rows: region rows as `fold` returns them.
+        key: names of the key columns.
         merge: how they merge.
-        at_ns: as of which moment signals have decayed; that of the newest row where None, so that the same rows give the same table.
+        at_ns: the moment at which signals have decayed. None: that of the newest row, so that the same rows give the
+        same
+            table.
 
     Raises:
         InvalidValue: a counter's sum is beyond its type.
@@ -169,7 +175,10 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
 
 
 def merged_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
-    """The columns that `merged` gives: sums of whole numbers have 64 bits, of decimals 38 digits, and decayed signals are doubles."""
+    """Return the columns of `merged`: sums of integers have 64 bits, of decimals 38 digits.
+
+    Decayed signals are doubles.
+    """
     return pa.schema([pa.field(one.name, _merged_type(one.type, merge.of(one.name).kind)) for one in columns])
 
 
@@ -182,7 +191,7 @@ def _merged_type(column: pa.DataType, kind: MergeKind) -> pa.DataType:
 
 
 def _hidden(columns: dict[str, pa.Array], name: str, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether each group's newest hiding is as late as its newest showing, or later. Regions don't break ties."""
+    """Return whether each group's newest hiding is no earlier than its newest showing. Regions don't break ties."""
     hidden_seq, hidden_ns, shown_seq, shown_ns = (
         column.to_numpy() for column in (columns[one] for one in hide_columns(name))
     )
