@@ -1,7 +1,7 @@
-"""Capture from PostgreSQL: slot and publications, streaming into the log, table copy, and what `doctor` asks.
+"""Capture from PostgreSQL: slot and publications, streaming into the log, table copy, and the checks of `doctor`.
 
-It reads; it writes nothing to the source but the slot, publications where they are missing and may be made, and a
-heartbeat message. Everything it appends goes through a `ports.LogAppender`; what it must remember is in the catalog.
+It reads. It writes nothing to the source except the slot, publications if they are missing and may be created, and a
+heartbeat message. It appends through a `ports.LogAppender`; its durable state is in the catalog.
 """
 
 from __future__ import annotations

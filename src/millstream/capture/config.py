@@ -1,4 +1,4 @@
-"""What capture of one stream is told, and what it tells when it ends."""
+"""The configuration of capture of one stream, its progress, and its outcome."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def one_shard(table: str) -> ShardId:
 
 
 def no_limit() -> int | None:
-    """Copy as fast as it goes."""
+    """Return no limit: copy as fast as possible."""
     return None
 
 
-CHUNK_ROWS: Final = 50_000  # some 5 MiB of common rows: small beside memory, large beside a round trip
+CHUNK_ROWS: Final = 50_000  # some 5 MiB of common rows: small next to memory, large next to a round trip
 BUFFER_BYTES_MAX: Final = 32 << 20
 
 
@@ -36,23 +36,23 @@ class CaptureConfig:
         stream: the stream's name.
         dsn: the source's address; its secrets never appear in a message.
         tables: patterns (see `millstream.model.names`).
-        publication: of tables with a usable identity; `<publication>_inserts` is that of the others.
+        publication: publication of tables with a usable identity; `<publication>_inserts` has the others.
         slot: the replication slot's name.
-        failover: whether a slot that is made is one that standbys keep a copy of (PostgreSQL 17 and newer).
+        failover: whether a created slot is a failover slot, which standbys keep a copy of (PostgreSQL 17 and newer).
         origin: `any`, or `none`: leave out what replication from another system wrote (PostgreSQL 16 and newer).
         spill_dir: a folder of this stream's own for transactions that are too large for memory; emptied at start.
         shard_of: the shard of a table, by `schema.name`; asked once, when the table is new.
-        copy_workers: connections that read existing rows side by side.
-        chunk_rows: rows of a chunk of a table copy, at most.
-        copy_rate: bytes a second that all copies together may read; None: as fast as it goes. Asked every second.
+        copy_workers: number of connections that read existing rows in parallel.
+        chunk_rows: most rows in a chunk of a table copy.
+        copy_rate: bytes a second that all copies together may read; None: as fast as possible. Called every second.
         buffer_bytes_max: undecoded bytes held in memory; the source waits beyond it.
         heartbeat_s: how often an idle source gets a heartbeat message.
-        look_s: how often the source's catalogs and the states of tables are looked at.
-        status_s: how often the source hears how far the log is, at least.
+        look_s: how often the source's catalogs and the states of tables are read.
+        status_s: longest time between reports to the source of how far the log is.
         catch_up: whether a large backlog may be read in chunks.
         catch_up_bytes: how much WAL makes a backlog large.
-        catch_up_changes: changes of a chunk of it, about.
-        catch_up_chunk_bytes: WAL of a chunk of it, about.
+        catch_up_changes: number of changes in a chunk of the backlog, about.
+        catch_up_chunk_bytes: WAL in a chunk of the backlog, about.
     """
 
     stream: str
@@ -79,25 +79,26 @@ class CaptureConfig:
 
 @dataclass(frozen=True, slots=True)
 class CaptureProgress:
-    """How capture stands, told about once a second."""
+    """The state of capture, reported about once a second."""
 
     received: Lsn
-    """The source's WAL is read up to here."""
+    """LSN up to which the source's WAL is read …"""
     durable: Lsn
-    """… and durable in the log up to here."""
+    """… and up to which it is durable in the log."""
     source_end: Lsn
-    """The end of the source's WAL, when it was last told."""
+    """The end of the source's WAL, as last reported."""
     records: int
-    """Records made durable by this run."""
+    """Number of records made durable by this run."""
     copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By table being copied: `state` (`waiting`, `preparing`, `reading`, `paused`), `rows`, `rows_estimate`, `bytes`, `rows_per_s`,
-    `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`, `holds_stream` (whether the stream waits for it); None for what isn't known."""
+    """By table being copied: `state` (`waiting`, `preparing`, `reading`, `paused`), `rows`, `rows_estimate`, `bytes`,
+    `rows_per_s`, `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`, `holds_stream` (whether the stream waits for it);
+    None for unknown values."""
     mode: Mode = Mode.STREAMING
     """How the source is read."""
     slot_holds_bytes: int | None = None
-    """WAL that the slot keeps at the source, when it was last asked."""
+    """WAL that the slot keeps at the source, when it was last read."""
     source_spilled_bytes: int | None = None
-    """What decoding for the slot has put on the source's disk, for want of memory, since its statistics began."""
+    """Bytes that decoding for the slot has spilled to the source's disk since its statistics began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +106,17 @@ class CaptureOutcome:
     """How capture ended."""
 
     reached: Lsn
-    """The commit end LSN up to which all is durable; the slot is confirmed there."""
+    """The commit end LSN up to which everything is durable; the slot is confirmed there."""
     caught_up: bool
     """Whether the target of `until_caught_up` was met."""
     tables: tuple[str, ...]
     """Tables captured, `schema.name`."""
     paused: tuple[str, ...] = ()
-    """Tables whose copies are paused: not waited for."""
+    """Tables whose copies are paused: capture didn't wait for them."""
     set_aside: Mapping[str, str] = field(default_factory=dict)
     """Tables set aside, each with its reason."""
     slot: str = ""
-    """The slot that the source keeps WAL for; empty where it has none of ours, or capture never got to it."""
+    """The slot that the source keeps WAL for; empty if it has none of ours, or capture never got to it."""
     slot_holds_bytes: int | None = None
-    """WAL that the slot keeps at the source, where it could be asked."""
+    """WAL that the slot keeps at the source, if it could be read."""
     error: MillstreamError | None = None

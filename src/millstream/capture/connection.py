@@ -1,7 +1,7 @@
-"""Connections to the source, and the one place where PostgreSQL's errors become ours.
+"""Connections to the source, and the one place where PostgreSQL's errors become Millstream's.
 
-Both kinds of connection, ordinary and replication, pin their session: the text of a value never depends on what a role
-or a database sets. Nothing here retries; callers do, by `MillstreamError.retry`.
+Both kinds of connection, ordinary and replication, pin their session: the text of a value never depends on the
+settings of a role or a database. Nothing here retries; callers do, by `MillstreamError.retry`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from millstream.libpq import (
 
 VERSION_MIN: Final = 140000
 
-# What little capture writes (publications) waits for no standby.
+# The little that capture writes (publications) waits for no standby.
 _SESSION: Final = pinned_session(synchronous_commit="local")
 
 
 def parse_dsn(dsn: str) -> dict[str, Any]:
-    """The DSN's parameters; `SourceDsnInvalid` where it can't be parsed."""
+    """Return the DSN's parameters; raise `SourceDsnInvalid` if it can't be parsed."""
     try:
         return parse_address(dsn)
     except ValueError as error:
@@ -54,7 +54,7 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
 
 
 def describe_dsn(dsn: str) -> str:
-    """Where a DSN points to, without its secrets."""
+    """Return the server and database of a DSN, without its secrets."""
     return describe_parameters(parse_dsn(dsn))
 
 
@@ -62,11 +62,11 @@ def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
     """Open an ordinary connection with a pinned session, in autocommit; the caller closes it.
 
     Args:
-        dsn: where to.
-        purpose: what it is for; stands in `application_name`.
+        dsn: the server's address.
+        purpose: the use of the connection, shown in `application_name`.
 
     Raises:
-        SourceError: which one says why (DSN, authentication, database, version, reachability).
+        SourceError: its kind names the cause (DSN, authentication, database, version, reachability).
     """
     return _connect(dsn, f"millstream {purpose}")
 
@@ -77,7 +77,7 @@ def connect_replication(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
 
 
 def pinned(dsn: str, connection: psycopg.Connection[tuple[Any, ...]]) -> str:
-    """The address of the very server that a connection was made to, where the DSN names several; with all secrets in it."""
+    """Return the DSN of the one server that a connection was made to, with all secrets in it."""
     parameters = parse_dsn(dsn)
     info = connection.info
     for name in ("host", "hostaddr", "port", "target_session_attrs", "load_balance_hosts"):
@@ -87,10 +87,11 @@ def pinned(dsn: str, connection: psycopg.Connection[tuple[Any, ...]]) -> str:
 
 
 def take_bytes_as_they_are(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
-    """Have a database of the encoding SQL_ASCII, which may hold any bytes, send them.
+    """Make a database of the encoding SQL_ASCII, which may hold any bytes, send them unchanged.
 
-    Asked for UTF-8, the server would check every value and end the stream at the first that isn't; this way one table is
-    set aside. No names are to be read over the connection afterwards: psycopg gives them as bytes.
+    With UTF-8 as the client encoding, the server would check every value and end the stream at the first that isn't
+    UTF-8. This way one table is set aside. Don't read names over the connection afterwards: psycopg returns them as
+    bytes.
     """
     if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
         with translated():
@@ -119,7 +120,7 @@ def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, 
 
 
 def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
-    """The error of a connection that wasn't had. libpq gives no SQLSTATE here, only the server's words."""
+    """Return the error of a failed connection attempt. libpq has no SQLSTATE here, only the server's message."""
     text = one_line(error)
     lower = text.lower()
     where = describe_dsn(dsn)
@@ -180,10 +181,10 @@ _BY_SQLSTATE: Final[dict[str, tuple[type[SourceError], str | None]]] = {
 
 
 def next_result(pgconn: pq.abc.PGconn) -> pq.abc.PGresult | None:
-    """The next result of what was sent; None behind the last.
+    """Return the next result of a command; None after the last.
 
-    libpq's own wait for one keeps the interpreter, and with it every thread of this process: what the source waits for may be
-    one of them. This one doesn't.
+    libpq's own wait for a result keeps the GIL, and with it every thread of this process. The source may be waiting
+    for one of these threads. This function waits without the GIL.
 
     Raises:
         psycopg.OperationalError: the connection broke.
@@ -202,12 +203,12 @@ def wait_for(pgconn: pq.abc.PGconn, events: int) -> None:
 
 
 def translate(error: psycopg.Error) -> MillstreamError:
-    """Our error for one of psycopg's on an open connection."""
+    """Return our error for one of psycopg's on an open connection."""
     return _of_sqlstate(error.sqlstate, " ".join(str(error).split()), lost=isinstance(error, psycopg.OperationalError))
 
 
 def translate_result(result: pq.abc.PGresult) -> MillstreamError:
-    """Our error for a failed result of the `pq` layer."""
+    """Return our error for a failed result of the `pq` layer."""
     state = result.error_field(pq.DiagnosticField.SQLSTATE)
     message = (
         result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or result.error_message or b"the connection was lost"
@@ -218,7 +219,7 @@ def translate_result(result: pq.abc.PGresult) -> MillstreamError:
 
 
 def translate_fields(state: str | None, message: str) -> MillstreamError:
-    """Our error for an ErrorResponse that libpq didn't read."""
+    """Return our error for an ErrorResponse that libpq didn't read."""
     return _of_sqlstate(state, message, lost=state is None)
 
 
@@ -248,7 +249,7 @@ RECOPY_HINT: Final = (
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Within it, psycopg's errors become ours."""
+    """Translate psycopg's errors raised within the block."""
     try:
         yield
     except psycopg.Error as error:

@@ -1,4 +1,4 @@
-"""What `doctor` asks the server itself: settings, slots, senders, and what would end capture when the server changes its place."""
+"""The checks of `doctor` on the server: settings, slots, senders, and what would end capture at a failover."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream.capture.source import STANDBY_VERSION_MIN, Connection, on_standb
 _HELD_WARN_BYTES: Final = 4 << 30
 _FAILOVER_VERSION_MIN: Final = 170000
 _SENDER_TIMEOUT_WARN_MS: Final = 10_000
-"""Shorter than a pause of a busy machine, or of a network that takes another way."""
+"""Timeout below which a pause of a busy machine, or of a network that changes its route, ends the connection."""
 _SETTINGS: Final = (
     "wal_level",
     "max_replication_slots",
@@ -31,16 +31,16 @@ _SETTINGS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that isn't as it should be.
+    """One problem found.
 
     Attributes:
-        code: stable, as the error's that it would end in where there is one.
-        message: what is found.
-        blocks: `source` (nothing can be captured), `table` (one table can't), `current` (one table can, into history only),
-            or `nothing` (a warning).
-        table: `schema.name` where it concerns one.
+        code: stable; the code of the error that it would cause, if there is one.
+        message: the problem.
+        blocks: `source` (nothing can be captured), `table` (one table can't), `current` (one table can, into history
+            only), or `nothing` (a warning).
+        table: `schema.name`, if it concerns one table.
         fix: what to do, one sentence.
-        sql: what a DBA runs; empty where SQL doesn't mend it.
+        sql: statements for a DBA to run; empty if SQL doesn't fix it.
     """
 
     code: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def check_server(connection: Connection, config: CaptureConfig) -> list[Finding]:
-    """What of the server's settings and slots stops capture, or may one day."""
+    """Return the problems of the server's settings and slots that stop capture, or may stop it one day."""
     findings: list[Finding] = []
     with translated():
         rows = connection.execute(
@@ -160,7 +160,7 @@ def _check_settings(settings: Mapping[str, str]) -> list[Finding]:
 
 
 def _check_standby(connection: Connection, settings: Mapping[str, str], slot: SlotState | None) -> list[Finding]:
-    """Where the source is a standby."""
+    """Return the problems of a source that is a standby."""
     version = connection.info.server_version
     if version < STANDBY_VERSION_MIN:
         return [
@@ -197,7 +197,7 @@ def _check_standby(connection: Connection, settings: Mapping[str, str], slot: Sl
 def _check_failover(
     connection: Connection, config: CaptureConfig, settings: Mapping[str, str], slot: SlotState | None
 ) -> list[Finding]:
-    """Where the source is a primary with standbys: what would end capture when one of them is promoted."""
+    """Return what would end capture when a standby of a primary is promoted."""
     with translated():
         rows = connection.execute(
             "SELECT slot_name FROM pg_replication_slots WHERE slot_type = 'physical' AND NOT temporary ORDER BY 1"

@@ -1,8 +1,8 @@
-"""Capture of one stream: connects, compares slot and log, streams, copies tables, and begins again when a connection breaks.
+"""Capture of one stream: connects, compares slot and log, streams, copies tables, reconnects when a link breaks.
 
-A *session* is what lies between two connections: it starts at X, the position up to which the log (or, where only
-keepalives moved it, the catalog) has everything, and drops whatever ends at or below it. A session reads the stream or, where the
-backlog is large, chunks (`capture.stream.chunks`); to change from one to the other is to begin another session.
+A *session* lies between two connections. It starts at X, the position up to which the log has everything (or the
+catalog, if only keepalives moved it), and drops every transaction that ends at or below X. A session reads the stream
+or, if the backlog is large, chunks (`capture.stream.chunks`); a change between them begins another session.
 """
 
 from __future__ import annotations
@@ -79,19 +79,19 @@ logger = structlog.get_logger("millstream.capture")
 _BACKOFF_FIRST_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 10.0
 _DOUBLINGS_MAX: Final = 10
-_SLOT_ACTIVE_MAX_S: Final = 2.0  # a killed capture's server process goes within seconds; then every second counts
+_SLOT_ACTIVE_MAX_S: Final = 2.0  # the server process of a killed capture goes within seconds; then every second counts
 _GIVE_UP_S: Final = 120.0
 """How long `until_caught_up` goes on without a connection."""
 _OTHERS_S: Final = 5.0
-"""How long a session that ends waits for other machines to have what is durable here, where the stream asks for them."""
+"""How long an ending session waits until other machines have its durable operations, if the stream asks for that."""
 _DRAIN_S: Final = 60.0
 _CONFIRM_S: Final = 10.0
 _SLOT_PATIENCE_S: Final = 5.0
-"""A new slot that takes longer is told of."""
+"""Time after which the wait for a new slot is reported."""
 
 
 class _Stopped(Exception):
-    """No error: capture was asked to end while it waited for its slot."""
+    """Not an error: capture was stopped while it waited for its slot."""
 
 
 def run_capture(
@@ -105,31 +105,31 @@ def run_capture(
     on_wait: Callable[[MillstreamError], None] | None = None,
     clock: Clock | None = None,
 ) -> CaptureOutcome:
-    """Capture until `stop` is set, or until all that the source had committed at the call is durable.
+    """Capture until `stop` is set, or until everything that the source had committed at the call is durable.
 
     Args:
         config: what to capture.
-        catalog: the home's; the stream's row must be there.
-        log: the stream's writer. Its operations of this stream's source come from nobody else.
-        stop: ends capture: what is in flight becomes durable, is confirmed, and the call returns.
+        catalog: the catalog of the home; the stream's row must be there.
+        log: the stream's writer, the only one that appends operations of this stream's source.
+        stop: ends capture: operations in flight become durable and are confirmed, and the call returns.
         until_caught_up: end when the source's present is durable, every table copied, and the slot confirmed there.
         on_progress: called about once a second, on this thread.
-        on_wait: called with why, on this thread, before each wait for another attempt.
+        on_wait: called with the error, on this thread, before each wait for another attempt.
         clock: for waiting between attempts; real time by default.
 
     Returns:
-        How it ended. Tables that were set aside are in it; they are no error.
+        How it ended, with the tables that were set aside, which isn't an error.
 
     Raises:
-        MillstreamError: what can't be mended by trying again: the first connection failed, the slot is lost, the log is
-            closed … Broken connections and a full disk are waited for instead.
+        MillstreamError: an error that a retry can't mend: the first connection failed, the slot is lost, the log is
+            closed … After a broken connection or a full disk, capture waits and retries.
     """
     return _Capture(config, catalog, log, stop, until_caught_up, on_progress, on_wait, clock).run()
 
 
 @dataclass(slots=True)
 class _Session:
-    """What belongs to one connection."""
+    """The parts that belong to one connection."""
 
     applier: Applier
     receiver: Receiver
@@ -137,7 +137,7 @@ class _Session:
     tables: Tables
     copies: CopiesAndRepairs
     chunks: ChunkWire | None
-    """What the receiver reads, where that are chunks."""
+    """The receiver's wire, if the session reads chunks."""
 
 
 class _Capture:
@@ -176,12 +176,12 @@ class _Capture:
     # --- sessions ----------------------------------------------------------------------------------------------
 
     def run(self) -> CaptureOutcome:
-        """Sessions one after the other until one ends by itself."""
+        """Run one session after the other until one ends without a successor."""
         try:
             return self._run_sessions()
         finally:
             with contextlib.suppress(MillstreamError):
-                self._spill.clear()  # what nobody took; all that was submitted has been answered
+                self._spill.clear()  # files that were never taken; everything submitted has been answered
 
     def _run_sessions(self) -> CaptureOutcome:
         warm()
@@ -204,7 +204,7 @@ class _Capture:
                     continue
                 if self._reads_chunks and self._connected and isinstance(error, SourceUnreachable):
                     self._choice.broke()
-                # On a full disk a session connects, and ends with the first record: that is no progress.
+                # On a full disk a session connects, and ends at the first record: that is no progress.
                 if self._connected and not (isinstance(error, DiskFull) and time.monotonic() - began < _BACKOFF_MAX_S):
                     attempt, failing_since = 0, None
                 failing_since = failing_since or time.monotonic()
@@ -223,7 +223,7 @@ class _Capture:
                     return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=slot, error=error)
 
     def _is_refusal(self, error: MillstreamError) -> bool:
-        """Whether the source refuses to give chunks: any error of its own may be one, even if the stream meets it too."""
+        """Return whether the source refuses chunks: any of its errors may mean that, even if the stream meets it too."""
         if not self._reads_chunks or self._stop.is_set():
             return False
         refused = isinstance(error, SourceError | ProtocolViolation)
@@ -250,11 +250,11 @@ class _Capture:
             self._stop.wait(seconds)
 
     def _run_session(self) -> CaptureOutcome | None:
-        """How it ended; None: begin another, at once."""
+        """Run a session; return how it ended. None: begin another at once."""
         with ExitStack() as stack:
             replication = stack.enter_context(connect_replication(self._config.dsn))
             identity = identify_replication(replication)
-            # Where the DSN names several servers, all of a session's connections go to one.
+            # If the DSN names several servers, all of a session's connections go to one.
             config = replace(self._config, dsn=pinned(self._config.dsn, replication))
             control = stack.enter_context(connect_same(config.dsn, identity, purpose="control"))
             check_standby(identity)
@@ -293,7 +293,7 @@ class _Capture:
                     config.dsn, identity, reached, reached if slot is None else slot.confirmed, tables
                 )
             wire: Wire = chunks or self._start_streaming(replication, reached, tables)
-            stack.callback(wire.close)  # where nobody comes to own it
+            stack.callback(wire.close)  # in case no receiver comes to own it
             timeout_ms = setting_ms(control, "wal_sender_timeout")
             settling = self._log.settled()
             confirmed = reached if settling is None or slot is None else min(slot.confirmed, reached)
@@ -330,7 +330,7 @@ class _Capture:
                 on_look=copies.see,
                 broken=receiver.nudge,
             )
-            copies.see(directory.refresh())  # before the first change: a copy that was begun hears of every one
+            copies.see(directory.refresh())  # before the first change: a copy that was begun has to see every change
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
             return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies, chunks), control)
@@ -387,18 +387,18 @@ class _Capture:
         return None
 
     def _drain(self, applier: Applier) -> None:
-        """Wait until what was captured is durable; a while longer for other machines, where the stream asks for them."""
+        """Wait until what was captured is durable; a while longer for other machines, if the stream asks for that."""
         while not applier.drain(_OTHERS_S):
             if self._log.is_written():
-                # The next session knows what is durable, and confirms none of it before others hold it, either.
+                # The next session finds it in the log, and confirms none of it before other machines hold it either.
                 logger.warning("other machines don't have what was captured yet; the slot stays where it is")
                 return
-            # Another session would begin below what is being written, and have it sent again.
+            # Another session would begin below what is being written, and the source would send it again.
             if not applier.drain(_DRAIN_S):
                 logger.warning("the log's disk doesn't answer; capture waits for it")
 
     def _changes_mode(self, session: _Session, now: float) -> bool:
-        """Whether to end the session for one that reads otherwise."""
+        """Return whether to end the session for one in the other mode."""
         applier, chunks = session.applier, session.chunks
         if chunks is not None:
             return chunks.ended and applier.passed >= chunks.end and applier.idle
@@ -408,7 +408,7 @@ class _Capture:
         return self._choice.while_streaming(passed=applier.passed, source_end=source_end, now=now)
 
     def _hurry(self, session: _Session) -> None:
-        """Have the source say how far it has sent, and write WAL that makes it flush what it holds."""
+        """Make the source report how far it has sent, and write WAL that makes it flush what it holds."""
         session.receiver.ask_position()
         session.watcher.beat_soon()
 
@@ -425,9 +425,9 @@ class _Capture:
     def _source_to_follow(
         self, identity: Identity, replication: Connection, control: Connection, slot: SlotState | None
     ) -> SourceId:
-        """The source with which the log goes on without a gap, or begins anew where the slot was dropped by our own command.
+        """Return the source with which the log goes on without a gap, or begins again after `slot drop`.
 
-        Nothing is noted down before it is known that it can be followed: the old server may still be gone back to.
+        Nothing is noted before the source is known to be followable: the DSN may still be set back to the old server.
         """
         known = self._catalog.current_source(self._stream)
         dropped = bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
@@ -467,17 +467,17 @@ class _Capture:
         return source
 
     def _reached(self, source: SourceId) -> Lsn:
-        """X: up to here everything is in the log, whatever happens next."""
+        """Return X: up to here everything is in the log, whatever happens next."""
         return max(self._log.reached().get(source, Lsn(0)), self._catalog.reached(source))
 
     def _request_copies(self) -> None:
-        """What lies between an old slot and a new one is lost to the stream: all tables are copied anew."""
+        """Copy all tables again: the changes between an old slot and a new one are lost to the stream."""
         for row in self._catalog.tables(self._stream):
             if row.is_captured and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "the slot was made anew")
 
     def _begin_slot(self, dsn: str, replication: Connection, identity: Identity, source: SourceId) -> Lsn:
-        """Make the slot, and let the stream begin there."""
+        """Create the slot, and let the stream begin there."""
         self._request_copies()
         told = False
 
@@ -503,7 +503,7 @@ class _Capture:
     def _open_chunks(
         self, dsn: str, identity: Identity, reached: Lsn, confirmed: Lsn, tables: Tables
     ) -> ChunkWire | None:
-        """Begin to read chunks; None where the source refuses, which is then not asked again."""
+        """Begin to read chunks; None if the source refuses, which then isn't asked again."""
         config, choice = self._config, self._choice
 
         def go_on(chunk: Chunk) -> bool:
@@ -544,7 +544,7 @@ class _Capture:
         take_bytes_as_they_are(replication)
         return start_replication(replication, encoded)
 
-    # --- telling -----------------------------------------------------------------------------------------------
+    # --- progress ----------------------------------------------------------------------------------------------
 
     def _tell(self, session: _Session) -> None:
         if self._on_progress is None:

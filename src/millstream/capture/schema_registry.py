@@ -1,7 +1,7 @@
 """The decoder's view of the catalog: which relation is which table, under which schema version, captured or not.
 
-Answers come from memory. The catalog is asked when a relation is met for the first time and whenever a Relation message
-differs from the one before, and told of new tables and new schema versions.
+Answers come from memory. The catalog is read when a relation comes for the first time and whenever a Relation message
+differs from the one before; new tables and new schema versions are written to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Answer:
 class CatalogDirectory:
     """`codec.pgoutput.TableDirectory` over the catalog, for one source.
 
-    Concurrency: the decoding thread asks; `learn` and `forget` may be called from others.
+    Concurrency: the decoding thread reads; `learn` and `forget` may be called from others.
     """
 
     def __init__(self, catalog: Catalog, stream: StreamId, source: SourceId, config: CaptureConfig) -> None:
@@ -55,12 +55,12 @@ class CatalogDirectory:
         self._keys = {
             schema.table_id: schema.key
             for schema in catalog.latest_schemas(stream).values()
-            # A table in history only has no key by choice of ours.
+            # A table that is captured into history only has no key by our choice.
             if schema.kind is TableKind.TABLE and (schema.key or schema.replica_identity is ReplicaIdentity.FULL)
         }
-        """By table, the key of the last record of it in the log."""
+        """By table, the key of its last record in the log."""
         self.look_wanted = threading.Event()
-        """Set where the stream tells that what was seen of the source's tables is old."""
+        """Set if the stream shows that the last look at the source's tables is outdated."""
 
     @property
     def source(self) -> SourceId:
@@ -68,25 +68,25 @@ class CatalogDirectory:
         return self._source
 
     def learn(self, facts: Mapping[int, SourceTable]) -> None:
-        """Take in what the source's catalogs say now: primary keys under FULL, and usable identities."""
+        """Replace the facts from the source's catalogs: primary keys under FULL, and usable identities."""
         with self._lock:
             self._facts = dict(facts)
 
     def refresh(self) -> list[TableRow]:
-        """Take in the tables' states as the catalog has them now; give them back."""
+        """Read the tables' present states from the catalog; return them."""
         rows = self._captured()
         with self._lock:
             self._rows = {row.relation_oid: row for row in rows}
         return rows
 
     def table_row(self, facts: SourceTable) -> TableRow:
-        """The catalog's row of a table of the source, made where it's new."""
+        """Return the catalog's row of a source table, which is created if it is new."""
         with self._lock:
             self._facts[facts.oid] = facts
         return self._row(facts.oid, facts.namespace, facts.name, has_identity=facts.usable)
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
-        """The table's schema under this relation: kind TABLE, or RAW where it's set aside; None: not captured."""
+        """Return the table's schema under this relation: kind TABLE, or RAW if it is set aside; None: not captured."""
         with self._lock:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
@@ -100,11 +100,14 @@ class CatalogDirectory:
         return schema
 
     def note_key(self, schema: TableSchema) -> None:
-        """From here on the log's records of a table are keyed so, and none before them counts. For the decoding thread."""
+        """Note that from here on a table's records in the log have this key, and none before counts.
+
+        For the decoding thread.
+        """
         self._keys[schema.table_id] = schema.key
 
     def messages_schema(self) -> TableSchema:
-        """The schema of the source's logical messages."""
+        """Return the schema of the source's logical messages."""
         if self._messages is None:
             row = self._catalog.table_for(
                 self._stream, self._source, 0, "", "_messages", kind=TableKind.MESSAGES, state=TableState.STREAMING
@@ -132,12 +135,12 @@ class CatalogDirectory:
         return row.id
 
     def rows(self) -> list[TableRow]:
-        """The captured tables, as last refreshed."""
+        """Return the captured tables, as last refreshed."""
         with self._lock:
             return list(self._rows.values())
 
     def shard_of(self, table: TableId) -> ShardId:
-        """The shard on which a table lies."""
+        """Return the shard on which a table lies."""
         return next((row.shard for row in self.rows() if row.id == table), FIRST_SHARD)
 
     def _captured(self) -> list[TableRow]:
@@ -181,10 +184,10 @@ class CatalogDirectory:
         return self._catalog.put_schema(self._stream, schema)
 
     def _settle_key(self, row: TableRow, schema: TableSchema) -> None:
-        """Have a table copied again whose records are keyed otherwise from here on.
+        """Request another copy of a table whose records have another key from here on.
 
-        What was deleted or moved under the old key can't be told by the new one. This comes before the first record under the new
-        key is in the log, so no fold mixes the two.
+        Deletes and moves under the old key can't be matched by the new one. This comes before the first record under
+        the new key is in the log, so no fold mixes the two.
         """
         before = self._keys.get(row.id, schema.key)
         if before != schema.key:
@@ -198,7 +201,7 @@ class CatalogDirectory:
 
     @staticmethod
     def _key(relation: Relation, facts: SourceTable | None) -> tuple[str, ...] | None:
-        """The key under FULL: the primary key where all its columns are sent; elsewhere the identity's columns."""
+        """Return the primary key under FULL if all its columns are sent; else None (the identity's columns)."""
         if relation.replica_identity is not ReplicaIdentity.FULL or facts is None:
             return None
         names = {c.name for c in relation.columns}

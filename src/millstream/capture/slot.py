@@ -1,7 +1,7 @@
-"""The replication slot: made, checked against what the log has, dropped.
+"""The replication slot: creates it, checks it against the log, drops it.
 
 The rule at start: compare first. `START_REPLICATION` below a recreated slot's start succeeds silently and begins at the
-slot's own position; whoever doesn't look has a gap that nobody ever hears of.
+slot's own position. Without the comparison this gap goes unnoticed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlotState:
     wal_status: str
     """reserved, extended, unreserved or lost."""
     invalidation: str
-    """Why it was invalidated (16+); empty where it wasn't."""
+    """Reason of its invalidation (16+); empty if it is valid."""
     held_bytes: int | None
     """WAL that the server keeps for it."""
     failover: bool = False
@@ -47,7 +47,10 @@ class SlotState:
 
 
 def waits_for_standbys(connection: Connection, slot: SlotState | None) -> bool:
-    """Whether the server holds what it sends from the slot until standbys have it (17+): of a copy of the slot it wouldn't."""
+    """Return whether the server withholds changes from the slot until standbys have them (17+).
+
+    For a copied slot it doesn't.
+    """
     if slot is None or not slot.failover:
         return False
     with translated():
@@ -56,7 +59,7 @@ def waits_for_standbys(connection: Connection, slot: SlotState | None) -> bool:
 
 
 def read_slot(connection: Connection, name: str) -> SlotState | None:
-    """The slot's state; None where there is no slot of that name."""
+    """Return the slot's state; None if there is no slot of that name."""
     version = connection.info.server_version
     invalidation = "invalidation_reason" if version >= 170000 else "CASE WHEN conflicting THEN 'conflict' END"
     if version < 160000:
@@ -87,19 +90,19 @@ def read_slot(connection: Connection, name: str) -> SlotState | None:
 
 
 def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn, on_standby: bool = False) -> None:
-    """Let a slot pass from which the log can go on without a gap.
+    """Check that the log can go on from a slot without a gap.
 
     Args:
-        slot: as the server has it; None: there is none.
+        slot: its state on the server; None: there is none.
         name: the slot's name.
-        database: ours.
-        reached: X, up to which the log has everything; 0 where capture has never run.
-        on_standby: whether the server is one.
+        database: the captured database.
+        reached: X, up to which the log has everything; 0 if capture has never run.
+        on_standby: whether the server is a standby.
 
     Raises:
         SourceOnStandby: it is a standby's copy of its primary's slot.
-        SlotLost: it is gone though it was used, or the server has dropped WAL that it needed.
-        SlotAhead: it stands above X.
+        SlotLost: it is gone though it was used, or the server has removed WAL that it needed.
+        SlotAhead: its position is above X.
         SlotActive: another connection reads it.
         SourceError: it isn't a slot that capture could have made.
     """
@@ -147,18 +150,16 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
 def create_slot(
     connection: Connection, name: str, *, failover: bool, meanwhile: Callable[[float], None] = lambda _seconds: None
 ) -> Lsn:
-    """Make the slot over a replication connection; return where it begins: later commits are all sent.
+    """Create the slot over a replication connection; return where it begins: all later commits are sent.
 
-    Waits for transactions that are running to end (PostgreSQL needs a moment at which it knows them all).
+    Waits for running transactions to end (PostgreSQL needs a moment at which it knows them all).
 
-    Args:
-        connection: for replication.
-        name: the slot's.
-        failover: have standbys that sync slots keep a copy of it (17+, on a primary).
-        meanwhile: told about once a second how many seconds it takes already; what it raises ends the wait, without a slot.
+    `connection` is a replication connection. With `failover`, standbys that sync slots keep a copy of the slot (17+, on a
+    primary). `meanwhile` is called about once a second with the seconds waited; an exception from it ends the wait,
+    without a slot.
 
     Raises:
-        NoFreeSlot, WalLevelNotLogical, SourcePrivilegeMissing: as they say.
+        NoFreeSlot, WalLevelNotLogical, SourcePrivilegeMissing: the server refused.
     """
     options = "(SNAPSHOT 'nothing', FAILOVER true)" if failover else "NOEXPORT_SNAPSHOT"
     statement = sql.SQL("CREATE_REPLICATION_SLOT {} LOGICAL pgoutput " + options).format(sql.Identifier(name))
@@ -168,9 +169,10 @@ def create_slot(
 def ask_for_slot(
     replication: Connection, command: bytes, *, meanwhile: Callable[[float], None]
 ) -> tuple[Lsn, str | None]:
-    """Run a CREATE_REPLICATION_SLOT that may take long; its consistent point, and its snapshot's name if it exports one.
+    """Run a CREATE_REPLICATION_SLOT that may take long; return its consistent point and exported snapshot, if any.
 
-    `meanwhile` is told about once a second how many seconds it takes already; when it raises, the command is cancelled, and the connection closed.
+    `meanwhile` is called about once a second with the seconds waited. If it raises, the command is cancelled, and the
+    connection closed.
     """
     pgconn = replication.pgconn
     began = time.monotonic()
@@ -186,7 +188,7 @@ def ask_for_slot(
         except BaseException:
             with contextlib.suppress(psycopg.Error):
                 pgconn.get_cancel().cancel()
-            replication.close()  # nobody reads what it answers
+            replication.close()  # its answer is never read
             raise
         result = next_result(pgconn)
         while next_result(pgconn) is not None:
@@ -206,7 +208,7 @@ STANDBY_WAITS: Final = (
 
 
 def who_is_waited_for(dsn: str) -> str:
-    """What keeps a slot from being made, in words to put behind a sentence: the transaction that has run for longest."""
+    """Return the transaction that has run for longest and delays the slot, as the end of a sentence."""
     with connect(dsn, purpose="control") as control, translated():
         if on_standby(control):
             return f": {STANDBY_WAITS}"
@@ -221,10 +223,10 @@ def who_is_waited_for(dsn: str) -> str:
 
 
 def drop_slot_of(dsn: str, name: str) -> int | None:
-    """Drop a slot; give back the bytes of WAL that it held, None where there was no such slot.
+    """Drop a slot; return the bytes of WAL that it held, None if there was no such slot.
 
     Raises:
-        SlotActive: it is in use: stop the `run` that reads it first.
+        SlotActive: it is in use; stop the `run` that reads it first.
     """
     with connect(dsn, purpose="slot drop") as connection:
         slot = read_slot(connection, name)
@@ -242,7 +244,7 @@ def drop_slot_of(dsn: str, name: str) -> int | None:
 
 
 def setting_ms(connection: psycopg.Connection[tuple[Any, ...]], name: str) -> int:
-    """A server setting in milliseconds, as `pg_settings` has it."""
+    """Return a server setting in milliseconds, from `pg_settings`."""
     with translated():
         row = connection.execute(f"SELECT setting FROM pg_settings WHERE name = '{name}'").fetchone()
     return 0 if row is None else int(row[0])

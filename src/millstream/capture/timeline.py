@@ -1,11 +1,13 @@
-"""Timelines: where two histories of one system part, and whether the log can go on with the one that answers.
+"""Timelines: where two histories of one system part, and whether the log can go on with the server that answers.
 
-A promoted standby, or a restored backup, writes on under a new timeline. What lies below the place where that branched off is
-the same WAL under either number. So the log goes on with it if all that it has lies below, and must not otherwise: it has
-changes then that this history hasn't, and lacks those which this history has instead.
+A promoted standby, or a restored backup, writes on under a new timeline. Below the LSN at which that branched off,
+the WAL is the same under either number. The log can go on with the new timeline if everything that the log has lies
+below that LSN. Otherwise it mustn't: it has changes that this history lacks, and lacks those that this history has
+instead.
 
-Two standbys that were promoted apart may both call their timeline 2: what counts is where timelines branched off, not their
-numbers. Two that did so at the same place can't be told apart; nobody else tells them apart either.
+Two standbys that were promoted separately may both call their timeline 2. So the branch points count, not the
+timelines' numbers. Two timelines that branched off at the same LSN can't be told apart; PostgreSQL can't do that
+either.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from millstream.errors import SourceError, SourceReplaced, SourceSwitched
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
 
 History = tuple[tuple[int, Lsn], ...]
-"""The timelines before one, oldest first, each with the LSN at which it was left."""
+"""The earlier timelines, oldest first, each with the LSN at which it was left."""
 
 _LINE: Final = re.compile(r"\s*(\d+)\s+([0-9A-Fa-f]+/[0-9A-Fa-f]+)(?:\s.*)?\Z")
 _END: Final = Lsn(1 << 63)
-"""Where a timeline ends that goes on."""
+"""End of a timeline that goes on."""
 
 BRANCH_HINT: Final = (
     "Point the DSN back to the server that the log followed. If that is gone, or was set back on purpose: `millstream slot "
@@ -38,7 +40,7 @@ def parse_history(text: str) -> History:
     """Read a timeline's history file.
 
     Raises:
-        SourceError: it isn't one.
+        SourceError: the text isn't a history file.
     """
     found: list[tuple[int, Lsn]] = []
     for line in text.splitlines():
@@ -55,11 +57,11 @@ def parse_history(text: str) -> History:
 
 
 def shared_upto(ours: tuple[int, History | None], theirs: tuple[int, History]) -> Lsn | None:
-    """Up to where two timelines are the same WAL; 0: nowhere. None: they are the same timeline.
+    """Return the LSN up to which two timelines are the same WAL; 0: nowhere. None: they are the same timeline.
 
     Args:
-        ours: a timeline's number and history; where that isn't known, timelines of one number are taken for the same.
-        theirs: the other's.
+        ours: a timeline's number and history; without a history, timelines of one number count as the same.
+        theirs: the other timeline's.
     """
     (mine, before), (other, other_before) = ours, theirs
     other_line = (*other_before, (other, _END))
@@ -77,7 +79,7 @@ def shared_upto(ours: tuple[int, History | None], theirs: tuple[int, History]) -
 
 
 def read_history(replication: Connection, timeline: int) -> History | None:
-    """The history of the server's timeline, over a replication connection; None where the server has no file of it."""
+    """Return the history of the server's timeline, over a replication connection; None if it has no file of it."""
     if timeline == 1:
         return ()
     with translated():
@@ -91,12 +93,13 @@ def read_history(replication: Connection, timeline: int) -> History | None:
 
 
 class TimelineWatch:
-    """Tells, over a replication connection of its own, when a standby has gone over to another timeline.
+    """Detects, over a replication connection of its own, when a standby has changed to another timeline.
 
-    A stream from a standby goes on through a promotion, its own or its primary's, without a word. What came before `check` was
-    called is of the session's timeline if `check` passes: a standby sends what it has replayed, and timelines only grow.
+    A stream from a standby goes on through a promotion, its own or its primary's, without notice. If `check` passes,
+    everything received before the call is of the session's timeline: a standby sends what it has replayed, and
+    timelines only grow.
 
-    Not for several threads.
+    Not thread-safe.
     """
 
     def __init__(self, dsn: str, identity: Identity) -> None:
@@ -104,11 +107,11 @@ class TimelineWatch:
         self._identity = identity
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         self._connection.close()
 
     def check(self) -> None:
-        """`SourceSwitched` once the server is on another timeline than the session; a round trip each time."""
+        """Raise `SourceSwitched` if the server is on another timeline than the session; a round trip each time."""
         with translated():
             row = self._connection.execute("IDENTIFY_SYSTEM").fetchone()
         assert row is not None
@@ -119,17 +122,17 @@ class TimelineWatch:
 def follows(
     followed: SourceRow, ours: History | None, found: Identity, theirs: History | None, *, reached: Lsn
 ) -> bool:
-    """Let a history pass with which the log goes on without a gap; whether it is a new branch.
+    """Check that the log can go on with a history without a gap; return whether it is a new branch.
 
     Args:
         followed: the source that the log has.
         ours: the history of its timeline.
-        found: who answers.
-        theirs: the history of its timeline.
+        found: the identity of the server that answers.
+        theirs: the history of that server's timeline.
         reached: X, up to which the log has everything.
 
     Raises:
-        SourceReplaced: it is another system or database, or it branched off below X, or nobody knows where.
+        SourceReplaced: it is another system or database, or it branched off below X, or the branch point is unknown.
     """
     if (followed.system_identifier, followed.database) != (found.system_identifier, found.database):
         check_same(followed, found)

@@ -104,8 +104,7 @@ class TableMerge:
 
         Raises:
             MergeUnsuitable: the table has no key, or one that can't be ordered; or a declared column is missing, is
-            in the key,
-                or has a type that doesn't merge this way. Details: table, column.
+                in the key, or has a type that doesn't merge this way. Details: table, column.
         """
         if not key:
             raise MergeUnsuitable(

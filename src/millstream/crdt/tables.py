@@ -142,8 +142,7 @@ def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int 
         key: names of the key columns.
         merge: how they merge.
         at_ns: the moment at which signals have decayed. None: that of the newest row, so that the same rows give the
-        same
-            table.
+            same table.
 
     Raises:
         InvalidValue: a counter's sum is beyond its type.

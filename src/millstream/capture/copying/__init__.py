@@ -1,1 +1,1 @@
-"""Copying a table beside the stream of its changes: chunks, workers, pace, and copying again what needs it."""
+"""Copying a table next to the stream of its changes: chunks, workers, pace, and repeated copies."""

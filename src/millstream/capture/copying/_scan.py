@@ -1,4 +1,4 @@
-"""Machine code over the text that COPY sends: where each value lies, its escapes taken away."""
+"""Machine code over COPY's text: finds each value, and removes its escapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOO_MANY: Final = 3
 PARTIAL: Final = 0
 NO_ROOM: Final = -1
 MALFORMED: Final = -2
-_LENGTH_MAX: Final = 1 << 30  # what PostgreSQL sends was put together in memory, of which it takes less (MaxAllocSize)
+_LENGTH_MAX: Final = 1 << 30  # PostgreSQL builds a message in memory, and allocates less than this (MaxAllocSize)
 
 _TAB, _NEWLINE, _BACKSLASH = 9, 10, 92
 _DATA = 100
@@ -27,10 +27,10 @@ _B, _F, _N, _R, _T, _V, _NULL = 98, 102, 110, 114, 116, 118, 78
 def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
     buffer: Array, width: int, value_at: Array, size: Array
 ) -> tuple[int, int]:
-    """Walk COPY's text; unescape values where they lie, for an escape is longer than what it stands for.
+    """Walk COPY's text; unescape values in place, because an escape is longer than the text it stands for.
 
-    Fills `value_at[column, row]` and `size[column, row]` (-1: NULL), which are as wide as the table; more rows than they hold
-    are a fault. Returns the fault and the number of rows read without one.
+    Fills `value_at[column, row]` and `size[column, row]` (-1: NULL), which are as wide as the table; more rows than
+    they hold are a fault. Returns the fault and the number of rows read without one.
     """
     rows_max = value_at.shape[1]
     rows = 0
@@ -74,7 +74,7 @@ def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
             null = False
             column += 1
             if byte == _NEWLINE:
-                # A row of no column at all is an empty line, as is one of a single empty text.
+                # A row without columns is an empty line, and so is a row of a single empty text.
                 if column != width:
                     return WRONG_WIDTH, rows
                 rows += 1
@@ -93,9 +93,9 @@ def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
 def take_rows(block: Array, filled: int, text: Array, to: int) -> tuple[int, int, int, int]:
     """Put the rows of whole CopyData messages one behind the other.
 
-    Stops at the first message of another kind, or that isn't there whole (PARTIAL), has no room in `text` (NO_ROOM), or a length that
-    none has (MALFORMED). Returns where in `block` it stopped, the kind it stopped at, the end of what is in `text` now, and how many rows
-    were put there.
+    Stops at the first message that is of another kind, isn't complete (PARTIAL), has no room in `text` (NO_ROOM), or
+    has an impossible length (MALFORMED). Returns where in `block` it stopped, the kind it stopped at, the new end of
+    `text`, and the number of rows added.
     """
     at = 0
     rows = 0

@@ -1,4 +1,4 @@
-"""What operations do to tables that are being copied: the keys they touch, read off the rows on their way to the log."""
+"""The keys that operations touch in tables being copied, read off the rows on their way to the log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from millstream.protocol.table_copy import Key, Touch
 
 
 def touches_of(ops: WriteOps, tables: Collection[TableId]) -> Iterator[tuple[TableId, Touch, frozenset[Key]]]:
-    """For each table asked for and each transaction that touches it: the touch, and keys whose rows moved there incomplete.
+    """Yield each touch of the tables by a transaction, with the table and the keys whose rows moved there incomplete.
 
-    The latter came by a change of key that left a TOAST value unsent: the row's older version may never come by its own key.
+    These come from a change of key that left a TOAST value unsent: the row's older version may never come by its own
+    key.
     """
     xids: list[int | None] = []
     for table in ops.tables:
@@ -34,7 +35,7 @@ def touches_of(ops: WriteOps, tables: Collection[TableId]) -> Iterator[tuple[Tab
 
 
 def touches_of_spilled(op: SpilledOp, tables: Collection[TableId]) -> Iterator[tuple[TableId, Touch, frozenset[Key]]]:
-    """The same of an operation that is too large for memory: it touches each of its tables as a whole."""
+    """Yield the touches of an operation that is too large for memory: it touches each of its tables as a whole."""
     touched = {table for (_, table), count in op.counts.items() if count and table in tables}
     if not touched:
         return
@@ -52,7 +53,7 @@ def touches_of_spilled(op: SpilledOp, tables: Collection[TableId]) -> Iterator[t
 
 
 def _by_operation(table: TableRows) -> Iterator[tuple[int, set[Key], set[Key], set[Key], bool]]:
-    """(operation, keys, incomplete keys, keys moved to while incomplete, truncated) of each operation in some rows."""
+    """Yield (operation, keys, incomplete keys, keys moved to while incomplete, truncated) of each operation."""
     rows, key = table.rows, table.schema.key
     operations: list[int] = rows.column("__operation").to_pylist()
     ops: list[int] = rows.column("__op").to_pylist()
@@ -82,7 +83,7 @@ def _by_operation(table: TableRows) -> Iterator[tuple[int, set[Key], set[Key], s
 
 
 def column_texts(rows: pa.RecordBatch, name: str) -> list[str]:
-    """PostgreSQL's texts of a key column; a value that its column can't hold is taken from `__exact`."""
+    """Return PostgreSQL's texts of a key column; a value that its column can't hold is taken from `__exact`."""
     column = rows.column(name)
     if pa.types.is_string(column.type):
         texts: list[Any] = column.to_pylist()

@@ -1,8 +1,8 @@
-"""The rows of a table that is copied whole, in a file: decoded once, then read as one operation's as often as the log asks.
+"""The rows of a table that is copied whole, in a file: decoded once, then read as one operation's, repeatedly.
 
-The file is Arrow's stream format, each batch a piece of the table as COPY gave it, its columns by number: the values that had no
-place in their column (`__exact`), then the table's own. It is a memory extension and nothing more: never synced, and worth
-nothing to another session.
+The file is in Arrow's stream format, each batch a piece of the table as COPY sent it, its columns named by number.
+First come the values that their columns can't hold (`__exact`), then the table's own columns. The file only extends
+memory: it is never synced, and another session can't use it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ _COMPRESSION: Final = pa.ipc.IpcWriteOptions(compression="lz4")  # faster than m
 
 
 class CopiedFile:
-    """Rows of one table as of one moment. One thread appends at a time; after `finish` any reads, again and again."""
+    """Rows of one table as of one moment.
+
+    One thread appends at a time; after `finish` any thread may read, repeatedly.
+    """
 
     def __init__(self, path: Path, begun: Begun, schema: TableSchema) -> None:
         """See the class.
 
         Args:
-            path: where there is no file.
-            begun: what is read.
+            path: path of the file, which doesn't exist.
+            begun: the reading.
             schema: its schema, with its version.
         """
         self.lsn: Final = begun.lsn
@@ -41,7 +44,7 @@ class CopiedFile:
         self.schema: Final = schema
         self.row_count = 0
         self.size_bytes = 0
-        """Of the rows' text."""
+        """Size of the rows' text."""
         self._path = path
         self._file: IO[bytes] | None = None
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
@@ -50,7 +53,7 @@ class CopiedFile:
         """Add rows.
 
         Raises:
-            DiskFull: there is no space for them; the file is of no use any more.
+            DiskFull: there is no space for them; the file is no longer usable.
             HomeUnwritable: it can't be written for another reason.
         """
         arrays = [rows.exact, *rows.columns]
@@ -64,21 +67,21 @@ class CopiedFile:
         self.size_bytes += rows.size_bytes
 
     def finish(self) -> None:
-        """No rows come any more. Raises as `append`."""
+        """Close the file for writing: all rows are in it. Raises as `append`."""
         writer, file, self._writer, self._file = self._writer, self._file, None, None
         if writer is not None and file is not None:
             with told(self._path), file:
                 writer.close()
 
     def remove(self) -> None:
-        """Remove the file; fine where there is none."""
+        """Remove the file, if there is one."""
         file, self._writer, self._file = self._file, None, None
         if file is not None:
             file.close()
         self._path.unlink(missing_ok=True)
 
     def operation(self, source: SourceId, chunk_id: str, shard: ShardId) -> SpilledOp:
-        """All rows as one operation, behind the record that voids what the log had of the table before."""
+        """Return all rows as one operation, after the record that voids what the log had of the table before."""
         return SpilledOp(
             operation=chunk_operation(source, chunk_id, self.lsn, self.at_us),
             counts={(shard, self.schema.table_id): 1 + self.row_count},

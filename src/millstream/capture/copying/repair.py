@@ -1,10 +1,11 @@
-"""Reads rows again by key and puts them into the log beside running changes: what `diff --repair` asks for.
+"""Reads rows again by key and puts them into the log among running changes, as `diff --repair` requests.
 
-A chunk of keys enters as a chunk of a table copy does, by the same rules (`millstream.protocol.table_copy`): read under a
-snapshot, it waits until the log has all that the snapshot sees, and keys touched by what the snapshot doesn't see are left out,
-for the log has something newer of them. Rows that are there enter as `r` records. A key that was asked for and has no row enters
-as a `d` record, in front of them: an insert that the snapshot doesn't see has touched the key, or comes later in the log and
-wins there. Read again after a crash, a chunk enters twice, and says the same as of a later moment.
+A chunk of keys enters as a chunk of a table copy does, by the same rules (`millstream.protocol.table_copy`). It is
+read under a snapshot, and waits until the log has everything that the snapshot sees. Keys touched by a transaction
+that the snapshot doesn't see are left out, because the log has a newer version of them. Rows that exist enter as `r`
+records. A requested key without a row enters as a `d` record, before them: an insert that the snapshot doesn't see
+has touched the key, or comes later in the log and wins there. If a chunk is read again after a crash, it enters
+twice, the second time as of a later moment.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ logger = structlog.get_logger("millstream.capture")
 
 _WAIT_S: Final = 0.1
 _READ_MAX: Final = 2
-"""Chunks of a table in memory."""
+"""Chunks of a table in memory, at most."""
 
 Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
 
 
 @dataclass(slots=True, eq=False)
 class _Keys:
-    """A chunk, from when it is asked for until it is durable."""
+    """A chunk, from its request until it is durable."""
 
     chunk: RepairChunk
-    """Its keys in the schema's order of columns."""
+    """The chunk, its keys in the schema's order of columns."""
     all_keys: frozenset[Key]
     ticket: int = 0
     read: Chunk | None = None
@@ -70,16 +71,16 @@ class _Keys:
 
 @dataclass(slots=True, eq=False)
 class _Repair:
-    """What is to do of one table."""
+    """The repair of one table."""
 
     row: TableRow
     waiting: dict[str, _Keys] = field(default_factory=dict)
     open: dict[str, _Keys] = field(default_factory=dict)
-    """Being read, or read."""
+    """Chunks being read, or read."""
     tracker: CopyTracker = field(default_factory=CopyTracker)
     stage: Stage = Stage.WAITING
     tracked_from: Lsn = Lsn(0)
-    """What commits below isn't remembered: a snapshot has to see it."""
+    """Commits below aren't remembered: a snapshot has to see them."""
     bound: int = 0
     rows: int = 0
 
@@ -95,7 +96,7 @@ class _Repair:
         return [*self.waiting.values(), *self.open.values()]
 
     def may_be_damaged(self, keys: frozenset[Key]) -> bool:
-        """Whether the log may still be wrong about one of the keys."""
+        """Return whether the log may still be wrong about one of the keys."""
         return any(not found.entered and not found.all_keys.isdisjoint(keys) for found in self.chunks())
 
 
@@ -140,7 +141,7 @@ class Repairs:
     # --- for the session ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
+        """Start the worker."""
         self._workers.start()
 
     def stop(self) -> None:
@@ -151,7 +152,7 @@ class Repairs:
 
     @property
     def all_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether every repair is done."""
         with self._lock:
             return self._seen and not self._repairs
 
@@ -166,7 +167,7 @@ class Repairs:
             )
 
     def see(self, rows: list[TableRow]) -> None:
-        """Begin what the catalog asks for."""
+        """Begin the repairs that the catalog has."""
         asked = [chunk for chunk in repair_chunks(self._catalog, self._stream) if not chunk.failed]
         by_id = {row.id: row for row in rows}
         with self._lock:
@@ -175,7 +176,7 @@ class Repairs:
                 if row is None:
                     self._fail(chunk, "the table is gone")
                 elif row.state in {TableState.COPY_REQUESTED, TableState.COPYING}:
-                    # All of its rows come anyway.
+                    # The copy brings all of its rows.
                     self._repairs.pop(row.id, None)
                     self._catalog.drop_fact(repair_scope(self._stream), chunk.name)
                 elif row.state is TableState.STREAMING and row.relation_oid in self._tables.facts:
@@ -198,7 +199,7 @@ class Repairs:
     # --- on the applier's thread -------------------------------------------------------------------------------
 
     def note(self, ops: WriteOps | SpilledOp) -> None:
-        """These operations are about to be submitted: remember what they touch."""
+        """Remember the keys of operations that are about to be submitted."""
         if not self._repairs:
             return
         with self._lock:
@@ -210,25 +211,25 @@ class Repairs:
             for table, touch, moved in found:
                 repair = self._repairs[table]
                 repair.tracker.touch(touch)
-                # A row that moved without its large value has it from where it was, which may be wrong as yet.
+                # A row that moved without its large value takes it from its old key, where it may still be wrong.
                 if moved and (touch.everything or repair.may_be_damaged(touch.keys)):
                     again.setdefault(table, set()).update(moved)
             for table, keys in again.items():
                 self._ask_again(self._repairs[table], keys)
 
     def passed(self, lsn: Lsn) -> None:
-        """Everything that committed at or below `lsn` has been submitted."""
+        """Note that everything that committed at or below `lsn` has been submitted."""
         self._passed = lsn
 
     def discard(self, relation_oid: int) -> None:
-        """The table was set aside: leave its repair until it streams again, or is copied."""
+        """Drop the repair of a table that was set aside, until it streams again, or is copied."""
         with self._lock:
             for table, repair in list(self._repairs.items()):
                 if repair.row.relation_oid == relation_oid:
                     del self._repairs[table]
 
     def ready(self) -> Iterable[Entry]:
-        """What may enter now."""
+        """Return the operations that may enter now."""
         if self._workers.error is not None:
             raise self._workers.error
         if not self._repairs:
@@ -238,7 +239,7 @@ class Repairs:
 
     def _ready_of(self, repair: _Repair) -> Iterator[Entry]:
         if repair.stage is Stage.WAITING:
-            # Here, not where it was seen: changes are tracked from a known place of the stream on.
+            # Begin here, not in `see`: changes are tracked from a known position of the stream on.
             repair.stage, repair.tracked_from = Stage.PREPARING, self._passed
             self._queue(repair, lambda reader: self._prepare(repair, reader))
         for found in list(repair.open.values()):
@@ -276,7 +277,10 @@ class Repairs:
         )
 
     def _ask_again(self, repair: _Repair, keys: Iterable[Key]) -> None:
-        """Have rows read once more. Kept in the catalog first: what made it necessary is about to be durable."""
+        """Request rows to be read once more.
+
+        They are stored in the catalog first: the cause is about to become durable.
+        """
         like = repair.chunks()[0].chunk
         chunk = like.part(time.time_ns() // 1000, sorted(keys))
         self._catalog.put_fact(repair_scope(self._stream), chunk.name, chunk.value())
@@ -285,13 +289,13 @@ class Repairs:
 
     @staticmethod
     def _back(repair: _Repair, found: _Keys) -> None:
-        """Read it another time."""
+        """Read the chunk another time."""
         del repair.open[found.chunk.name]
         repair.waiting[found.chunk.name] = found
         found.read = None
 
     def _durable(self, repair: _Repair, found: _Keys) -> None:
-        """The chunk is in the log: let the worker note it down."""
+        """Let the worker save the progress: the chunk is in the log."""
         self._queue(repair, lambda _: self._note_done(repair, found))
 
     # --- on the worker -----------------------------------------------------------------------------------------
@@ -359,7 +363,7 @@ class Repairs:
         self._nudge()
 
     def _halve(self, repair: _Repair, found: _Keys) -> None:
-        """The rows are too wide to be read at once: a row that wasn't read must not pass for one that isn't there."""
+        """Split a chunk whose rows are too wide for one read: an unread row must not pass for a missing one."""
         del repair.open[found.chunk.name]
         number, half = time.time_ns() // 1000, len(found.chunk.keys) // 2
         for offset, keys in enumerate((found.chunk.keys[:half], found.chunk.keys[half:])):
@@ -393,7 +397,7 @@ class Repairs:
 
 
 def deleted_rows(schema: TableSchema, keys: Sequence[Key]) -> pa.RecordBatch:
-    """`d` records of keys (texts, in the schema's order), in `append_row_schema`."""
+    """Return `d` records of keys (texts, in the schema's order), in `append_row_schema`."""
     arrow = append_row_schema(schema)
     columns: dict[str, pa.Array] = {
         "__operation": pa.array(np.zeros(len(keys), np.int32)),
@@ -415,7 +419,7 @@ def deleted_rows(schema: TableSchema, keys: Sequence[Key]) -> pa.RecordBatch:
 
 
 def _numbered(gone: pa.RecordBatch, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Both as one operation's. What goes goes first: of a key written in two ways the row stays."""
+    """Return both as one operation's rows. Deletions come first: of a key written in two ways the row stays."""
     both = pa.Table.from_batches([gone, rows], schema=gone.schema).combine_chunks()
     place = gone.schema.get_field_index("__index")
     index = pa.array(np.arange(both.num_rows, dtype=np.int64))
@@ -424,14 +428,14 @@ def _numbered(gone: pa.RecordBatch, rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 class CopiesAndRepairs:
-    """Table copies and repairs as one `applier.CopySink`, and all that a session asks of both."""
+    """Table copies and repairs as one `applier.CopySink`, and the session's other calls to both."""
 
     def __init__(self, copies: TableCopies, repairs: Repairs) -> None:
         self._copies = copies
         self._repairs = repairs
 
     def start(self) -> None:
-        """Begin."""
+        """Start the workers."""
         self._copies.start()
         self._repairs.start()
 
@@ -452,33 +456,33 @@ class CopiesAndRepairs:
 
     @property
     def keeps_session(self) -> bool:
-        """Whether another session would have to begin something anew."""
+        """Whether another session would have to begin a copy again."""
         return self._copies.keeps_session
 
     def progress(self) -> dict[str, dict[str, Any]]:
-        """By table being copied, how far it is."""
+        """Return the progress of each table being copied."""
         return self._copies.progress()
 
     def see(self, rows: list[TableRow]) -> None:
-        """Begin what the catalog asks for."""
+        """Begin the copies and repairs that the catalog asks for."""
         self._copies.see(rows)
         self._repairs.see(rows)
 
     def note(self, ops: WriteOps | SpilledOp) -> None:
-        """These operations are about to be submitted."""
+        """Note operations that are about to be submitted."""
         self._copies.note(ops)
         self._repairs.note(ops)
 
     def passed(self, lsn: Lsn) -> None:
-        """Everything that committed at or below `lsn` has been submitted."""
+        """Note that everything that committed at or below `lsn` has been submitted."""
         self._copies.passed(lsn)
         self._repairs.passed(lsn)
 
     def ready(self) -> Iterable[Entry]:
-        """What may enter now."""
+        """Return the operations that may enter now."""
         return [*self._copies.ready(), *self._repairs.ready()]
 
     def discard(self, relation_oid: int) -> None:
-        """The table was set aside."""
+        """End copy and repair of a table that was set aside."""
         self._copies.discard(relation_oid)
         self._repairs.discard(relation_oid)

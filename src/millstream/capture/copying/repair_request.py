@@ -1,7 +1,7 @@
-"""What `diff --repair` asks of capture: rows to be read again by their keys. Kept in the catalog, so that whoever runs next does it.
+"""The requests of `diff --repair` to capture: rows to be read again by key, kept in the catalog for the next capture.
 
-A request is some chunks of keys, each a fact of its own; capture drops a chunk's fact once its rows are durable in the log. So
-a request is done when none of its chunks is left, and one that was cut short goes on with what is left.
+A request is some chunks of keys, each a fact of its own; capture drops a chunk's fact once its rows are durable in
+the log. So a request is done when none of its chunks is left, and an interrupted request goes on with the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.protocol.table_copy import Key
 
 CHUNK_KEYS: Final = 500
-"""Keys that are read by one query."""
+"""Number of keys read by one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,49 +30,49 @@ class RepairChunk:
     """The key's columns, in the order of the texts."""
     keys: tuple[Key, ...]
     failed: str = ""
-    """Why it can't be done; empty where it is still to do."""
+    """Why it can't be done; empty while it is still to do."""
 
     @property
     def name(self) -> str:
-        """The fact's."""
+        """Name of the fact."""
         return f"{self.table}/{self.request}/{self.number}"
 
     def value(self) -> dict[str, Any]:
-        """The fact."""
+        """Return the fact's value."""
         return {"columns": list(self.columns), "keys": [list(key) for key in self.keys], "failed": self.failed}
 
     @classmethod
     def of(cls, name: str, value: Mapping[str, Any]) -> RepairChunk:
-        """The chunk of a fact."""
+        """Return the chunk of a fact."""
         table, request, number = name.split("/")
         keys = tuple(tuple(key) for key in value["keys"])
         return cls(TableId(int(table)), request, int(number), tuple(value["columns"]), keys, value["failed"])
 
     def ordered(self, columns: Sequence[str]) -> RepairChunk:
-        """The same with the key's columns in another order."""
+        """Return the same chunk with the key's columns in another order."""
         places = [self.columns.index(name) for name in columns]
         keys = tuple(tuple(key[place] for place in places) for key in self.keys)
         return replace(self, columns=tuple(columns), keys=keys)
 
     def part(self, number: int, keys: Sequence[Key]) -> RepairChunk:
-        """Another chunk of the same request."""
+        """Return another chunk of the same request."""
         return replace(self, number=number, keys=tuple(keys))
 
 
 def repair_scope(stream: StreamId) -> str:
-    """The catalog's scope of a stream's chunks."""
+    """Return the catalog's scope of a stream's chunks."""
     return f"repair/{stream}"
 
 
 def ask_repair(catalog: Catalog, stream: StreamId, table: TableId, columns: Sequence[str], keys: Sequence[Key]) -> str:
-    """Ask for rows to be read again by key; returns the request's name.
+    """Request rows to be read again by key; return the request's name.
 
     Args:
         catalog: the home's.
         stream: the stream.
         table: one that is streaming and has a key.
-        columns: the key's, in any order.
-        keys: PostgreSQL's texts, in the order of `columns`; rows that the source lacks are told to be deleted.
+        columns: the key's columns, in any order.
+        keys: PostgreSQL's texts, in the order of `columns`; rows that the source lacks are logged as deleted.
     """
     request = f"repair-{time.time_ns() // 1000:x}"
     for chunk in repair_chunks(catalog, stream):
@@ -86,11 +86,11 @@ def ask_repair(catalog: Catalog, stream: StreamId, table: TableId, columns: Sequ
 
 
 def repair_chunks(catalog: Catalog, stream: StreamId) -> list[RepairChunk]:
-    """All that is still to do, and what failed."""
+    """Return all chunks that are still to do, and those that failed."""
     found = catalog.facts(repair_scope(stream))
     return sorted((RepairChunk.of(*fact) for fact in found.items()), key=lambda c: (c.table, c.request, c.number))
 
 
 def open_chunks(catalog: Catalog, stream: StreamId, requests: Sequence[str]) -> Iterator[RepairChunk]:
-    """What is left of some requests."""
+    """Return the remaining chunks of some requests."""
     return (chunk for chunk in repair_chunks(catalog, stream) if chunk.request in requests)

@@ -27,7 +27,7 @@ class CopySchemas:
         self._numbered: dict[TableSchema, TableSchema] = {}
 
     def numbered(self, schema: TableSchema) -> TableSchema:
-        """A schema as it was read, with its version."""
+        """Return a schema as it was read, with its version."""
         with self._lock:
             found = self._numbered.get(schema)
         if found is None:
@@ -37,7 +37,7 @@ class CopySchemas:
         return found
 
     def voiding(self, table: SourceTable, table_id: TableId, copy_id: str, lsn: Lsn) -> WriteOps:
-        """The operation that voids what the log had of a table, which enters at that place."""
+        """Return the operation that voids what the log had of a table, entering at that LSN."""
         directory = self._directory
         schema = self._catalog.put_schema(self._stream, table_of(table, directory.source, table_id))
         directory.note_key(schema)

@@ -1,8 +1,9 @@
 """A snapshot of the source at one LSN: it sees exactly the transactions whose commit record lies below it.
 
-A temporary logical slot gives it, for only decoding knows which commits the WAL has below a position; an ordinary snapshot
-omits a commit that is in the WAL and waits for a standby. The slot's snapshot is exported, an ordinary connection takes it over
-and exports it again, and the slot goes at once: what is compared for an hour holds back no WAL, only vacuum.
+A temporary logical slot provides it, because only decoding knows which commits the WAL has below a position. An
+ordinary snapshot omits a commit that is in the WAL and waits for a standby. The slot's snapshot is exported; an
+ordinary connection imports it and exports it again, and the slot is dropped at once. So a comparison of an hour holds
+back no WAL, only vacuum.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SourceSnapshot:
 
     def __init__(self, dsn: str, anchor: Connection, name: str, lsn: Lsn) -> None:
         self.dsn: Final = dsn
-        """The address of the one server that has it; holds secrets."""
+        """The DSN of the one server that has it; contains secrets."""
         self._anchor = anchor
         self._name = name
         self.lsn: Final = lsn
@@ -48,18 +49,18 @@ class SourceSnapshot:
     ) -> Self:
         """Take a snapshot; the caller closes it.
 
-        PostgreSQL gives it once the transactions that run at this moment have ended.
+        PostgreSQL provides it once the transactions that run at this moment have ended.
 
         Args:
             dsn: the source.
             patience_s: how long to wait for them.
-            check: given whose WAL answers, before anything is made there; may raise.
-            purpose: in the names of slot and connections.
-            stopped: asked about once a second; the wait ends when it is true.
+            check: called with the server's identity before anything is created there; may raise.
+            purpose: the purpose in the names of slot and connections.
+            stopped: called about once a second; the wait ends when it returns true.
 
         Raises:
             SnapshotWaits: a transaction is still running after `patience_s`.
-            NoFreeSlot, WalLevelNotLogical, SourcePrivilegeMissing: as they say.
+            NoFreeSlot, WalLevelNotLogical, SourcePrivilegeMissing: the server refused.
         """
         with connect_replication(dsn) as replication:
             if check is not None:
@@ -84,16 +85,16 @@ class SourceSnapshot:
         self.close()
 
     def set_statement(self) -> sql.Composed:
-        """What sets it in a transaction of level REPEATABLE READ that has done nothing yet."""
+        """Return the statement that sets it in a REPEATABLE READ transaction that has done nothing so far."""
         return sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(self._name))
 
     def close(self) -> None:
-        """Let the snapshot go."""
+        """Release the snapshot."""
         self._anchor.close()
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """An ordinary connection in a read-only transaction under the snapshot; it ends with the block, and its locks with it."""
+        """Yield an ordinary connection in a read-only transaction under the snapshot; both end with the block."""
         with connect(self.dsn, purpose="diff") as connection:
             _begin_under(connection, self._name)
             yield connection
@@ -108,7 +109,7 @@ def _begin_under(connection: Connection, snapshot: str) -> None:
 def _create_slot(
     replication: Connection, dsn: str, patience_s: float, purpose: str, stopped: Callable[[], bool]
 ) -> tuple[Lsn, str]:
-    """Make the temporary slot; its consistent point, and its snapshot's name, which is good until the next command."""
+    """Create the temporary slot; return its consistent point, and its snapshot's name, valid until the next command."""
     name = f"millstream_{purpose}_{os.getpid()}_{secrets.token_hex(4)}"
     command = sql.SQL("CREATE_REPLICATION_SLOT {} TEMPORARY LOGICAL pgoutput EXPORT_SNAPSHOT").format(
         sql.Identifier(name)

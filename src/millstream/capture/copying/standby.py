@@ -1,9 +1,9 @@
-"""Reading existing rows on a standby, where an ordinary snapshot doesn't say which transactions run at the primary.
+"""Reading existing rows on a standby, where an ordinary snapshot doesn't show which transactions run at the primary.
 
-There `pg_current_snapshot()` omits running transactions, and a commit may be visible in another order than it is logged. So chunks are
-read under the snapshot of a temporary logical slot: it sees exactly the commits below one LSN, and names all others. Such a
-snapshot takes the primary's word on who runs, which comes every quarter of a minute where something is written: one serves
-many chunks.
+There `pg_current_snapshot()` omits running transactions, and a commit may become visible in another order than it is
+logged. So chunks are read under the snapshot of a temporary logical slot: it sees exactly the commits below one LSN,
+and names all others. Such a snapshot needs the primary's record of running transactions, which comes every 15 seconds
+if anything is written. So one snapshot serves many chunks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from millstream.model.ids import SourceId
 from millstream.model.positions import Lsn
 
 _PATIENCE_S: Final = 120.0
-"""The primary tells three times, a quarter of a minute apart, until a slot knows all that runs."""
+"""Three records from the primary, 15 seconds apart, are needed until a slot knows all running transactions."""
 _AGE_MAX_S: Final = 60.0
-"""Older snapshots have vacuum, or what the standby replays, wait for them."""
+"""Age after which a snapshot is replaced: vacuum, or the standby's replay, waits for it."""
 
 
 class StandbySnapshots:
-    """The snapshot under which a standby's chunks are read: one at a time, taken anew when it has grown old. Safe for many threads."""
+    """The snapshot under which a standby's chunks are read: one at a time, replaced when it has grown old.
+
+    Thread-safe.
+    """
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
@@ -38,25 +41,25 @@ class StandbySnapshots:
         self._snapshot: SourceSnapshot | None = None
         self._taken_at = 0.0
         self._asked = self._served = 0
-        """How often a newer one was asked for, and up to which time the one that there is was taken since."""
+        """How often a newer snapshot was requested, and up to which of these requests the present one was taken."""
         self._closed = False
 
     def close(self) -> None:
-        """Take no more; a wait for one ends."""
+        """Take no more snapshots; a wait for one ends."""
         self._closed = True
         with self._lock:
             self._drop()
 
     def renew(self) -> None:
-        """Have the next chunk read under a newer one."""
+        """Make the next chunk use a newer snapshot."""
         self._asked += 1
 
     def begin(self, connection: Connection, not_before: Lsn) -> SourceSnapshot:
-        """Set the snapshot of a transaction that has done nothing yet; it sees all that commits below `not_before`.
+        """Set the snapshot of a transaction that has done nothing so far; it sees every commit below `not_before`.
 
         Raises:
-            SnapshotWaits: the primary hasn't said who runs.
-            SourceError: the snapshot was lost; another time there is another.
+            SnapshotWaits: the primary hasn't reported its running transactions.
+            SourceError: the snapshot was lost; a later call takes another.
         """
         with self._lock:
             held, asked = self._snapshot, self._asked
@@ -93,7 +96,7 @@ class StandbyChunkReader(ChunkReader):
         self._snapshots = snapshots
 
     def running_bound(self) -> int:
-        """None: whatever was logged before a copy began is below `not_before`, and seen by its snapshots."""
+        """Return no bound: everything logged before a copy began is below `not_before`, and seen by its snapshots."""
         return 0
 
     def _begin(self, name: sql.Composable) -> Moment:

@@ -1,7 +1,7 @@
-"""What is known of one table's running copy: its key ranges, the chunks that are open in each, and how far it is.
+"""The state of one table's running copy: its key ranges, the open chunks of each, and its progress.
 
-A range is walked from its lowest key to its highest, one chunk after the other; its row in the catalog says from where to
-go on. A list of keys that have to be read again is a range of its own, of one chunk.
+A range is walked from its lowest key to its highest, one chunk after the other; its row in the catalog has the key to
+go on from. A list of keys to be read again is a range of its own, of one chunk.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OPEN_CHUNKS_MAX: Final = 4
 FIRST_KEYS_RANGE: Final = 1_000_000
 """Numbers from here on are ranges of keys asked for by name."""
 KEYS_MAX: Final = 1000
-"""Keys of such a range: they stand in one query, and in one row of the catalog."""
+"""Keys in such a range: they are in one query, and in one row of the catalog."""
 _ROW_HEADER_BYTES: Final = 28
 
 
 class Stage(Enum):
-    """How far a copy is."""
+    """The stage of a copy."""
 
     WAITING = auto()
     """It begins with the applier's next step."""
@@ -47,21 +47,21 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class OpenChunk:
-    """A chunk between its reading and its being durable."""
+    """A chunk from its reading until it is durable."""
 
     range: Range
     ticket: int
     bounds: Bounds
-    """What it covers; read again, it covers the same."""
+    """The keys that it covers; when read again, it covers the same."""
     read: Fetched | CopiedFile
     rows: CopiedRows | None = None
-    """None: not decoded yet. Those of a file never are."""
+    """None: not decoded so far. Rows of a file never are."""
     durable: bool = False
     rows_entered: int = 0
 
     @property
     def memory_bytes(self) -> int:
-        """Text that it holds."""
+        """Size of the text that it holds."""
         return len(self.read.text) if isinstance(self.read, Fetched) else 0
 
 
@@ -71,11 +71,11 @@ class Range:
 
     number: int
     after: Key | None = None
-    """Up to here all is durable."""
+    """Key up to which everything is durable."""
     upto: Key | None = None
     keys: tuple[Key, ...] = ()
     read_after: Key | None = None
-    """Up to here all is read."""
+    """Key up to which everything is read."""
     all_read: bool = False
     reading: bool = False
     row_count: int = 0
@@ -85,28 +85,28 @@ class Range:
 
     @classmethod
     def cut_at(cls, cuts: Sequence[Key]) -> list[Range]:
-        """The ranges of a table that is cut at some keys."""
+        """Return the ranges of a table that is cut at some keys."""
         bounds = [None, *cuts, None]
         return [cls(n, bounds[n], bounds[n + 1], read_after=bounds[n]) for n in range(len(bounds) - 1)]
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody reads it, has read of it or is about to."""
+        """Whether no worker reads it, has read of it or is about to."""
         return not (self.reading or self.all_read or self.open or self.finished)
 
     def bounds(self) -> Bounds:
-        """What the next chunk may take."""
+        """Return the bounds of the next chunk."""
         return Bounds(keys=self.keys) if self.keys else Bounds(after=self.read_after, upto=self.upto)
 
     def note_read(self, chunk: OpenChunk) -> None:
-        """A chunk was read behind those before it."""
+        """Note a chunk that was read after those before it."""
         self.open.append(chunk)
         self.read_after = chunk.bounds.upto
         is_last = isinstance(chunk.read, CopiedFile) or chunk.read.last
         self.all_read = self.all_read or is_last or bool(self.keys)
 
     def advance(self) -> bool:
-        """Take durable chunks off the front; whether that moved anything."""
+        """Remove durable chunks from the front; return whether there were any."""
         moved = False
         while self.open and self.open[0].durable:
             chunk = self.open.popleft()
@@ -119,7 +119,7 @@ class Range:
         return moved
 
     def saved(self, table: TableId, copy_id: str) -> CopyChunk:
-        """The catalog's row."""
+        """Return the catalog's row."""
         facts: dict[str, Any] = {"keys": [list(key) for key in self.keys]} if self.keys else {}
         return CopyChunk(
             table=table,
@@ -136,7 +136,7 @@ class Range:
 
     @classmethod
     def loaded(cls, row: CopyChunk) -> Range:
-        """The range of a catalog's row."""
+        """Return the range of a catalog's row."""
         after = decode_key(row.lower)
         return cls(
             number=row.number,
@@ -158,13 +158,13 @@ class Copy:
     table: SourceTable
     copy_id: str
     fresh: bool
-    """Nothing of it is durable yet."""
+    """None of it is durable so far."""
     marked: bool
-    """It begins with a record that voids what the log had of the table before."""
+    """It begins with a record that voids what the log had of the table before …"""
     begins_at: Lsn = Lsn(0)
-    """… once the stream has come this far: what is void under another key or other columns lies all before that record."""
+    """… once the stream has come this far: all records under another key or other columns come before that record."""
     paused: bool = False
-    """No more of it is read. What was read enters; then it waits as one does that a session found begun."""
+    """No more of it is read. Chunks already read enter; then it waits like a copy that a session found begun."""
     stage: Stage = Stage.WAITING
     sizes: ChunkSizes = field(default_factory=lambda: ChunkSizes(CHUNK_ROWS))
     rows_rate: Rate = field(default_factory=Rate)
@@ -172,29 +172,29 @@ class Copy:
     tracker: CopyTracker = field(default_factory=CopyTracker)
     ranges: dict[int, Range] = field(default_factory=dict)
     tracked_from: Lsn = Lsn(0)
-    """What commits below isn't remembered: a chunk's snapshot has to see it."""
+    """Commits below aren't remembered: a chunk's snapshot has to see them."""
     turn: int = 0
-    """Of a table without a key: how often it was read in vain, which says how it is read next (`copy_whole`)."""
+    """For a table without a key: how often it was read in vain, which decides how it is read next (`copy_whole`) …"""
     patience_s: float = 0.0
-    """… and how long the stream is held for its snapshot to come; 0: not tried yet."""
+    """… how long the stream is held for its snapshot to come; 0: not tried so far …"""
     file: CopiedFile | None = None
-    """… and what is read of it, until that is durable."""
+    """… and the file of its rows, until they are durable."""
     bound: int = 0
     """Snapshots count from the moment at which every transaction below has ended."""
 
     @property
     def name(self) -> str:
-        """The table's."""
+        """The table's name."""
         return qualified_name(self.row.namespace, self.row.name)
 
     def serves(self, row: TableRow, table: SourceTable | None) -> bool:
-        """Whether it is what a row asks for, which may have been read before it began."""
+        """Return whether it is the copy that a row asks for; the row may have been read before it began."""
         if self.row.changed_us != row.changed_us:
             return False
         return self.stage is not Stage.WAITING or (table is not None and self.table.same_definition(table))
 
     def look_at(self, facts: Mapping[int, SourceTable]) -> None:
-        """Take in the table as last seen: its name may be another. By another key the bounds mean nothing."""
+        """Update the table as last seen: it may have another name. If it has another key, the bounds mean nothing."""
         seen = facts.get(self.row.relation_oid, self.table)
         self.table = seen if seen.key == self.table.key else self.table
 
@@ -209,7 +209,7 @@ class Copy:
         return self.stage is Stage.READING and all(r.finished for r in self.ranges.values())
 
     def ask_keys(self, keys: Iterable[Key]) -> list[Range]:
-        """Ranges of keys to be read by name: one that nobody has begun to read takes some in, new ones the rest."""
+        """Return ranges for keys to be read by name: an untouched one takes some in, new ones the rest."""
         asked = set(keys)
         found: list[Range] = []
         last = self.ranges[max(self.ranges)] if self.ranges else None
@@ -226,7 +226,7 @@ class Copy:
         return found
 
     def halve(self, part: Range) -> Range:
-        """Half of a range's keys become a range of their own, which is returned: its rows were too much at once."""
+        """Move half of a range's keys to a new range, and return that: its rows were too much for one read."""
         half = len(part.keys) // 2
         rest = self._new_keys(part.keys[half:])
         part.keys = part.keys[:half]
@@ -238,7 +238,7 @@ class Copy:
         return made
 
     def open_chunks(self) -> list[OpenChunk]:
-        """Chunks that wait to enter or to be durable."""
+        """Return the chunks that wait to enter or to be durable."""
         return [chunk for r in self.ranges.values() for chunk in r.open]
 
     @property
@@ -247,14 +247,14 @@ class Copy:
         return self.stage is Stage.READING and not any(r.open or r.reading for r in self.ranges.values())
 
     def note_rates(self, rows: int, size_bytes: int, now_s: float) -> None:
-        """So much of it became durable, or came into its file."""
+        """Note rows that became durable, or were written to its file."""
         self.rows_rate.add(rows, now_s)
         self.bytes_rate.add(size_bytes, now_s)
 
     def progress(self, now_s: float) -> dict[str, Any]:
-        """For people: how much is durable (without a key: read), how much there may be, how fast it goes, how long it may take.
+        """Return the progress for people: the durable part (without a key: read), total, speed, and remaining time.
 
-        Bytes are of the rows as text, which is what the network and a rate see. What isn't known is None.
+        Bytes are of the rows as text, as the network transfers and a rate counts them. Unknown values are None.
         """
         rows = sum(r.row_count for r in self.ranges.values())
         size = sum(r.size_bytes for r in self.ranges.values())
@@ -275,7 +275,7 @@ class Copy:
         }
 
     def _row_estimate(self, rows: int, size_bytes: int) -> int | None:
-        """As the source's statistics say; of a table never analysed by its size. None where it has more already."""
+        """Return the source's estimate; for a table never analysed, one by its size. None if it has more already."""
         estimate = self.table.row_estimate
         if not estimate and rows:
             estimate = int(self.table.size_bytes / (size_bytes / rows + _ROW_HEADER_BYTES))

@@ -1,14 +1,14 @@
 """Copies existing rows into the log while changes flow: which tables, by which threads, and when a chunk enters.
 
-What may enter when is decided in `millstream.protocol.table_copy`; how a chunk is read, in `copy_reader`. Here is what
-lies between: worker threads read chunks, the applier's thread tells what it logs (`note`, `passed`) and takes chunks
-whose time has come (`ready`). The catalog has each range's progress, so that a copy goes on where it stopped.
+`millstream.protocol.table_copy` decides what may enter when, and `copy_reader` reads chunks. Here worker threads read
+chunks; the applier's thread reports what it logs (`note`, `passed`) and takes chunks that may enter (`ready`). The
+catalog has each range's progress, so a copy goes on where it stopped.
 
-A copy of a table that the log has records of already (after `tables copy`, `tables retry`, a slot made anew) begins with
-one `t` record of the table: what the log had of it before is void, rows deleted in the meantime included. It enters
-when the stream has come to where the source's tables were last looked at: of a table that has got another key, no record
-under the old one comes behind it. A table without a key (REPLICA IDENTITY FULL and no primary key) enters whole behind such a
-record, as one operation: its rows can't be told apart. How it is read is told in `copy_whole`.
+If the log already has records of the table (after `tables copy`, `tables retry`, a new slot), its copy begins with
+one `t` record: it voids what the log had of the table before, rows deleted since included. It enters when the stream
+has come to where the source's tables were last looked at: if the table's key has changed, no record under the old key
+follows. A table without a key (REPLICA IDENTITY FULL and no primary key) enters whole after such a record, as one
+operation, because its rows can't be told apart. `copy_whole` reads it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ UNFINISHED: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 logger = structlog.get_logger("millstream.capture")
 
 _SPLIT_CHUNKS: Final = 4
-"""A table of more than so many chunks is split between the workers."""
+"""Chunks above which a table is split between the workers."""
 _WAIT_S: Final = 0.1
 _LATER_S: Final = 1.0
 _PUT_OFF_S: Final = 10.0
@@ -64,7 +64,7 @@ Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
 class TableCopies:
     """All copies of one session. `applier.CopySink`.
 
-    A session that reads a backlog in chunks (`reads_backlog`) will soon make way for another one: no table without a key is begun.
+    A session that reads a backlog in chunks (`reads_backlog`) soon ends: it begins no table without a key.
 
     Concurrency: `note`, `passed`, `ready` on the applier's thread; `see`, `progress` and the rest from any.
     """
@@ -114,7 +114,7 @@ class TableCopies:
             goes_on=lambda copy: self._copies.get(copy.row.id) is copy and not copy.paused,
             decoders=self._decoders,
         )
-        # Each copy that runs may hold chunks in memory; the others wait untracked.
+        # Each running copy may hold chunks in memory; the others wait untracked.
         self._copies_max = 2 * max(1, config.copy_workers)
         self._workers = ChunkWorkers[Copy](
             "copy",
@@ -131,7 +131,7 @@ class TableCopies:
     # --- for the session ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
+        """Start the workers."""
         self._workers.start()
 
     def stop(self) -> None:
@@ -144,10 +144,10 @@ class TableCopies:
 
     @property
     def all_done(self) -> bool:
-        """Whether no table has to be copied but those that are paused."""
+        """Whether every table is copied, except those that are paused."""
         paused = self._catalog.paused_copies(self._stream)
         with self._lock:
-            # A pause that was lifted after the last look counts for nothing yet, and one that wasn't seen yet neither.
+            # Pauses count as of the last look: one that was lifted or asked for since has no effect so far.
             left = (row for row in self._directory.rows() if row.state in UNFINISHED)
             return (
                 self._seen
@@ -157,7 +157,7 @@ class TableCopies:
 
     @property
     def waits_for_stream(self) -> bool:
-        """Whether a chunk waits for the stream to come as far as its snapshot, or a copy as far as it begins."""
+        """Whether a chunk waits for the stream to come as far as its snapshot, or a copy as far as its begin."""
         with self._lock:
             waiting = (c for c in self._copies.values() if c.stage is Stage.WAITING and not c.paused)
             if any(copy.begins_at > self._passed for copy in waiting):
@@ -170,19 +170,19 @@ class TableCopies:
 
     @property
     def keeps_session(self) -> bool:
-        """Whether a table is copied that another session would have to read from its beginning."""
+        """Whether a table is being copied that another session would have to read from its beginning."""
         with self._lock:
             return any(not c.keyed and c.stage is Stage.READING and not c.paused for c in self._copies.values())
 
     def progress(self) -> dict[str, dict[str, Any]]:
-        """By table being copied, how far it is."""
+        """Return the progress of each table being copied."""
         now_s = time.monotonic()
         with self._lock:
             copies = list(self._copies.values())
             return {c.name: c.progress(now_s) | {"holds_stream": self._hold.is_held_by(c)} for c in copies}
 
     def see(self, rows: list[TableRow]) -> None:
-        """Begin what the tables' states ask for, pause and resume what people ask for, at the rate that is allowed now."""
+        """Begin, pause and resume copies as the tables' states and operators ask, at the rate that is allowed now."""
         paused, rate = self._catalog.paused_copies(self._stream), self._config.copy_rate()
         with self._lock:
             self._rate.allow(rate, time.monotonic())
@@ -207,13 +207,13 @@ class TableCopies:
         self._nudge()
 
     def _take(self, row: TableRow, table: SourceTable) -> None:
-        """Begin with a table, or go on, where its state asks for it."""
+        """Begin a table's copy, or go on with it, if its state asks for that."""
         row = self._catalog.table(row.id) if row.state in UNFINISHED else row  # it may have ended since it was read
         if row.state is TableState.COPYING and row.copy_id:
             self._resume(Copy(row, table, row.copy_id, fresh=False, marked=False))
         elif row.state in UNFINISHED:
             copy_id = f"{time.time_ns() // 1000:x}"
-            # Before its first copy the log may have inserts alone: it was in history only.
+            # Before its first copy the log may have only inserts of it: it was in history only.
             marked = bool(row.copy_id) or bool(row.schema_version) or not table.key
             begins_at = self._tables.seen_at if marked else Lsn(0)
             self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
@@ -222,9 +222,9 @@ class TableCopies:
             copy.sizes = ChunkSizes(self._config.chunk_rows, width)
 
     def _rest(self, copy: Copy) -> None:
-        """Where a paused copy has nothing on its way, have it wait untracked: the changes of days aren't remembered for it.
+        """Put a paused copy aside once nothing of it is in flight: untracked, so that days of changes aren't remembered.
 
-        It goes on from what the catalog has of it, as after a restart.
+        It resumes from the catalog, as after a restart.
         """
         with self._save_lock, self._lock:
             if not copy.paused or self._copies.get(copy.row.id) is not copy:
@@ -237,7 +237,7 @@ class TableCopies:
                 self._copies[copy.row.id].paused = True
 
     def _forget(self, copy: Copy) -> None:
-        """It is over, or to be begun anew: nothing waits for it, and what it has read and nobody has taken goes."""
+        """Remove a copy that has ended or begins again: nothing waits for it, and its open chunks are dropped."""
         del self._copies[copy.row.id]
         self._hold.release(copy)
         for chunk in copy.open_chunks():
@@ -248,7 +248,7 @@ class TableCopies:
         saved = self._catalog.chunks(copy.row.id, copy.copy_id)
         copy.ranges = {row.number: Range.loaded(row) for row in saved}
         if not any(number < FIRST_KEYS_RANGE for number in copy.ranges) or not copy.keyed:
-            copy.copy_id = f"{time.time_ns() // 1000:x}"  # what a thread of the one before may still write is another's
+            copy.copy_id = f"{time.time_ns() // 1000:x}"  # a thread of the old copy may still write under the old id
             copy.ranges = {}
             copy.fresh, copy.marked, copy.begins_at = True, True, self._tables.seen_at
         self._copies[copy.row.id] = copy
@@ -256,9 +256,9 @@ class TableCopies:
     # --- on the applier's thread -------------------------------------------------------------------------------
 
     def note(self, ops: WriteOps | SpilledOp) -> None:
-        """These operations are about to be submitted: remember what they touch."""
+        """Remember the keys of operations that are about to be submitted."""
         with self._lock:
-            # Of a copy that was begun and waits: rows that move incomplete into what is read already are never met again.
+            # Track a begun copy that waits too: rows that move incomplete into a part already read don't come again.
             tracked = {id_ for id_, c in self._copies.items() if c.stage is not Stage.WAITING or c.ranges}
             if not tracked:
                 return
@@ -271,18 +271,18 @@ class TableCopies:
                     self._ask_keys(copy, moved)
 
     def passed(self, lsn: Lsn) -> None:
-        """Everything that committed at or below `lsn` has been submitted."""
+        """Note that everything that committed at or below `lsn` has been submitted."""
         self._passed = lsn
 
     def discard(self, relation_oid: int) -> None:
-        """The table was set aside: end its copy."""
+        """End the copy of a table that was set aside."""
         with self._lock:
             for copy in list(self._copies.values()):
                 if copy.row.relation_oid == relation_oid:
                     self._forget(copy)
 
     def ready(self) -> Iterable[Entry]:
-        """What of the copies may enter now."""
+        """Return the operations of the copies that may enter now."""
         if self._workers.error is not None:
             raise self._workers.error
         if not self._copies:
@@ -307,7 +307,7 @@ class TableCopies:
                 self._catalog.drop_chunks(copy.row.id)
             self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
             if copy.marked and copy.keyed:
-                # Once ranges are in the catalog, nobody asks any more whether this record is in the log.
+                # Once ranges are in the catalog, this record is in the log: a resumed copy doesn't repeat it.
                 void = self._schemas.voiding(copy.table, copy.row.id, copy.copy_id, self._passed)
                 yield void, lambda: self._queue(copy, lambda reader: self._prepare(copy, reader))
             else:
@@ -352,7 +352,7 @@ class TableCopies:
         yield WriteOps(operation, (entered,)), lambda: self._chunk_durable(copy, chunk)
 
     def _go_back(self, copy: Copy, chunk: OpenChunk) -> None:
-        """Read a range again from a chunk on: something touched the table as a whole that the chunk doesn't see."""
+        """Read a range again from a chunk on: a transaction that the chunk doesn't see touched the table as a whole."""
         if self._snapshots is not None:
             self._snapshots.renew()
         part = chunk.range
@@ -370,7 +370,7 @@ class TableCopies:
             self._queue(copy, self._reading_of(copy, part), after_s=_WAIT_S)
 
     def _ask_keys(self, copy: Copy, keys: Iterable[Any]) -> None:
-        """Have rows read again by key. Kept in the catalog first: what made it necessary is about to be durable."""
+        """Request rows to be read again by key: first in the catalog, because the cause is about to become durable."""
         asked = copy.ask_keys(keys)
         self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in asked])
         if copy.stage is Stage.READING:
@@ -378,7 +378,7 @@ class TableCopies:
                 self._queue_range(copy, part)
 
     def _chunk_durable(self, copy: Copy, chunk: OpenChunk) -> None:
-        """The chunk is in the log: let a worker note it down."""
+        """Let a worker save the progress: the chunk is in the log."""
         if isinstance(chunk.read, CopiedFile):
             chunk.read.remove()
         with self._lock:
@@ -477,10 +477,10 @@ class TableCopies:
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
             if not bounds.keys and bounds.after != part.read_after:
-                # Meanwhile the chunk in front of it was given up: what lies between is read first, and this anew behind it.
+                # The chunk before it was given up during the read: read that part first, and this chunk again after it.
                 copy.tracker.end(ticket)
             elif not read.last and len(bounds.keys) > 1:
-                # No row may be taken for missing that was cut off.
+                # A row that was cut off must not pass for a missing one.
                 copy.tracker.end(ticket)
                 rest = copy.halve(part)
                 self._catalog.put_chunks([one.saved(copy.row.id, copy.copy_id) for one in (part, rest)])
@@ -491,7 +491,7 @@ class TableCopies:
                 covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
                 chunk = OpenChunk(part, ticket, covered, read)
                 part.note_read(chunk)
-                # The source sends the next one meanwhile.
+                # The source sends the next chunk during decoding.
                 self._decoders.submit(self._decode, copy, chunk, read, schema)
             self._queue_range(copy, part)
         self._rest(copy)
@@ -529,7 +529,7 @@ class TableCopies:
             return self._rate.aim_bytes(max(1, self._config.copy_workers))
 
     def _decode(self, copy: Copy, chunk: OpenChunk, read: Fetched, schema: TableSchema) -> None:
-        """On a thread of its own: from text to columns."""
+        """Decode a chunk from text to columns, on a thread of its own."""
         if self._copies.get(copy.row.id) is not copy:
             return
         try:
@@ -546,7 +546,7 @@ class TableCopies:
             self._nudge()
 
     def _put_off(self, copy: Copy, part: Range, expected: int) -> bool:
-        """Whether nothing may be read now: of a copy that is paused, or of any for a while. If it may, `expected` bytes are reserved."""
+        """Return whether a pause, memory or rate forbids reading now; if not, reserve `expected` bytes."""
         with self._lock:
             if copy.paused:
                 part.reading = False
@@ -557,7 +557,7 @@ class TableCopies:
             return wait_s > 0
 
     def _wait_s(self, expected: int) -> float:
-        """How long no chunk may be read: too much is open, or the rate is used up. Short, because the rate may be changed."""
+        """Return how long memory or rate forbid reading: a short time, because the rate may change."""
         owed_s = self._rate.wait_s(time.monotonic())
         if owed_s:
             return min(owed_s, _RATE_LOOK_S)
@@ -565,14 +565,14 @@ class TableCopies:
         return 0.0 if self._open_bytes.reserve(expected, held=held) else _WAIT_S
 
     def _most(self, copy: Copy, bounds: Bounds) -> tuple[int | None, int]:
-        """Rows and bytes at which a chunk ends."""
+        """Return the rows and bytes at which a chunk ends."""
         if bounds.keys:
             return None, CUT_AT * AIM_BYTES
         aim_bytes = self._rate.aim_bytes(max(1, self._config.copy_workers))
         return copy.sizes.rows(aim_bytes), CUT_AT * aim_bytes
 
     def _save(self, copy: Copy, part: Range) -> None:
-        """Note down how far a range is durable; the next chunk may come."""
+        """Save up to where a range is durable; the next chunk may come."""
         with self._save_lock:
             with self._lock:
                 rows, size_bytes = part.row_count, part.size_bytes
@@ -594,7 +594,7 @@ class TableCopies:
                 return
             self._forget(copy)
             self._catalog.set_state(copy.row.id, TableState.STREAMING, only_from=[TableState.COPYING])
-            self._catalog.resume_copy(self._stream, copy.row.id)  # a pause that was asked for too late
+            self._catalog.resume_copy(self._stream, copy.row.id)  # in case a pause came too late
             self._directory.refresh()
         logger.info("table copied", table=copy.name, rows=sum(part.row_count for part in copy.ranges.values()))
         self._nudge()

@@ -1,4 +1,4 @@
-"""A chunk of existing rows: from the text that COPY sends to the columns that enter the log."""
+"""A chunk of existing rows: from COPY's text to the columns that enter the log."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from millstream.model.schema import TableSchema
 from millstream.protocol.table_copy import Key
 
 _TAIL_BYTES: Final = 64 << 10
-"""What is searched for the beginning of the last row first."""
+"""Size of the tail that is searched first for the beginning of the last row."""
 
 
 @dataclass(slots=True)
 class CopiedRows:
-    """Rows of one chunk, decoded; their keys' texts can still be had."""
+    """Rows of one chunk, decoded; the texts of their keys are kept."""
 
     schema: TableSchema
-    """As it was read, then with its version, once the catalog has given it one."""
+    """The schema as it was read; with its version, once the catalog has assigned one."""
     columns: tuple[pa.Array, ...]
     exact: pa.Array
     keys: tuple[Texts, ...]
@@ -38,12 +38,12 @@ class CopiedRows:
     size_bytes: int
 
     def key_list(self) -> list[Key]:
-        """Every row's key, in order."""
+        """Return every row's key, in order."""
         columns = [texts.strings().to_pylist() for texts in self.keys]
         return list(zip(*columns, strict=True)) if columns else []
 
     def rows(self, mask: Sequence[bool] | None = None) -> pa.RecordBatch:
-        """The rows (those that the mask says) as one operation's, in `append_row_schema`."""
+        """Return the rows (those selected by the mask) as rows of one operation, in `append_row_schema`."""
         columns: list[pa.Array] = [self.exact, *self.columns]
         count = self.row_count
         if mask is not None:
@@ -56,7 +56,7 @@ class CopiedRows:
 def copied_records(
     schema: TableSchema, exact: pa.Array, columns: Sequence[pa.Array], count: int, *, first_index: int = 0
 ) -> pa.RecordBatch:
-    """`r` records of rows, in `append_row_schema`; their `__index` begins at `first_index`."""
+    """Return `r` records of rows, in `append_row_schema`; their `__index` begins at `first_index`."""
     return pa.RecordBatch.from_arrays(
         [
             pa.array(np.zeros(count, np.int32)),
@@ -72,7 +72,7 @@ def copied_records(
 
 
 def last_key(data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[str]) -> Key:
-    """The key of the last of some rows, its columns in the order given. The text stays as it is.
+    """Return the key of the last of some rows, its columns in the order given. The text isn't changed.
 
     Raises:
         TableUndecodable: a value isn't UTF-8.
@@ -100,8 +100,8 @@ def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation,
     """Decode COPY's text of rows whose columns are the relation's, in its order.
 
     Args:
-        data: the text, whole lines, less than 2 GiB. It is the callee's now: escapes are taken away in place.
-        row_count: its rows.
+        data: the text, whole lines, less than 2 GiB. It is changed: escapes are removed in place.
+        row_count: number of its rows.
         relation: the table as it was read.
         schema: the table's schema under that relation.
 
@@ -136,7 +136,7 @@ def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation,
 
 
 def chunk_operation(source: SourceId, chunk_id: str, lsn: Lsn, at_us: int) -> pa.RecordBatch:
-    """The operation of a chunk: where and when its snapshot stood."""
+    """Return the operation of a chunk: the LSN and time of its snapshot."""
     columns: dict[str, Any] = {
         "kind": pa.array([int(OperationKind.COPY_CHUNK)], pa.uint8()),
         "source": pa.array([source], pa.int32()),
@@ -149,7 +149,7 @@ def chunk_operation(source: SourceId, chunk_id: str, lsn: Lsn, at_us: int) -> pa
 
 
 def truncate_rows(schema: TableSchema) -> pa.RecordBatch:
-    """One `t` record: what stood in the table before is void."""
+    """Return one `t` record, which voids the table's earlier rows."""
     arrow = append_row_schema(schema)
     first = [pa.array([0], pa.int32()), pa.array([0], pa.int64()), pa.array([int(Op.TRUNCATE)], pa.uint8())]
     rest = [pa.nulls(1, field.type) for field in list(arrow)[len(first) :]]

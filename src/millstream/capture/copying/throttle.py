@@ -1,7 +1,8 @@
-"""How much a copy reads at once, and how soon again: chunks of about a second, of few bytes, under the rate that is allowed.
+"""How much a copy reads at once, and how soon again: chunks of about a second, of few bytes, within the allowed rate.
 
-A chunk is a transaction at the source: while it lasts, nothing that it may see can be vacuumed away. So chunks aim at a time,
-and what they hold is bounded by bytes, for nobody knows how wide the next rows are. Pure: moments come in from outside.
+A chunk is a transaction at the source: while it lasts, vacuum can't remove any row that it may see. So chunks aim at
+a time. Their size is bounded in bytes, because the width of the next rows isn't known. Pure: the caller passes the
+time in.
 """
 
 from __future__ import annotations
@@ -10,46 +11,46 @@ from dataclasses import dataclass, field
 from typing import Final
 
 AIM_S: Final = 1.0
-"""A chunk's time at the source: long beside a round trip, short beside anybody's vacuum."""
+"""A chunk's time at the source: long next to a round trip, short next to any vacuum."""
 AIM_BYTES: Final = 8 << 20
-"""A chunk's text; its columns and its text take some three times as much."""
+"""Size of a chunk's text; its columns and its text take some three times as much."""
 _FIRST_ROWS: Final = 10_000
-"""How fast a table reads is known after its first chunk."""
+"""Rows of the first chunk, after which a table's speed is known."""
 _LEAST_ROWS: Final = 100
-"""Fewer a chunk would cost a round trip more than they spare."""
+"""Smaller chunks would cost a round trip more than they save."""
 _GROWS_BY: Final = 2
 _SHRINKS_BY: Final = 4
 _LEAST_AIM_BYTES: Final = 64 << 10
 CUT_AT: Final = 2
-"""A chunk's text is cut off at so many times its aim: rows that are wider than those before."""
+"""A chunk's text is cut off at so many times its aim, if rows are wider than those before."""
 OPEN_BYTES_MAX: Final = 32 << 20
 """Text of all chunks from the start of their reading until they are durable; it takes three times as much memory."""
 
 
 @dataclass(slots=True)
 class ChunkSizes:
-    """How many rows a table's next chunk asks for."""
+    """The number of rows of a table's next chunk."""
 
     rows_max: int
-    """As configured."""
+    """The configured limit."""
     width: float = 0.0
     """Bytes of a row's text, as far as is known."""
     _rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin small."""
+        """Begin with a small chunk."""
         self._rows = max(1, min(self.rows_max, _FIRST_ROWS))
 
     def rows(self, aim_bytes: int = AIM_BYTES) -> int:
-        """Rows of the next chunk, one at least."""
+        """Return the rows of the next chunk, at least one."""
         return max(1, min(self._rows, int(aim_bytes / max(1.0, self.width))))
 
     def size_bytes(self, rows: int | None) -> int:
-        """Bytes of so many rows' text; 0 if that isn't known yet."""
+        """Return the size of so many rows' text; 0 if that isn't known so far."""
         return int((rows or 0) * self.width)
 
     def note(self, rows: int, size_bytes: int, seconds: float) -> None:
-        """A chunk of so many rows was read in so much time."""
+        """Note the rows, size and reading time of a chunk."""
         if not rows:
             return
         self.width = size_bytes / rows
@@ -63,30 +64,30 @@ class ChunkSizes:
 
 @dataclass(slots=True)
 class CopyRate:
-    """Bytes a second that all workers together may read. What was read is owed, and nobody reads while anything is."""
+    """Bytes a second that all workers together may read. Bytes read are a debt; no worker reads while there is one."""
 
     bytes_per_s: int | None = None
-    """None: as fast as it goes."""
+    """None: as fast as possible."""
     _owed: float = 0.0
     _at_s: float = 0.0
 
     def allow(self, bytes_per_s: int | None, now_s: float) -> None:
-        """Another rate from here on; what is owed is paid at it."""
+        """Set another rate from here on; the debt is paid at it."""
         self._pay(now_s)
         self.bytes_per_s = bytes_per_s
 
     def note(self, size_bytes: int, now_s: float) -> None:
-        """So much was read."""
+        """Note bytes that were read."""
         self._pay(now_s)
         self._owed += size_bytes
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing may be read."""
+        """Return how long nothing may be read."""
         self._pay(now_s)
         return self._owed / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def aim_bytes(self, workers: int) -> int:
-        """A chunk's aim: small if many workers share the memory, or if the rate is low, so that reads come evenly."""
+        """Return a chunk's aim: small if many workers share the memory; at a low rate too, so that reads come evenly."""
         most = min(AIM_BYTES, OPEN_BYTES_MAX // (CUT_AT * workers))
         if self.bytes_per_s:
             most = min(most, int(self.bytes_per_s * AIM_S / workers))
@@ -100,7 +101,7 @@ class CopyRate:
 
 @dataclass(slots=True)
 class OpenBytes:
-    """Text that copies hold in memory, counted from before a chunk is read: workers that read side by side know of each other."""
+    """Text that copies hold in memory, counted from before a chunk is read: parallel workers see each other's."""
 
     _reading: int = 0
 
@@ -116,5 +117,5 @@ class OpenBytes:
         return True
 
     def release(self, size_bytes: int) -> None:
-        """The chunk was read, or wasn't."""
+        """Release the bytes of a chunk that was read, or couldn't be."""
         self._reading -= size_bytes

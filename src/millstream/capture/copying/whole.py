@@ -1,16 +1,17 @@
 """Reads tables without a key, of any size, whole, into files: under one snapshot each, in bounded memory.
 
-Rows that can't be told apart can't be dropped from a copy one by one. So they enter as one operation, at a place of the log
-where everything that their snapshot sees is in front of it and everything else that touches the table is behind it. To
-have such a place, a table is read in turns:
+Rows that can't be told apart can't be dropped from a copy one by one. So they enter as one operation, at a position
+of the log such that everything their snapshot sees comes before it, and any other change of the table after it. To
+get such a position, a table is read in turns:
 
-- *Plain*, twice at most: under a snapshot of now, while the stream goes on. Where anything touched the table that the snapshot
-  doesn't see, there is no such place, and the reading is given up at once.
-- *Held*: under the snapshot of a temporary logical slot, which sees exactly what commits below an LSN, while what commits from
-  there on waits (`stream_hold`) until the rows have entered. The stream goes on up to that place, and by then nothing can have touched
-  the table behind it. PostgreSQL gives such a snapshot when the transactions that run have ended. So it is asked for without holding
-  anything first, and its place may be passed by then, with changes of the table behind it; right after that it is asked for
-  with the stream held, for as long as the patience lasts, which doubles each time. However long transactions last, one turn is the last.
+- *Plain*, twice at most: under a present snapshot, while the stream goes on. If a transaction that the snapshot
+  doesn't see touched the table, there is no such position, and the reading is given up at once.
+- *Held*: under the snapshot of a temporary logical slot, which sees exactly the commits below an LSN, while later
+  commits wait (`stream_hold`) until the rows have entered. The stream goes on up to that LSN, and by then no change
+  of the table can have come after it. PostgreSQL gives such a snapshot when the running transactions have ended. So
+  it is asked for first without holding anything. The stream may pass its LSN by then, with changes of the table after
+  it. In that case it is asked for with the stream held, for as long as the patience lasts, which doubles each time.
+  However long transactions last, one turn is the last.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from millstream.model.schema import TableSchema
 logger = structlog.get_logger("millstream.capture")
 
 PLAIN_TURNS: Final = 2
-"""How often a table is read without holding the stream: one that is written to now and then is done with that."""
+"""How often a table is read without holding the stream: enough for one that is written to now and then."""
 FREE_PATIENCE_S: Final = 120.0
-"""How long a snapshot is waited for at once where nothing waits for it; then it is asked for anew."""
+"""How long to wait for a snapshot while nothing waits for it; then it is requested again."""
 PATIENCE_S: Final = 2.0
 STANDBY_PATIENCE_S: Final = 60.0
-"""A standby hears every quarter of a minute which transactions run, and has to hear it three times."""
+"""A standby gets the running transactions every 15 seconds, and needs them three times."""
 _LOOK_S: Final = 0.2
 _OF_NAMES: Final = "42"
-"""The class of SQLSTATEs that say that something isn't there as it was named."""
+"""The class of SQLSTATEs for names that don't exist."""
 
 
 class _GivenUp(Exception):
-    """No error: the reading is of no use, or not wanted now."""
+    """Not an error: the reading is useless, or not wanted now."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """One table, from before its snapshot to its file."""
+    """The reading of one table, from before its snapshot to its file."""
 
     copy: Copy
     ticket: int
@@ -67,21 +68,21 @@ class _Reading:
     file: CopiedFile | None = None
     decoding: Future[None] | None = None
     kept: bool = False
-    """Whether its ticket and its file are somebody else's now."""
+    """Whether another owner has its ticket and its file now."""
 
 
 class WholeReads:
     """The reading of one session's tables without a key. `read` on any worker thread, of one copy on one at a time.
 
     Args:
-        dsn: of the one server that the session reads.
-        spill: where files lie.
-        hold: the session's.
-        directory: the session's.
+        dsn: DSN of the one server that the session reads.
+        spill: folder for the files.
+        hold: the session's barrier.
+        directory: the session's view of the catalog.
         patience_s: how long the stream is held at first for a snapshot to come.
-        lock: of the copies: their trackers, and the rate.
-        rate: what all copies may read.
-        piece_bytes: how much text to take at once.
+        lock: lock of the copies: their trackers, and the rate.
+        rate: the rate of all copies together.
+        piece_bytes: returns how much text to take at a time.
         numbered: gives a schema its version.
         goes_on: whether a copy is still wanted, and not paused.
         decoders: threads that decode.
@@ -116,13 +117,13 @@ class WholeReads:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Have readings end soon."""
+        """End readings soon."""
         self._stopping.set()
 
     def read(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
-        """Read the table in the way whose turn it is. Where its range isn't all read then, it is to be called again.
+        """Read the table in the way whose turn it is. If its range isn't all read then, call it again.
 
-        The stream is held behind this where the rows were read so, and wait to enter.
+        If the rows were read with the stream held, it stays held while they wait to enter.
 
         Raises:
             MillstreamError: as `ChunkReader.read_whole` and `SourceSnapshot.take`, `DiskFull`, `TableUndecodable`.
@@ -142,9 +143,10 @@ class WholeReads:
                 self._hold.release(copy)
 
     def enter(self, copy: Copy, chunk: OpenChunk, file: CopiedFile) -> SpilledOp | None:
-        """The rows as an operation, now that the log has all that they see; None: they were read in vain, and nothing is left of them.
+        """Return the rows as an operation, now that the log has everything that they see; None: they were read in vain.
 
-        On the thread that submits; it goes on with the stream behind the operation.
+        Nothing is left of rows read in vain. Call it on the thread that submits; the stream goes on after the
+        operation.
         """
         self._hold.release(copy)
         with self._lock:
@@ -165,7 +167,7 @@ class WholeReads:
     def _read_held(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
         ahead = (copy.turn - PLAIN_TURNS) % 2 == 1
         if ahead and not self._hold.begin(copy):
-            return  # another table has it: there is time
+            return  # another table holds the stream: try later
         patience_s = (copy.patience_s or self._patience_s) if ahead else FREE_PATIENCE_S
         reading = self._begin(copy)
         try:
@@ -227,7 +229,7 @@ class WholeReads:
         self._look(reading)
 
     def _take(self, reading: _Reading, piece: CopyText) -> None:
-        """Have a piece decoded and written while the next one is read, and keep to the rate."""
+        """Decode and write a piece while the next one is read, and keep to the rate."""
         now = time.monotonic()
         with self._lock:
             self._rate.note(len(piece.text), now)
@@ -255,7 +257,7 @@ class WholeReads:
             part.note_read(OpenChunk(part, reading.ticket, Bounds(), reading.file))
 
     def _drop(self, reading: _Reading) -> None:
-        """Leave nothing of it, unless it is whole."""
+        """Remove what is left of a reading, unless it is whole."""
         if reading.kept:
             return
         reading.kept = True
@@ -268,7 +270,7 @@ class WholeReads:
             reading.copy.tracker.end(reading.ticket)
 
     def _look(self, reading: _Reading) -> None:
-        """Go on only where that is of use."""
+        """Raise `_GivenUp` unless the reading is still of use."""
         copy = reading.copy
         if self._stopping.is_set() or not self._goes_on(copy):
             raise _GivenUp
@@ -279,14 +281,14 @@ class WholeReads:
 
 
 def _settle(reading: _Reading) -> None:
-    """Wait for the piece that is being written. Raises what failed."""
+    """Wait for the piece that is being written. Raises its error."""
     decoding, reading.decoding = reading.decoding, None
     if decoding is not None:
         decoding.result()
 
 
 def _write(reading: _Reading, piece: CopyText) -> None:
-    """On a thread of its own: from text to columns, to the file."""
+    """Decode a piece from text to columns and write it to the file, on a thread of its own."""
     assert reading.begun is not None
     assert reading.file is not None
     relation = reading.begun.table.relation

@@ -1,8 +1,8 @@
 """The text of a COPY … TO STDOUT, taken from the connection in large pieces.
 
-libpq hands rows out one by one, which costs several times what reading them does. Where the connection isn't encrypted its
-socket is read here instead, from the answer to COPY up to the last row: each piece is looked at first (MSG_PEEK) and only
-whole messages are taken, so that libpq finds the end of the command, or an error, as if it had read nothing but that.
+libpq returns rows one by one, which costs several times their reading. If the connection isn't encrypted, its socket
+is read here instead, from the answer to COPY up to the last row. Each piece is looked at first (MSG_PEEK), and only
+whole messages are taken. So libpq finds the end of the command, or an error, as if it had read nothing else.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PIECE_BYTES: Final = 256 << 10
 _TEXT_BYTES: Final = 4 << 20
 _DATA: Final = ord("d")
 _SAY_NOTHING: Final = frozenset(b"HcNS")
-"""COPY's own beginning and end, notices, settings that changed."""
+"""Messages to ignore: COPY's own beginning and end, notices, settings that changed."""
 _LIBPQS: Final = frozenset(b"EC")
-"""What ends the command: libpq reads it."""
+"""Messages that end the command: libpq reads them."""
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 Text = npt.NDArray[np.uint8]
@@ -42,7 +42,7 @@ class CopyText:
     """Rows as COPY writes them."""
 
     text: Text
-    """Ours alone; whole lines."""
+    """Owned by the receiver; whole lines."""
     row_count: int
     whole: bool
     """Whether nothing follows; False: it stopped at the bound."""
@@ -52,7 +52,7 @@ def copy_out(connection: Connection, query: bytes, *, bytes_max: int) -> CopyTex
     """Run a COPY … TO STDOUT and take its rows, until there are `bytes_max` bytes of them.
 
     Raises:
-        MillstreamError: PostgreSQL refused or failed; psycopg.Error where the connection broke.
+        MillstreamError: PostgreSQL refused or failed; psycopg.Error if the connection broke.
     """
     with closing(copy_pieces(connection, query, piece_bytes=lambda: bytes_max)) as pieces:
         return next(pieces)
@@ -61,9 +61,10 @@ def copy_out(connection: Connection, query: bytes, *, bytes_max: int) -> CopyTex
 def copy_pieces(
     connection: Connection, query: bytes, *, piece_bytes: Callable[[], int]
 ) -> Generator[CopyText, None, None]:
-    """Run a COPY … TO STDOUT and take all of its rows, in pieces of about as many bytes as asked then; the last one, which may be empty, says `whole`.
+    """Run a COPY … TO STDOUT and yield all of its rows, in pieces of about the size that `piece_bytes` returns then.
 
-    Whoever closes the generator earlier has the command cancelled, and the connection's transaction with it. Raises as `copy_out`.
+    The last piece, which may be empty, is `whole`. Closing the generator earlier cancels the command, and with it the
+    connection's transaction. Raises as `copy_out`.
     """
     pgconn = connection.pgconn
     pgconn.send_query(query)
@@ -89,7 +90,7 @@ def copy_pieces(
 
 
 def _finish(pgconn: pq.abc.PGconn, *, cut_off: bool = False) -> None:
-    """Have libpq read the end of the command; one that was cut off ends in an error that is none."""
+    """Make libpq read the end of the command; the error of a command that was cut off is ignored."""
     failure = None
     while (result := next_result(pgconn)) is not None:
         if result.status != pq.ExecStatus.COMMAND_OK and not cut_off:
@@ -99,7 +100,7 @@ def _finish(pgconn: pq.abc.PGconn, *, cut_off: bool = False) -> None:
 
 
 class _ByLibpq:
-    """Rows one by one: of a connection that is encrypted."""
+    """Rows one by one, for an encrypted connection."""
 
     def __init__(self, pgconn: pq.abc.PGconn) -> None:
         self._pgconn = pgconn
@@ -111,7 +112,7 @@ class _ByLibpq:
             raise translate_result(result)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def next(self, piece_bytes: int) -> CopyText:
         parts: list[Any] = []
@@ -141,7 +142,7 @@ class _ByLibpq:
 
 
 class _BySocket:
-    """Rows as they lie on the socket."""
+    """Rows read from the socket."""
 
     def __init__(self, pgconn: pq.abc.PGconn) -> None:
         self._peer = socket.socket(fileno=os.dup(pgconn.socket))
@@ -172,15 +173,18 @@ class _BySocket:
 
 
 class _Pieces:
-    """What the server sends, looked at before it's taken. Messages with rows may be taken in part, others never are."""
+    """The server's messages, peeked at before they are taken.
+
+    Messages with rows may be taken in part, others never are.
+    """
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
         self._renew(_PIECE_BYTES, memoryview(b""))
         self._owned = 0
-        """Bytes at the front that are off the socket already: the beginning of a message with a row."""
+        """Number of bytes at the front that are off the socket already: the beginning of a message with a row."""
         self.filled = 0
-        """Bytes looked at."""
+        """Number of bytes peeked at."""
 
     def _renew(self, size: int, left: memoryview) -> None:
         data = bytearray(size)
@@ -189,7 +193,7 @@ class _Pieces:
         self._view: Text = np.frombuffer(data, np.uint8)
 
     def look(self) -> Text:
-        """Everything that has come, behind what is owned; waits where nothing has."""
+        """Return everything that has come, after the owned bytes; wait if nothing has."""
         while True:
             try:
                 count = self._peer.recv_into(self._memory[self._owned :], 0, socket.MSG_PEEK)
@@ -204,7 +208,7 @@ class _Pieces:
             return self._view
 
     def take(self, upto: int, kind: int) -> None:
-        """Take what lies before `upto`, where a message of that kind begins, and that one too where it says nothing."""
+        """Take everything before `upto`, where a message of that kind begins; take a message to be ignored as well."""
         if kind == machine.PARTIAL and upto < self.filled and self._memory[upto] == _DATA:
             self._receive(self.filled - self._owned)
             left = bytes(self._memory[upto : self.filled])
@@ -215,7 +219,7 @@ class _Pieces:
                 self._memory[: len(left)] = left
             self._owned = len(left)
         elif kind in _LIBPQS or kind in {machine.NO_ROOM, machine.PARTIAL}:
-            if upto >= self._owned:  # else it's what is owned already that has no room
+            if upto >= self._owned:  # otherwise the owned bytes have no room
                 self._receive(upto - self._owned)
                 self._owned = 0
         elif kind in _SAY_NOTHING:
@@ -228,12 +232,12 @@ class _Pieces:
             raise ProtocolViolation(f"a message {chr(kind)!r} came in a COPY")
 
     def next_length(self) -> int:
-        """The length of the message that begins now; it has been looked at."""
+        """Return the length of the message that begins here, which has been peeked at."""
         self.look()
         return int.from_bytes(self._memory[1:5], "big")
 
     def skip_rows(self) -> None:
-        """Take everything up to what ends the command."""
+        """Take everything up to the message that ends the command."""
         nowhere = np.empty(len(self._memory), np.uint8)
         kind = machine.PARTIAL
         while kind not in _LIBPQS:
@@ -243,7 +247,7 @@ class _Pieces:
             self.take(at, kind)
 
     def _receive(self, count: int) -> None:
-        """Take bytes that were looked at off the socket."""
+        """Take bytes off the socket that were peeked at."""
         assert count >= 0, "what was owned was taken before"
         at = self._owned
         while count:
@@ -262,7 +266,7 @@ class _Pieces:
                     self._receive(taken)
                     length -= taken
             elif self.filled < 5:
-                time.sleep(0.001)  # a part of its header has come; poll would say at once that it's there
+                time.sleep(0.001)  # a part of its header has come; poll would return at once because of it
 
 
 def _enlarged(text: Text, more: int) -> Text:

@@ -25,15 +25,15 @@ _RETRY_S: Final = 1.0
 _CANCEL_S: Final = 2.0
 _RETRY_MAX_S: Final = 10.0
 _TRANSIENT: Final = frozenset({"55P03", "57014", "42P01", "3F000", "40001", "40P01"})
-"""SQLSTATEs after which the same is tried again: locks not had in time, names on the move, conflicts."""
+"""SQLSTATEs after which a task is retried: locks not acquired in time, names that change, conflicts."""
 
 Work = Callable[[ChunkReader], None]
 
 
 class ChunkWorkers(Generic[S]):
-    """Runs tasks, each on behalf of a subject: a table's copy, or its repair. Safe for use by many threads.
+    """Runs tasks, each on behalf of a subject: a table's copy, or its repair. Thread-safe.
 
-    A task that fails in a way that passes is tried again, later each time; other failures of ours end the subject.
+    A task that fails with a transient error is retried, later each time; other Millstream errors end the subject.
     """
 
     def __init__(
@@ -52,15 +52,16 @@ class ChunkWorkers(Generic[S]):
         """See the class.
 
         Args:
-            purpose: in the names of threads and connections.
-            count: how many threads.
+            purpose: the purpose in the names of threads and connections.
+            count: number of threads.
             connect: opens a connection to the source, given the purpose.
-            reader: makes a thread's reader on its connection.
+            reader: creates a thread's reader on its connection.
             wanted: whether a subject's tasks are still to be run.
-            gone: whether a subject's table has gone, so that no failure passes.
-            failed: ends a subject, whose task can't be done.
+            gone: whether a subject's table has gone, so that no failure is transient.
+            failed: ends a subject whose task can't be done.
             name_of: a subject's table, for the log.
-            broken: tells that a task raised what isn't ours: `error` has it, and its thread is gone.
+            broken: called after a task raised an exception that isn't Millstream's: `error` has it, and its thread is
+                gone.
         """
         self.error: BaseException | None = None
         self._purpose, self._connect, self._reader = purpose, connect, reader
@@ -76,12 +77,12 @@ class ChunkWorkers(Generic[S]):
         ]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads; what the source does for them is broken off."""
+        """End the threads; their queries at the source are cancelled."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -93,14 +94,14 @@ class ChunkWorkers(Generic[S]):
             thread.join()
 
     def queue(self, subject: S, work: Work, *, after_s: float = 0.0, attempt: int = 0) -> None:
-        """Have a task done, not before some seconds have passed."""
+        """Queue a task, to run not before some seconds have passed."""
         with self._changed:
             due = time.monotonic() + after_s
             heapq.heappush(self._tasks, (due, next(self._counter), subject, work, attempt))
             self._changed.notify()
 
     def _next(self) -> tuple[S, Work, int] | None:
-        """The next task once its time has come; None at the end."""
+        """Return the next task once its time has come; None at the end."""
         with self._changed:
             while not self._stopped:
                 wait_s = self._tasks[0][0] - time.monotonic() if self._tasks else None
@@ -127,12 +128,12 @@ class ChunkWorkers(Generic[S]):
             except BaseException as error:  # noqa: BLE001 - what isn't the table's own is raised again
                 self._on_error(subject, work, attempt + 1, error)
                 if connection is not None:
-                    connection.close()  # whatever state it is in, the next task gets a fresh one
+                    connection.close()  # in any state: the next task gets a new one
         if connection is not None:
             connection.close()
 
     def _on_error(self, subject: S, work: Work, attempt: int, error: BaseException) -> None:
-        """What the source or a value refuses is the table's own; all else ends the session, by whoever asks for `error`."""
+        """End the subject if the source or a value causes the error; any other ends the session, through `error`."""
         try:
             if not isinstance(error, SourceError | CodecError) and not (
                 isinstance(error, MillstreamError) and error.retry is Retry.BACKOFF

@@ -1,8 +1,9 @@
-"""Machine code that reads a socket for as long as something comes: no Python and no GIL for a read.
+"""Machine code that reads a socket for as long as something comes, without Python and the GIL for each read.
 
-The source sends each message by itself and waits as soon as the socket is full, half a millisecond after we stop reading: there is no
-time to queue for the interpreter while our own decoding has it. And who sleeps until bytes come is woken for each message, which costs
-the sender as much as sending it. So the reader naps where little came, and then takes what has come meanwhile, over and over.
+The source sends each message alone and waits as soon as the socket is full, half a millisecond after we stop reading.
+That is too short to queue for the interpreter while our own decoding has it. And a thread that sleeps until bytes
+come is woken for each message, which costs the sender as much as sending it. So the reader naps after a small read,
+and then takes what has come, over and over.
 
 Only modules that are imported lazily may use this.
 """
@@ -16,26 +17,27 @@ from numba import types
 
 from millstream.codec.machine_code import compiled
 
-# Of the C library that every process has; by name, not by address, so that the machine code can be kept on disk.
+# From the C library that every process has; by name, not by address, so that the machine code can be kept on disk.
 _recv: Any = types.ExternalFunction("recv", types.intp(types.int32, types.uintp, types.uintp, types.int32))
 _usleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 @compiled
 def drain(descriptor: int, memory: Any, filled: int, limit: int, small: int, nap_us: int, turns: int) -> Any:
-    """Read into `memory[filled:limit]` until that is full, or nothing came in a nap, or so many times.
+    """Read into `memory[filled:limit]` until that is full, or nothing came in a nap, or `turns` reads are done.
 
     Args:
         descriptor: a socket that doesn't block.
         memory: bytes, writable.
-        filled: bytes that are there.
-        limit: bytes up to which to fill it.
-        small: bytes below which a read is followed by a nap.
+        memory: bytes, writable.
+        filled: number of bytes that are there.
+        limit: end up to which to fill it.
+        small: size below which a read is followed by a nap.
         nap_us: length of a nap, in microseconds.
-        turns: reads at most.
+        turns: most reads.
 
     Returns:
-        Bytes that are there now. Why a read gave nothing isn't told: the next one meets it again.
+        Number of bytes that are there now. The reason why a read returned nothing isn't: the next read meets it again.
     """
     place = memory.ctypes.data
     naps = False
@@ -53,5 +55,5 @@ def drain(descriptor: int, memory: Any, filled: int, limit: int, small: int, nap
 
 
 def compile_drain() -> None:
-    """Compile it now, or load it: milliseconds that the first read would take."""
+    """Compile the function now, or load it: milliseconds that the first read would take."""
     drain(-1, np.empty(0, np.uint8), 0, 0, 0, 0, 0)

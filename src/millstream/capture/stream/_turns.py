@@ -1,8 +1,9 @@
 """Shorter turns on the CPU for a thread that others wait for.
 
-The source's server process blocks as soon as its socket is full, half a millisecond after we stop reading. Where the CPUs are
-busy (with our own decoding, on two cores) Linux lets a thread that wakes wait for some 3 ms, and so would halt the source ten
-times a second: a tenth of the throughput. A thread that asks for short turns comes sooner, with no larger share in all.
+The source's server process blocks as soon as its socket is full, half a millisecond after we stop reading. If the
+CPUs are busy (with our own decoding, on two cores), Linux makes a thread that wakes wait for some 3 ms. That would
+halt the source ten times a
+second: a tenth of the throughput. A thread that asks for short turns runs sooner, with no larger share in total.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _ATTRIBUTES: Final = struct.Struct("IIQiIQQQ")
 
 
 def ask_for_short_turns() -> bool:
-    """Ask for this thread, of ordinary priority; tell whether it was granted.
+    """Ask for short turns of this thread, of ordinary priority; return whether they were granted.
 
-    Linux takes the wish into account from 6.12 on, for anybody. Elsewhere nothing happens.
+    Linux honours the request from 6.12 on, from any user. Elsewhere nothing happens.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:

@@ -1,8 +1,8 @@
-"""From what the receiver read to what the log has: decode, submit in order, and know what is durable.
+"""From the receiver's items to the log: decodes, submits in order, and tracks what is durable.
 
-One thread does all of it, so the order of submits is the order of the stream. Few submits are in flight at a time: while
-the log makes one group durable the next run gathers in the receiver, and when nothing waits, a single transaction goes at
-once. No timer is involved.
+One thread does all of it, so the order of submits is the order of the stream. Few submits are in flight at a time:
+while the log makes one group durable the next run gathers in the receiver, and when nothing waits, a single
+transaction is submitted at once. No timer is involved.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from millstream.ports import LogAppender
 
 IN_FLIGHT_MAX: Final = 3  # one group in its fsync, one that gathers in the log, one being decoded
 MOVE_EVERY_S: Final = 5.0
-"""How often a position that only keepalives moved is made durable: each time is a commit of the catalog."""
+"""How often a position that only keepalives moved is made durable: each time is a commit of the catalog …"""
 MOVE_BYTES: Final = 16 << 20
-"""… or sooner, when the source holds a segment of WAL for it."""
+"""… or sooner, when the source keeps so much WAL for it: a segment."""
 _SENSELESS_HINT: Final = (
     "Nothing of it is in the log, and the slot stays where it is: start capture again. Where it stays, a proxy changes what it "
     "carries, or the server's output plugin isn't PostgreSQL's own."
@@ -43,25 +43,25 @@ _SENSELESS_HINT: Final = (
 
 
 class CopySink(Protocol):
-    """What the applier tells the table copy, in the order of the log, and gets from it."""
+    """The applier's calls to the table copy, in the order of the log."""
 
     def note(self, ops: WriteOps | SpilledOp) -> None:
-        """These operations are about to be submitted."""
+        """Note operations that are about to be submitted."""
 
     def passed(self, lsn: Lsn) -> None:
-        """Everything that committed at or below `lsn` has been submitted."""
+        """Note that everything that committed at or below `lsn` has been submitted."""
 
     def ready(self) -> Iterable[tuple[WriteOps | SpilledOp, Callable[[], None]]]:
-        """Operations of the copy that may enter now, each with what to call once it is durable."""
+        """Return operations of the copy that may enter now, each with a callback for when it is durable."""
 
     def discard(self, relation_oid: int) -> None:
-        """The table was set aside: end its copy."""
+        """End the copy of a table that was set aside."""
 
 
 @dataclass(slots=True)
 class _InFlight:
     future: Future[Ack] | None
-    """None: a position alone."""
+    """None: only a position."""
     end: Lsn
     records: int
     done: Callable[[], None] | None
@@ -71,18 +71,19 @@ class Applier:
     """Moves items of one receiver into the log.
 
     Args:
-        receiver: where items come from; it is told what may be confirmed.
-        log: where operations go.
+        receiver: source of the items; it gets the position to confirm.
+        log: the log that operations are submitted to.
         directory: the decoder's view of the catalog.
-        catalog: remembers positions that only keepalives moved, before they are confirmed.
+        catalog: stores positions that only keepalives moved, before they are confirmed.
         reached: X; transactions that end at or below it are dropped whole.
-        settling: ends when what the log has up to there is held as its stream asks; None: it is. Before that nothing more is confirmed.
-        confirmed: of a log that settles, what the source has been told already.
+        settling: done once the log up to there is held as its stream asks; nothing more is confirmed before. None: it
+            is.
+        confirmed: position already reported to the source, for a log that is settling.
         copies: the table copy.
-        hold: where the stream waits, if anywhere.
-        before_each: called before an item is looked at; what it raises leaves the item out, and ends the session.
+        hold: the barrier, if the stream has one.
+        before_each: called before an item is looked at; if it raises, the item is left out, and the session ends.
 
-    Not for several threads.
+    Not thread-safe.
     """
 
     def __init__(
@@ -106,19 +107,20 @@ class Applier:
         self._copies = copies
         self._hold = hold
         self._kept: Item | None = None
-        """What was taken and has to wait."""
+        """An item, or a part of one, that was taken and has to wait."""
         self._kept_from = Lsn(0)
-        """Where the first of it commits."""
+        """LSN of its first commit."""
         self._before_each = before_each
         self._relations = RelationCache()
         self._in_flight: deque[_InFlight] = deque()
         self._after = reached
         self._submitted = Lsn(0)
-        """The end of the last operation of the stream that was submitted: what follows it may not be in the log without it."""
+        """The end of the last operation of the stream that was submitted: later operations enter the log only after
+        it."""
         self._durable = reached if settling is None or confirmed is None else confirmed
-        """Everything up to here is in the log, by the log's own word or because nothing of ours was there."""
+        """Everything up to here is in the log: the log reported so, or there was nothing of ours …"""
         self._stored = self._durable
-        """… and a restart would know it."""
+        """… and a restart would find it."""
         self._moved_at = time.monotonic()
         self.passed = reached
         self.records = 0
@@ -134,12 +136,12 @@ class Applier:
 
     @property
     def durable(self) -> Lsn:
-        """Everything that committed up to here is durable in the log."""
+        """The LSN up to which every commit is durable in the log."""
         return self._durable
 
     @property
     def confirmed(self) -> Lsn:
-        """What the source may be told: durable, and known to a restart."""
+        """The position that may be reported to the source: durable, and known after a restart."""
         return self._stored
 
     @property
@@ -148,11 +150,12 @@ class Applier:
         return not self._in_flight
 
     def step(self, timeout_s: float) -> None:
-        """Do what there is to do; wait for at most `timeout_s` where there is nothing.
+        """Do the work at hand; if there is none, wait for at most `timeout_s`.
 
         Raises:
-            MillstreamError: of the connection, of the log, or of decoding. What was submitted may still become durable:
-                `drain` before another applier begins.
+            MillstreamError: an error of the connection, the log, or decoding. Submitted operations may still become
+                durable:
+                call `drain` before another applier begins.
         """
         self._settle()
         if self._in_flight_count() >= IN_FLIGHT_MAX:
@@ -174,7 +177,7 @@ class Applier:
             ) from error
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight, successes and failures alike; False when time ran out before."""
+        """Wait until nothing is in flight, successes and failures alike; False if time ran out before."""
         futures = [entry.future for entry in self._in_flight if entry.future is not None]
         if wait(futures, timeout=timeout_s).not_done:
             return False
@@ -184,16 +187,16 @@ class Applier:
         return True
 
     def store_position(self) -> None:
-        """Make what is durable known to a restart now, and tell the source."""
+        """Store the durable position now, and report it to the source."""
         self._move(force=True)
         self._receiver.confirm(self._stored, now=True)
 
     def _take(self, timeout_s: float) -> Item | None:
-        """The next item, or as much of it as needn't wait."""
+        """Return the next item, or the part of it that needn't wait."""
         bound = self._hold.bound
         if self._kept is not None and bound is not None and self._kept_from >= bound:
             if self._kept_from > self.passed:
-                self._pass(self._kept_from)  # what commits below is submitted: it may be what a copy waits for
+                self._pass(self._kept_from)  # every commit below is submitted: a copy may wait for that
             else:
                 self._hold.wait(timeout_s)
             return None
@@ -288,16 +291,18 @@ class Applier:
             self._hold.nudge()
 
     def _let_copies_in(self, commit_lsn: Lsn) -> None:
-        """Have chunks enter in front of what commits at that place, where they don't see it and all that they see is in the log.
+        """Let chunks enter before a commit at that LSN if they don't see it and everything that they see is in the log.
 
-        Behind it they would have to be read again, where it touches their table as a whole: for ever, where one such follows the other.
+        After the commit they would have to be read again if it touches their table as a whole: for ever, if such
+        commits follow one another.
         """
         self._pass(commit_lsn)
         self._submit_copies()
 
     def _submit_copies(self) -> None:
         for ops, done in self._copies.ready():
-            # All that a chunk's snapshot sees is in the log with it: a history that lacks some of that is never gone on with.
+            # A chunk enters with everything that its snapshot sees: the log never goes on with a history that lacks
+            # some of that.
             self._submit(replace(ops, reached={self.source: self.passed}), self.passed, done)
 
     def _pass(self, lsn: Lsn) -> None:
@@ -319,7 +324,7 @@ class Applier:
         return sum(1 for entry in self._in_flight if entry.future is not None)
 
     def _settle(self) -> None:
-        """Take what has become durable off the list, and let the source know."""
+        """Remove operations that have become durable from the list, and report to the source."""
         settled = False
         while self._in_flight:
             entry = self._in_flight[0]
@@ -340,7 +345,7 @@ class Applier:
         self._move(force=False)
 
     def _move(self, *, force: bool) -> None:
-        """Make a position durable that no operation carries, then let it be confirmed."""
+        """Store a durable position that no operation carries, then let it be confirmed."""
         if self._durable <= self._stored:
             return
         now = time.monotonic()

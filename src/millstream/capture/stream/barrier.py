@@ -1,8 +1,9 @@
-"""Where the stream waits: what commits from a place on enters the log only when somebody lets it.
+"""A barrier in the stream: transactions that commit at or above an LSN are held back until released.
 
-A table without a key that is written to all the time is copied so: its rows are read as of one LSN, and nothing that
-commits from there on is submitted until they are in the log (`copy_whole`). The applier asks for each item; what waits is at
-most one item there and the receiver's queue, so the source holds the rest on its disk, and is told meanwhile that we live.
+A table without a key that is written to all the time is copied this way: its rows are read as of one LSN, and no
+later commit is submitted until they are in the log (`copy_whole`). The applier asks for each item. At most one item
+waits there, in addition to the receiver's queue; so the source keeps the rest on its disk, and status messages keep
+the connection alive.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from millstream.model.positions import Lsn
 
 _BEGIN: Final = ord("B")
 _LSN: Final = slice(1, 9)
-"""Where a Begin message has the LSN of its commit."""
+"""Position of the commit's LSN in a Begin message."""
 
 
 class StreamHold:
-    """The place from which on commits wait. One owner at a time; safe for use by many threads."""
+    """The LSN from which on commits wait. One owner at a time; thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -32,13 +33,13 @@ class StreamHold:
 
     @property
     def bound(self) -> Lsn | None:
-        """What commits at or above it waits; None: nothing does."""
+        """The LSN at or above which commits wait; None: none does."""
         return None if self._owner is None else self._bound
 
     def begin(self, owner: object, bound: Lsn = Lsn(0)) -> bool:
-        """Have everything wait that commits at or above the bound and hasn't been looked at yet; False where another owner has it so.
+        """Hold back commits at or above the bound that aren't taken so far; False if another owner holds the stream.
 
-        Of the same owner again, it moves the bound.
+        The same owner may call it again to move the bound.
         """
         with self._changed:
             if self._owner is not None and self._owner is not owner:
@@ -48,14 +49,14 @@ class StreamHold:
             return True
 
     def release(self, owner: object) -> None:
-        """Let everything go on; nothing, where it isn't this owner that holds it."""
+        """Release the stream, if this owner holds it."""
         with self._changed:
             if self._owner is owner:
                 self._owner = None
                 self._tell()
 
     def is_held_by(self, owner: object) -> bool:
-        """Whether this one holds the stream."""
+        """Return whether this owner holds the stream."""
         return self._owner is owner
 
     def nudge(self) -> None:
@@ -64,7 +65,7 @@ class StreamHold:
             self._tell()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when anything was told since the last call, or the time is over."""
+        """Return after any change since the last call, or when the time is over."""
         with self._changed:
             if not self._news:
                 self._changed.wait(timeout_s)
@@ -76,7 +77,7 @@ class StreamHold:
 
 
 def cut(item: Item, bound: Lsn) -> tuple[Item | None, Item | None, Lsn]:
-    """What of an item may enter, what has to wait, and where the first of the latter commits."""
+    """Return the part of an item that may enter, the part that has to wait, and where the latter first commits."""
     if isinstance(item, Spilled) and item.commit.commit_lsn >= bound:
         return None, item, item.commit.commit_lsn
     if not isinstance(item, Run):

@@ -1,12 +1,13 @@
-"""A backlog in chunks: what the replication stream would send, read by COPY from the decoding functions of SQL.
+"""A backlog in chunks: the messages of the replication stream, read by COPY from the decoding functions of SQL.
 
-The server decodes a chunk at once and sends it in large pieces, where it sends the stream row by row. The functions read a
-temporary copy of the slot, which is moved on as it is read and goes with its connection; the slot itself stays where it is until the
-log is durable, and is then advanced to there, no further. So the next chunk is decoded while the log writes this one. Behind each
-chunk comes one more row, in the form of a keepalive: up to here everything that committed has come.
+The server decodes a chunk at once and sends it in large pieces, while it sends the stream row by row. The functions
+read a temporary copy of the slot, which advances as it is read and goes with its connection. The slot itself stays
+until the log is durable, and is then advanced to there, no further. So the next chunk is decoded while the log writes
+this one. After each chunk comes one more row, in the form of a keepalive: everything that committed below its LSN has
+come.
 
-Chunks end between transactions, but transactions that the source streams before they commit may lie across several: what
-was sent of one that is open when a chunk ends comes again with the next (`Block.begins_anew`).
+Chunks end between transactions, but transactions that the source streams before they commit may lie across several.
+If one is open when a chunk ends, its messages come again with the next chunk (`Block.begins_anew`).
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from millstream.protocol.catching_up import Chunk
 
 _SMALLEST_FRAME: Final = 1 + 4 + 6 + 1
 _ROW_BYTES: Final = 6
-"""In front of each message: the row's number of columns, the message's length."""
+"""Size of the header before each message: the row's number of columns, the message's length."""
 _COPY_HEADER: Final = 19
 _ENDS: Final = struct.Struct(">cQQ")
 _MESSAGES_MAX: Final = 1024
 
 ADVANCE_EVERY_S: Final = 10.0
 ADVANCE_BYTES: Final = 256 << 20
-"""How often the slot is advanced: the source reads its WAL from the slot's restart point on for each time."""
+"""WAL after which the slot is advanced: each time the source reads its WAL from the slot's restart point on."""
 _LAST_ADVANCE_S: Final = 60.0
 _CANCEL_S: Final = 5.0
 
 
 class SlotAdvance:
-    """Moves a slot that nobody reads, on a connection of its own, without waiting for it.
+    """Advances a slot that no connection reads, on a connection of its own, without waiting for it.
 
     Args:
         connection: an ordinary one; owned from here on.
         slot: the slot's name.
-        confirmed: where it stands.
+        confirmed: the slot's position.
     """
 
     def __init__(self, connection: Connection, slot: str, confirmed: Lsn) -> None:
@@ -64,7 +65,7 @@ class SlotAdvance:
         self._busy = False
 
     def want(self, lsn: Lsn) -> None:
-        """Everything up to `lsn` is durable: advance to it, unless that was done a moment ago.
+        """Advance to `lsn`, up to which everything is durable, unless it was advanced a moment ago.
 
         Raises:
             SlotActive: another connection reads it.
@@ -77,7 +78,7 @@ class SlotAdvance:
             self._begin(lsn)
 
     def finish(self, lsn: Lsn) -> None:
-        """Advance to `lsn` and wait for it, up to a bound: a slot that stands lower costs time at the next start, nothing else."""
+        """Advance to `lsn` and wait for it, up to a bound: a lower slot only costs time at the next start."""
         deadline = time.monotonic() + _LAST_ADVANCE_S
         self._wait(deadline)
         if not self._busy and lsn > self._asked:
@@ -85,7 +86,7 @@ class SlotAdvance:
             self._wait(deadline)
 
     def close(self) -> None:
-        """Close the connection; an advance that is on its way is given up."""
+        """Close the connection; a running advance is cancelled."""
         if self._busy:
             with contextlib.suppress(psycopg.Error):
                 self._connection.cancel_safe(timeout=_CANCEL_S)
@@ -103,7 +104,7 @@ class SlotAdvance:
         self._asked, self._asked_at, self._busy = lsn, time.monotonic(), True
 
     def _settle(self) -> None:
-        """Take the answer, where it has come."""
+        """Take the answer, if it has come."""
         pgconn = self._connection.pgconn
         failed: pq.abc.PGresult | None = None
         try:
@@ -130,14 +131,14 @@ class SlotAdvance:
 
 
 class ChunkWire:
-    """Chunks, one after the other, as a `Wire`. For one thread, but for its properties.
+    """Chunks, one after the other, as a `Wire`. For one thread, except its properties.
 
     Args:
         connection: an ordinary one; owned from here on.
-        command: reads one chunk, and then where it ended (`chunk_command`).
-        begin: where the first chunk begins.
-        advance: moves the slot.
-        go_on: asked behind each chunk whether to read another.
+        command: reads one chunk, and then its end (`chunk_command`).
+        begin: LSN at which the first chunk begins.
+        advance: advances the slot.
+        go_on: called after each chunk; returns whether to read another.
     """
 
     def __init__(
@@ -170,25 +171,25 @@ class ChunkWire:
 
     @property
     def ended(self) -> bool:
-        """Whether no more chunks will be read; what was read is in the blocks that were given."""
+        """Whether no more chunks will be read; the last one is in the blocks returned so far."""
         return self._ended
 
     @property
     def end(self) -> Lsn:
-        """Where the last chunk ended."""
+        """LSN at which the last chunk ended."""
         return self._end
 
     @property
     def source_end(self) -> Lsn:
-        """The end of the source's WAL, when the last chunk had been read."""
+        """The end of the source's WAL after the last chunk was read."""
         return self._source_end
 
     def fileno(self) -> int:
-        """What to poll for bytes to read."""
+        """Return the descriptor to poll for reading."""
         return self._rows.fileno()
 
     def read(self, gather_s: float = 0.0) -> Block | None:
-        """See `Wire`. A block doesn't reach over the end of a chunk."""
+        """See `Wire`. A block doesn't reach beyond the end of a chunk."""
         block = self._rows.read(gather_s)
         if block is not None:
             self._messages += len(block)
@@ -204,7 +205,7 @@ class ChunkWire:
         return block
 
     def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:  # noqa: ARG002 - chunks say by themselves where they end
-        """See `Wire`: the slot is advanced to what is durable, now and then."""
+        """See `Wire`: advances the slot to what is durable, now and then."""
         self._confirmed = confirmed
         self._advance.want(confirmed)
 
@@ -214,7 +215,7 @@ class ChunkWire:
             self._advance.finish(self._confirmed)
 
     def close(self) -> None:
-        """Close the connections, and have the server stop decoding."""
+        """Close the connections, and make the server stop decoding."""
         if not self._ended:
             with contextlib.suppress(psycopg.Error):
                 self._connection.cancel_safe(timeout=_CANCEL_S)
@@ -244,17 +245,18 @@ def open_chunks(
     wal_bytes_max: int,
     go_on: Callable[[Chunk], bool],
 ) -> ChunkWire:
-    """Copy a slot, and begin to read what lies behind `reached` in chunks.
+    """Copy a slot, and begin to read the WAL after `reached` in chunks.
 
     Args:
-        dsn: the source's.
-        identity: which server has to answer there.
-        slot: the slot; nobody reads it.
-        options: pgoutput's, as the stream is asked for.
+        dsn: the source's DSN.
+        identity: the server that has to answer there.
+        slot: the slot; no connection reads it.
+        options: pgoutput's options, the same as for the stream.
         reached: X.
-        confirmed: where the slot stands.
-        changes_max: a chunk ends with the transaction, or the piece of a streamed one, in which it comes to this number of messages.
-        wal_bytes_max: … or with this many bytes of WAL.
+        confirmed: the slot's position.
+        changes_max: a chunk ends with the transaction, or the piece of a streamed one, that brings it to so many
+            messages …
+        wal_bytes_max: … or to so many bytes of WAL.
         go_on: see `ChunkWire`.
 
     Raises:
@@ -282,7 +284,7 @@ def open_chunks(
 def chunk_command(
     slot: str, options: dict[str, str], *, changes_max: int, wal_bytes_max: int, on_standby: bool
 ) -> sql.Composed:
-    """The two COPYs of a chunk: its messages, and where it ended beside the end of the source's WAL."""
+    """Return the two COPYs of a chunk: its messages, and then its end and the end of the source's WAL."""
     end = "pg_last_wal_replay_lsn()" if on_standby else "pg_current_wal_flush_lsn()"
     pairs = sql.SQL(", ").join(sql.Literal(text) for pair in options.items() for text in pair)
     return sql.SQL(
@@ -301,7 +303,7 @@ def chunk_command(
 
 
 class _SocketRows:
-    """The rows of commands, read from the socket: simple queries, whose frames are few of kind."""
+    """The rows of commands, read from the socket: simple queries, which use few kinds of frames."""
 
     def __init__(self, connection: Connection) -> None:
         from millstream.codec.pgoutput import _framing

@@ -1,6 +1,6 @@
-"""What a server sends, taken off its socket in large pieces and split into messages by machine code.
+"""A server's messages, read off its socket in large pieces and split by machine code.
 
-For connections whose bytes aren't encrypted; libpq, which logged in, sees none of them from then on.
+For connections that aren't encrypted. libpq logs in, and sees none of the bytes after that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _BUFFER_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 256 << 10
 _READ_SMALL_BYTES: Final = 16 << 10
 NAP_US: Final = 200
-"""After a small read: some seventy rows come in that time. A Unix socket holds some three hundred, which take the source 0.8 ms."""
+"""Nap after a small read: some seventy rows come in that time. A Unix socket holds some three hundred, which the
+source sends in 0.8 ms."""
 _ROOM_MIN: Final = 16 << 10
 _SEND_S: Final = 30.0
 
@@ -44,13 +45,13 @@ class Block:
     messages: MessageRun
     kinds: Bytes8
     begins_anew: bool = False
-    """Whether streamed transactions that are open are sent again from their beginning, or will never be heard of again."""
+    """Whether open streamed transactions are sent again from their beginning, or never go on."""
 
     def __len__(self) -> int:
         return len(self.kinds)
 
     def between(self, first: int, end: int) -> MessageRun:
-        """Messages `[first, end)`."""
+        """Return messages `[first, end)`."""
         run = self.messages
         return MessageRun(run.buffer, run.starts[first:end], run.ends[first:end])
 
@@ -59,7 +60,7 @@ class Frames:
     """The frames of one connection.
 
     Args:
-        connection: whose socket to read; nobody else does as long as this one.
+        connection: connection whose socket to read; only this object reads it.
         split: one of the functions of `millstream.codec.pgoutput._framing`.
         frame_bytes_min: the smallest frame in which `split` finds a message.
         on_other: called with the kind and the body of each frame that isn't CopyData.
@@ -82,23 +83,23 @@ class Frames:
         self._socket = socket.socket(fileno=os.dup(connection.pgconn.socket))
         self._socket.setblocking(False)
         self._filled = 0
-        """Bytes received into the buffer."""
+        """Number of bytes received into the buffer …"""
         self._split_upto = 0
-        """… and of them, those that were split into messages."""
+        """… and of those that were split into messages."""
         self._memory, self._writable, self._view = _new_buffer(_BUFFER_BYTES)
 
     def fileno(self) -> int:
-        """The socket."""
+        """Return the socket's descriptor."""
         return self._socket.fileno()
 
     def read(self, gather_s: float = 0.0) -> Block | None:
-        """The messages that have come, up to another kind of frame; None where none has come whole.
+        """Return the messages that have come, up to another kind of frame; None if none has come whole.
 
         Args:
-            gather_s: for how long it may go on reading, as long as more comes. With 0 it never waits.
+            gather_s: how long it may go on reading while more comes. With 0 it never waits.
 
         Raises:
-            MillstreamError: the connection broke, bytes make no sense, or what `on_other` raises.
+            MillstreamError: the connection broke, the bytes are malformed, or `on_other` raises it.
         """
         self._receive(int(gather_s * 1e6) // NAP_US)
         while True:
@@ -108,7 +109,7 @@ class Frames:
             kinds = np.empty(capacity, dtype=np.uint8)
             found, at, why = self._split(self._view, self._split_upto, self._filled, starts, ends, kinds)
             self._split_upto = int(at)
-            if found:  # what stopped it is met again by the next call
+            if found:  # the next call meets what stopped it
                 return Block(MessageRun(self._view, starts[:found], ends[:found]), kinds[:found])
             if why == _MALFORMED:
                 raise ProtocolViolation("a message of an unknown kind or length came from the source")
@@ -116,7 +117,7 @@ class Frames:
                 return None
 
     def send(self, data: bytes) -> None:
-        """Send frames; `SourceUnreachable` where that can't be done."""
+        """Send frames; raise `SourceUnreachable` if that fails."""
         deadline = time.monotonic() + _SEND_S
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
@@ -136,7 +137,7 @@ class Frames:
         self._socket.close()
 
     def _receive(self, turns: int) -> None:
-        """Take what has come, up to a bound; with turns, what comes in so many naps too."""
+        """Receive what has come, up to a bound; with turns, also what comes during as many naps."""
         if len(self._memory) - self._filled < self._room_needed():
             self._renew(self._memory[self._split_upto : self._filled], self._size_needed())
         limit = min(len(self._memory), self._filled + _READ_BYTES)
@@ -157,7 +158,7 @@ class Frames:
         self._filled += count
 
     def _room_needed(self) -> int:
-        """Bytes that should be free before reading: for the rest of a message that has come in part."""
+        """Return the bytes that should be free before reading: for the rest of a partial message."""
         pending = self._filled - self._split_upto
         if pending < 5:
             return _ROOM_MIN
@@ -168,13 +169,13 @@ class Frames:
         return max(_BUFFER_BYTES, self._filled - self._split_upto + self._room_needed())
 
     def _renew(self, left: bytes | memoryview, size: int) -> None:
-        """Begin a new buffer, with what is left of the old one; blocks keep the old one for as long as they need it."""
+        """Begin a new buffer with the rest of the old one; blocks keep the old one as long as they need it."""
         self._memory, self._writable, self._view = _new_buffer(size)
         self._memory[: len(left)] = left
         self._filled, self._split_upto = len(left), 0
 
     def _take_other(self) -> bool:
-        """Hand on a frame that isn't CopyData; False where the rest of it is still to come."""
+        """Hand on a frame that isn't CopyData; False if it isn't complete."""
         at = self._split_upto
         (length,) = struct.unpack_from(">I", self._memory, at + 1)
         if at + 1 + length > self._filled:
@@ -188,7 +189,7 @@ _MALFORMED: Final = 2
 
 
 def pass_over(kind: str, body: bytes, *, what: str) -> None:
-    """Pass over a frame that says nothing to us; raise an error, and what doesn't belong into `what`."""
+    """Ignore a frame without meaning for us; raise the error that it holds, or one if it doesn't belong into `what`."""
     if kind == "E":
         fields = {part[:1]: part[1:].decode("utf-8", "replace") for part in body.split(b"\0") if part}
         raise translate_fields(fields.get(b"C"), fields.get(b"M", "the server ended the stream"))
@@ -197,7 +198,7 @@ def pass_over(kind: str, body: bytes, *, what: str) -> None:
 
 
 def _new_buffer(size: int) -> tuple[memoryview, Bytes8, Bytes8]:
-    """Memory to receive into, the same for machine code, and what readers see of it."""
+    """Return memory to receive into, the same for machine code, and a read-only view of it."""
     memory = memoryview(bytearray(size))
     writable: Bytes8 = np.frombuffer(memory, dtype=np.uint8)
     view: Bytes8 = np.frombuffer(memory.toreadonly(), dtype=np.uint8)

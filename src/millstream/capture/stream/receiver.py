@@ -1,9 +1,9 @@
-"""The reader of what the source sends: one thread that takes messages as they come and says how far the log is.
+"""The reader of the source's messages: one thread that takes messages as they come and reports how far the log is.
 
-It looks at each message's kind, no more, and that in whole blocks: whole transactions are handed on in runs, blocks of
-large streamed transactions go to spill files. It owns the connection, so all that is sent to the source goes through it
-too: standby status, with the position that `confirm` was last given and never a byte more, also while nobody takes what
-was read.
+It looks only at each message's kind, and at whole blocks at a time. It hands on whole transactions in runs, and
+writes blocks of large streamed transactions to spill files. It owns the connection, so everything sent to the source
+goes through it. It sends standby status with the position that `confirm` was last given and never a byte more, even
+while its items aren't taken.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _PAIR: Final = struct.Struct(">II")
 _RUN_SMALL_BYTES: Final = 32 << 10
 _RUN_LARGE_BYTES: Final = 4 << 20
 _RUN_EVERY_S: Final = 0.04
-"""Between small and large a run waits for more to come, for this long after the one before."""
-_SILENCE_S: Final = 0.004  # of two busy cores the source's process may be without one for 3 ms
-"""… unless no more has come for so long."""
+"""A run of medium size waits for more to come, for this long after the run before …"""
+_SILENCE_S: Final = 0.004  # with two busy cores the source's process may lack one for 3 ms
+"""… unless nothing more has come for so long."""
 _SMALL_RUN_EVERY_S: Final = 0.003
-"""The same for a small one: a transaction that comes alone doesn't wait, a thousand a second don't take a whole core."""
+"""The wait of a small run: a transaction that comes alone doesn't wait, and a thousand a second don't take a whole
+core."""
 _GATHER_S: Final = 0.01
-"""How long to read on without a look at anything else: what is confirmed, and that somebody waits, is told later by as much."""
+"""How long to read on without other work: confirmations, and waking a waiting `take`, are late by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Run:
 
     @property
     def messages(self) -> MessageRun:
-        """All of it in one; a copy, which the reader of the connection has no time for: the source waits while it works."""
+        """All messages in one run, a copy. The receiver has no time for that: the source waits while it works."""
         return MessageRun.joined(self.pieces)
 
 
@@ -85,8 +86,8 @@ class StreamedAbort:
 class Spilled:
     """A transaction that lies in a spill file has committed.
 
-    `streamed`: its messages bear xids, those of `aborted` were rolled back. Else it came whole; what stood between its
-    Begin and its Commit is in the file.
+    `streamed`: its messages have xids, and those of `aborted` were rolled back. Otherwise it came whole, and the file
+    has the messages between its Begin and its Commit.
     """
 
     commit: StreamCommit
@@ -111,8 +112,8 @@ class Receiver:
 
     Args:
         wire: the connection: a replication stream, or chunks of a backlog; owned from here on.
-        spill: where large transactions go.
-        confirmed: the position that the source may be told at once.
+        spill: folder for large transactions.
+        confirmed: the position that may be reported to the source at once.
         buffer_bytes_max: undecoded bytes in memory beyond which the source has to wait.
         status_s: the longest time between two status messages.
 
@@ -133,7 +134,7 @@ class Receiver:
         self._buffer_bytes_max = buffer_bytes_max
         self._status_s = status_s
         self._news_s = min(1.0, status_s)
-        """As `status_s`, where there is something to tell. A source of little patience takes a second for silence."""
+        """Like `status_s`, if there is something to report. To an impatient source a second is silence."""
         self._lock = threading.Condition()
         self._items: deque[Item] = deque()
         self._queued_bytes = 0
@@ -154,7 +155,7 @@ class Receiver:
         self._whole_bytes = 0
         self._handed_at = self._came_at = 0.0
         self._open: list[MessageRun] = []
-        """What has come of the transaction behind them."""
+        """The received part of the transaction after them."""
         self._open_bytes = 0
         self._own: SpillFile | None = None
         self._own_xid = 0
@@ -162,7 +163,7 @@ class Receiver:
         self._block_xid = 0
         self._streamed: dict[int, _Streamed] = {}
         self._wake_read = self._wake_write = -1
-        """A pipe, for as long as there is somebody to wake."""
+        """A pipe that wakes the thread, open while it runs."""
         self._thread = threading.Thread(target=self._main, name="millstream-receiver", daemon=True)
 
     # --- for other threads --------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Receiver:
         self._thread.start()
 
     def stop(self, *, final: Lsn | None = None) -> None:
-        """End the thread and the connection; with `final`, tell the source that position before."""
+        """End the thread and the connection; with `final`, report that position to the source first."""
         with self._lock:
             if final is not None:
                 self._confirmed = max(self._confirmed, final)
@@ -184,11 +185,11 @@ class Receiver:
         self._thread.join()
 
     def take(self, timeout_s: float) -> Item | None:
-        """The next item in the stream's order; None when none came in time.
+        """Return the next item in the stream's order; None when none came in time.
 
         Raises:
-            MillstreamError: the connection broke, or there is no space for a large transaction; what came before it was handed
-                out first.
+            MillstreamError: the connection broke, or there is no space for a large transaction; earlier items are
+                returned first.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -201,7 +202,7 @@ class Receiver:
                 if not self._hungry:
                     self._hungry = True
                     if self._whole:
-                        self._wake()  # it waits for bytes, and what it has waits for us
+                        self._wake()  # it waits for bytes, and its whole transactions wait for this `take`
                 self._lock.wait(left)
             self._hungry = False
             item = self._items.popleft()
@@ -213,31 +214,31 @@ class Receiver:
             return item
 
     def nudge(self) -> None:
-        """Let a `take` that waits return at once."""
+        """Let a waiting `take` return at once."""
         with self._lock:
             self._items.append(Position(Lsn(0)))
             self._lock.notify_all()
 
     def confirm(self, lsn: Lsn, *, now: bool = False) -> None:
-        """Let the source know, with the next status, that everything up to `lsn` is durable."""
+        """Report to the source, with the next status, that everything up to `lsn` is durable."""
         self._confirmed = max(self._confirmed, lsn)
         if now:
             self._told_at = 0.0
             self._wake()
 
     def ask_position(self) -> None:
-        """Have the source say how far it has sent; a `Position` follows."""
+        """Ask the source how far it has sent; a `Position` follows."""
         self._ask = True
         self._wake()
 
     @property
     def confirmed(self) -> Lsn:
-        """What the source is told."""
+        """The position reported to the source."""
         return self._confirmed
 
     @property
     def received(self) -> Lsn:
-        """How far the stream was read."""
+        """The position up to which the stream was read."""
         return self._received
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -256,7 +257,8 @@ class Receiver:
             with self._lock:
                 self._ended = True
                 self._lock.notify_all()
-                # A byte written to these numbers from here on would go into whatever file bears them by then.
+                # A byte written to these descriptors from here on would go into another file that has reused the
+                # numbers.
                 os.close(self._wake_read)
                 os.close(self._wake_write)
                 self._wake_read = self._wake_write = -1
@@ -295,7 +297,7 @@ class Receiver:
                     os.read(self._wake_read, 4096)
 
     def _is_run_due(self, now: float) -> bool:
-        """Whether the whole transactions that wait should be handed on, rather than wait for more."""
+        """Return whether the waiting whole transactions should be handed on, rather than wait for more."""
         if self._whole_bytes >= RUN_BYTES_MAX:
             return True
         if not self._whole or not self._hungry:
@@ -305,19 +307,19 @@ class Receiver:
         return now >= self._due_at()
 
     def _due_at(self) -> float:
-        """When the next run begins, if nothing more comes until then."""
+        """Return when the next run begins, if nothing more comes until then."""
         if self._whole_bytes < _RUN_SMALL_BYTES:
             return self._handed_at + _SMALL_RUN_EVERY_S
         return min(self._handed_at + _RUN_EVERY_S, self._came_at + _SILENCE_S)
 
     def _gather_s(self, now: float) -> float:
-        """How long to do nothing but read: never beyond the moment at which a run is due."""
+        """Return how long to do nothing but read: never beyond the moment at which a run is due."""
         if self._whole and self._hungry:
             return min(_GATHER_S, max(0.0, self._due_at() - now))
         return _GATHER_S
 
     def _quiet_s(self, now: float) -> float:
-        """How long to wait for bytes at most."""
+        """Return the longest time to wait for bytes."""
         if self._whole and self._hungry:
             return max(0.0, self._due_at() - now)
         due = self._told_at + (self._news_s if self._confirmed > self._told else self._status_s)
@@ -339,7 +341,7 @@ class Receiver:
                 at = self._on_ordinary(block, marks, at)
 
     def _on_ordinary(self, block: Block, marks: Marks, at: int) -> int:
-        """Transactions as they commit, up to something else."""
+        """Take transactions as they commit, up to a message of another kind."""
         end = _next(marks, _NOT_ORDINARY, at)
         ends = _last_end(block, marks, at, end)
         if ends is None:
@@ -373,7 +375,7 @@ class Receiver:
             self._open_bytes += messages.span_bytes
 
     def _on_streamed_block(self, block: Block, marks: Marks, at: int) -> int:
-        """The messages between StreamStart and StreamStop."""
+        """Take the messages between StreamStart and StreamStop."""
         assert self._block is not None
         end = _next(marks, _NOT_STREAMED, at)
         self._block.file.append(block.between(at, end))
@@ -392,7 +394,7 @@ class Receiver:
         return end
 
     def _on_own(self, block: Block, marks: Marks, at: int) -> int:
-        """A transaction that came in one piece and is too large for memory, up to its Commit."""
+        """Take a transaction that came in one piece and is too large for memory, up to its Commit."""
         assert self._own is not None
         end = _next(marks, _NOT_OWN, at)
         self._own.append(block.between(at, end))
@@ -409,7 +411,7 @@ class Receiver:
         self.source_end = max(self.source_end, Lsn(end))
         if not self._open and self._own is None:
             self._position = max(self._position, Lsn(end))
-        # The source sends one whenever it has nothing more and we are behind: no reason to cut a run short.
+        # The source sends one whenever it has nothing more and our position is behind: no reason to cut a run short.
         if not self._whole:
             self._put_position()
         if data[17]:
@@ -446,7 +448,7 @@ class Receiver:
             raise ProtocolViolation(f"a message {chr(kind)!r} came outside of a streamed block")
 
     def _forget_streamed(self) -> None:
-        """Let go of streamed transactions that are open: they come again from their beginning, where they go on at all."""
+        """Drop open streamed transactions: if they go on at all, they come again from their beginning."""
         self._hand_over()
         for xid, streamed in self._streamed.items():
             streamed.file.remove()
@@ -493,11 +495,11 @@ class Receiver:
                 if self._queued_bytes <= self._buffer_bytes_max or self._stop:
                     return
                 self._lock.wait(self._news_s)
-            # The sink stalls. The source would take silence for a dead peer, so it hears where we stand.
+            # The sink stalls. The source would take silence for a dead peer, so keep sending it the status.
             self._send_due_status()
 
     def _put_position(self) -> None:
-        """Hand on the position that a keepalive gave, where that is news; nothing whole waits that lies below it."""
+        """Hand on a keepalive's position if it is news; no whole transaction that lies below it waits."""
         if self._position > self._received:
             self._received = self._position
             self._put(Position(self._position))
@@ -541,7 +543,7 @@ _MAY_END: Final = 8
 
 
 def _marks() -> Marks:
-    """By kind of message: what it isn't a plain part of, and whether a transaction may end with it."""
+    """Return by kind of message: which runs it ends, and whether a transaction may end with it."""
     marks = np.zeros(256, dtype=np.uint8)
     for kinds, mark in (
         (b"kSEcA", _NOT_ORDINARY),
@@ -558,13 +560,13 @@ _MARKS: Final = _marks()
 
 
 def _next(marks: Marks, mark: int, at: int) -> int:
-    """The first message from `at` on that bears the mark; the number of messages where none does."""
+    """Return the index of the first message from `at` on that has the mark; the number of messages if none has."""
     found = np.flatnonzero(marks[at:] & mark)
     return at + int(found[0]) if len(found) else len(marks)
 
 
 def _last_end(block: Block, marks: Marks, at: int, end: int) -> int | None:
-    """The last message of `[at, end)` behind which no transaction is open: a Commit, or a message outside of any."""
+    """Return the last message of `[at, end)` that leaves no transaction open: a Commit, or one outside of any."""
     for number in np.flatnonzero(marks[at:end] & _MAY_END)[::-1]:
         place = at + int(number)
         if block.kinds[place] == _COMMIT_KIND or not block.messages.buffer[block.messages.starts[place] + 1] & 1:

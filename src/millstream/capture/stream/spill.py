@@ -1,9 +1,9 @@
 """Transactions that are too large for memory wait in files, one pair each, until they commit or abort.
 
-A pair is `<xid>-<n>.messages`, the messages with whatever stood between them in memory, and `<xid>-<n>.bounds`, two uint32
-for each: how many bytes it lies behind the one before, and its length. Files are a memory extension and nothing more: what
-they hold is sent again by the source after a crash, so they are never synced, and those that a process left behind are
-removed when the next one starts. The folder has the rows of tables that are copied whole too (`copied_file`).
+A pair is `<xid>-<n>.messages`, the messages and the bytes between them in memory, and `<xid>-<n>.bounds`, two uint32
+for each message: the gap before it in bytes, and its length. Files only extend memory. After a crash the source sends
+their contents again, so they are never synced, and the next process removes files that are left at its start. The
+folder also has the rows of tables that are copied whole (`copied_file`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from millstream.private_files import make_folder, open_private
 
 FLUSH_BYTES: Final = 1 << 20
 _PAIRS: Final = 1 << 16
-RUN_BYTES: Final = 8 << 20  # what is decoded at once: its columns take about three times as much
+RUN_BYTES: Final = 8 << 20  # decoded at a time: the columns take about three times as much
 
 
 class SpillFile:
-    """One transaction's messages. One thread appends; when it's done, any thread reads, again and again."""
+    """One transaction's messages. One thread appends; when it's done, any thread may read, repeatedly."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._messages = folder / f"{name}.messages"
@@ -39,7 +39,7 @@ class SpillFile:
         self.size_bytes = 0
 
     def append(self, messages: MessageRun) -> None:
-        """Add messages; what lies between them in their buffer is kept and never read. Raises as `flush`."""
+        """Add messages; bytes between them in their buffer are written and never read. Raises as `flush`."""
         if not len(messages):
             return
         self._waiting.append(messages)
@@ -48,10 +48,10 @@ class SpillFile:
             self.flush()
 
     def flush(self) -> None:
-        """Put what waits in memory into the files.
+        """Write waiting messages to the files.
 
         Raises:
-            DiskFull: there is no space for it; the files are of no use any more.
+            DiskFull: there is no space for them; the files are no longer usable.
             HomeUnwritable: they can't be written for another reason.
         """
         if not self._waiting:
@@ -73,7 +73,7 @@ class SpillFile:
         self._waiting_bytes = 0
 
     def runs(self) -> Iterator[MessageRun]:
-        """The messages in pieces of bounded size; from the start at every call."""
+        """Yield the messages in runs of bounded size; from the start at every call."""
         assert not self._waiting, "flush before reading"
         if not self._bounds.exists():
             return
@@ -92,14 +92,14 @@ class SpillFile:
                     first = last
 
     def remove(self) -> None:
-        """Remove the files; fine where there are none."""
+        """Remove the files, if there are any."""
         self._waiting = []
         self._messages.unlink(missing_ok=True)
         self._bounds.unlink(missing_ok=True)
 
 
 class SpillFolder:
-    """The spill files of one capture; the folder is nobody else's and is emptied when it is opened."""
+    """The spill files of one capture, which alone uses the folder, and empties it when it is opened."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -107,7 +107,7 @@ class SpillFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what lies there, and make the folder where it's missing; it is there all the time. Raises as `SpillFile.flush`."""
+        """Remove all files from the folder, and create it if it is missing. Raises as `SpillFile.flush`."""
         with told(self._path):
             make_folder(self._path)
             for left in self._path.iterdir():
@@ -117,21 +117,21 @@ class SpillFolder:
                     left.unlink()
 
     def create(self, xid: int) -> SpillFile:
-        """A new, empty file for a transaction."""
+        """Return a new, empty file for a transaction."""
         return SpillFile(self._path, f"{xid}-{next(self._numbers)}")
 
     def path_for(self, name: str) -> Path:
-        """Where a new file of that name may lie; it goes with the others."""
+        """Return the path for a new file of that name; it is removed with the others."""
         return self._path / f"{name}-{next(self._numbers)}"
 
     def free_bytes(self) -> int:
-        """Space that is left there."""
+        """Return the free space of its disk."""
         return shutil.disk_usage(self._path).free
 
 
 @contextlib.contextmanager
 def told(path: Path) -> Iterator[None]:
-    """What the disk refuses, as an error of ours."""
+    """Translate the disk's errors raised within the block."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
 """The replication connection's bytes, in blocks of whole messages.
 
-libpq hands messages out one by one, and each then costs several times what decoding it does (2.4 µs against 0.3). So where
-the connection isn't encrypted, its socket is read directly from the answer to START_REPLICATION on: what has come is split
-by machine code, and no Python runs for a message. libpq never sees a byte of it; it was asked nothing else and knows of no
-answer. Encrypted connections, whose bytes only libpq can read, and processes without numba go through libpq.
+libpq returns messages one by one, and each then costs several times its decoding (2.4 µs against 0.3). So if the
+connection isn't encrypted, its socket is read directly from the answer to START_REPLICATION on. Machine code splits
+the bytes, and no Python runs for a message. libpq never sees these bytes; it was asked nothing else and expects no
+answer. Encrypted connections, whose bytes only libpq can read, and processes without numba use libpq.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from millstream.errors import MillstreamError, ProtocolViolation, SourceUnreacha
 from millstream.model.positions import Lsn
 
 HEADER_BYTES: Final = 25
-"""Of XLogData, before each message: 'w', its LSN, the server's end of WAL, the server's clock."""
+"""Size of the header of XLogData before each message: 'w', its LSN, the server's end of WAL, the server's clock."""
 POSTGRES_EPOCH_US: Final = 946_684_800_000_000
 
 _STATUS: Final = struct.Struct(">cQQQqB")
@@ -38,30 +38,30 @@ _GOODBYE_S: Final = 2.0
 
 
 class Wire(Protocol):
-    """A connection that sends pgoutput's messages and hears how far the log is. For one thread."""
+    """A connection that sends pgoutput's messages and receives how far the log is. For one thread."""
 
     def fileno(self) -> int:
-        """What to poll for bytes to read."""
+        """Return the descriptor to poll for reading."""
 
     def read(self, gather_s: float = 0.0) -> Block | None:
-        """The messages that have come; None where none has come whole.
+        """Return the messages that have come; None if none has come whole.
 
         Args:
-            gather_s: for how long it may go on reading, as long as more comes. With 0 it never waits.
+            gather_s: how long it may go on reading while more comes. With 0 it never waits.
 
         Raises:
-            MillstreamError: the server ended the stream, the connection broke, or bytes make no sense.
+            MillstreamError: the server ended the stream, the connection broke, or the bytes are malformed.
         """
 
     def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
-        """Tell the source what was received, and what is durable; `ask` for an answer that says where it stands.
+        """Report to the source what was received, and what is durable; `ask` requests its position in return.
 
         Raises:
-            SourceUnreachable: that can't be done.
+            SourceUnreachable: the report can't be sent.
         """
 
     def say_goodbye(self) -> None:
-        """End it from this side and wait a moment for the server to take it in, with what it was told last."""
+        """End the stream from this side and wait a moment until the server has received the last report."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -90,7 +90,7 @@ def start_replication(connection: Connection, command: bytes) -> Wire:
 
 
 def has_machine_code() -> bool:
-    """Whether there is any; it is ready then."""
+    """Return whether machine code is available; it is compiled then."""
     try:
         from millstream.capture.stream._drain import compile_drain
     except ImportError:
@@ -100,7 +100,7 @@ def has_machine_code() -> bool:
 
 
 def _takes_over(descriptor: int) -> bool:
-    """Wait for the answer; take it off the socket where it opens the stream, leave it to libpq where it doesn't."""
+    """Wait for the answer; take it off the socket if it opens the stream, leave it to libpq if it doesn't."""
     with socket.socket(fileno=os.dup(descriptor)) as peer:
         poll = select.poll()
         poll.register(peer, select.POLLIN)
@@ -125,7 +125,7 @@ def _takes_over(descriptor: int) -> bool:
                     return False
                 at = end
             if len(data) == seen:
-                time.sleep(0.001)  # a part of an answer; poll would say at once that it's there
+                time.sleep(0.001)  # a part of an answer; poll would return at once because of it
             seen = len(data)
     return False
 
@@ -142,20 +142,20 @@ class SocketWire:
         )
 
     def fileno(self) -> int:
-        """The socket."""
+        """Return the socket's descriptor."""
         return self._frames.fileno()
 
     def read(self, gather_s: float = 0.0) -> Block | None:
-        """See `Wire`. Messages of a block lie where they were received; what comes later goes behind them."""
+        """See `Wire`. A block's messages stay where they were received; later bytes go behind them."""
         return self._frames.read(gather_s)
 
     def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
-        """See `Wire`: a standby status, as CopyData."""
+        """See `Wire`: sends a standby status, as CopyData."""
         message = standby_status(received, confirmed, ask=ask)
         self._frames.send(b"d" + struct.pack(">I", len(message) + 4) + message)
 
     def say_goodbye(self) -> None:
-        """CopyDone; then read until the server has said so too."""
+        """Send CopyDone; then read until the server has sent it too."""
         with contextlib.suppress(MillstreamError, OSError):
             self._frames.send(b"c\0\0\0\4")
             deadline = time.monotonic() + _GOODBYE_S
@@ -166,7 +166,7 @@ class SocketWire:
                     self.read()
 
     def close(self) -> None:
-        """Close it, and libpq's side."""
+        """Close the socket, and libpq's connection."""
         self._frames.close()
         self._connection.close()
 
@@ -178,7 +178,7 @@ def _on_other_frame(kind: str, body: bytes) -> None:
 
 
 def standby_status(received: Lsn, confirmed: Lsn, *, ask: bool) -> bytes:
-    """The message by which the source learns what it may forget."""
+    """Return the message that reports to the source which WAL it may remove."""
     now_us = time.time_ns() // 1000 - POSTGRES_EPOCH_US
     return _STATUS.pack(b"r", max(received, confirmed), confirmed, confirmed, now_us, int(ask))
 
@@ -194,11 +194,11 @@ class LibpqWire:
         self._got_few = False
 
     def fileno(self) -> int:
-        """libpq's socket."""
+        """Return the descriptor of libpq's socket."""
         return self._pg.socket
 
     def read(self, gather_s: float = 0.0) -> Block | None:
-        """See `Wire`. It naps once: it is slower than what fills a socket."""
+        """See `Wire`. It naps once: it is slower than the sender that fills a socket."""
         if gather_s > 0 and self._got_few:
             time.sleep(min(gather_s, NAP_US / 1e6))
         found: list[bytes | memoryview] = []
@@ -223,7 +223,7 @@ class LibpqWire:
         return _block(found) if found else None
 
     def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
-        """See `Wire`: a standby status, as CopyData."""
+        """See `Wire`: sends a standby status, as CopyData."""
         try:
             self._pg.put_copy_data(standby_status(received, confirmed, ask=ask))
             self._pg.flush()
@@ -231,7 +231,7 @@ class LibpqWire:
             raise translate(error) from error
 
     def say_goodbye(self) -> None:
-        """CopyDone; then read until the server has said so too."""
+        """Send CopyDone; then read until the server has sent it too."""
         with contextlib.suppress(psycopg.Error, MillstreamError):
             self._pg.put_copy_end()
             self._pg.flush()
@@ -246,7 +246,7 @@ class LibpqWire:
                     self._pg.consume_input()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._connection.close()
 
 
