@@ -1,11 +1,12 @@
-"""The catalog: what must be agreed on between processes and outlive them, but is not the log's own.
+"""The catalog: state that processes agree on and that outlives them, except the log's own.
 
-Streams and their ids, writers and epochs, number reservations, sources and the positions reached, tables with their
-states and schema versions, table-copy chunks, pipelines' positions, access tokens. Embedded in SQLite (`data/catalog.db`), or in a
-PostgreSQL database that several homes may share; the owner, the pipeline's driver and commands have it open at once.
+It has streams and their ids, writers and epochs, number reservations, sources and the positions reached, tables with
+their states and schema versions, table-copy chunks, pipelines' positions, and access tokens. It is embedded in SQLite
+(`data/catalog.db`), or in a PostgreSQL database that several homes may share. The owner, the pipeline's driver and
+commands have it open at once.
 
-Values go in and out as those of `millstream.model` and `millstream.catalog.values`. Readers of the log never come here:
-segments and the mark file are enough for them.
+Values are those of `millstream.model` and `millstream.catalog.values`. Readers of the log don't use it: segments and
+the mark file are enough for them.
 """
 
 from millstream.catalog.database import CatalogFacts, examine_catalog

@@ -1,7 +1,8 @@
-"""Knowledge of a log that its catalog lacks: tables, versions of schemas and numbers of sources, taken over from the log.
+"""Adoption of a log's facts that its catalog lacks: tables, versions of schemas and numbers of sources.
 
-A catalog that was lost, or put back from a backup, is older than its log. It would give numbers again that stand in the log's
-records, and rows would come back under another table's name. Everything that a number stands for lies in the log's schemas.
+A catalog that was lost, or restored from a backup, is older than its log. It would give numbers again that the log's
+records use, and rows would come back under another table's name. The log's schemas have everything that the numbers
+stand for.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class LoggedTable:
     """A table as its log has it."""
 
     versions: tuple[TableSchema, ...]
-    """Its schemas that the log has, by version; one at least."""
+    """Its schemas in the log, by version; at least one."""
     shard: ShardId
-    """Where the newest lies."""
+    """Shard of the newest schema."""
 
     @property
     def newest(self) -> TableSchema:
@@ -41,27 +42,28 @@ class LoggedTable:
 
 
 class Adoption(CatalogPart):
-    """Takes over what the log knows."""
+    """Adopts a log's facts."""
 
     def adopt_tables(
         self, stream: StreamId, tables: Iterable[LoggedTable], sources: Collection[SourceId] = ()
     ) -> list[TableId]:
-        """Take over the tables and versions of schemas that the catalog lacks, and number new ones above them; all of it or nothing.
+        """Adopt the tables and schema versions that the catalog lacks, and number new ones above them; all or nothing.
 
         Args:
-            stream: the log's.
-            tables: those that the log has.
-            sources: numbers of sources that its records bear; none of them is given again.
+            stream: the log's stream.
+            tables: the log's tables.
+            sources: numbers of sources in its records; none of them is given again.
 
-        A table of applications goes on as it was. A captured one is copied again, because the log doesn't say whether its copy had ended; one
-        whose source the catalog doesn't know has gone: which database it was can't be told from the log, so that database gets a new
-        number, and its tables are new ones. If two captured tables have one name, the older one has gone.
+        A table of applications goes on as it was. A captured table is copied again, because the log doesn't show
+        whether its copy had ended. If the catalog doesn't know its source, the table is gone: the log doesn't name
+        the source's database, so the database gets a new number, and its tables are new ones. If two captured tables
+        have one name, the older one is gone.
 
         Returns:
             The tables that the catalog lacked, or lacked a version of.
 
         Raises:
-            CatalogOlder: a number of the log's stands for something else in the catalog. Nothing was changed.
+            CatalogOlder: one of the log's numbers means something else in the catalog. Nothing was changed.
             UnknownStream: the catalog has no such stream.
         """
         logged = {table.newest.table_id: table for table in tables}
@@ -91,7 +93,7 @@ class Adoption(CatalogPart):
     def _add_versions(
         self, connection: Connection, table: LoggedTable, known: Mapping[SchemaVersion, TableSchema]
     ) -> bool:
-        """Note down the versions that the catalog lacks; whether there were any."""
+        """Add the versions that the catalog lacks; return whether there were any."""
         lacking = [schema for schema in table.versions if schema.version not in known]
         for schema in lacking:
             connection.execute(
@@ -110,7 +112,7 @@ class Adoption(CatalogPart):
         return bool(lacking)
 
     def _check_sources(self, connection: Connection, stream: StreamId, sources: Collection[SourceId]) -> None:
-        """`CatalogOlder` if another stream has one of the numbers."""
+        """Raise `CatalogOlder` if another stream has one of the numbers."""
         others = select(t.sources.c.id).where(t.sources.c.id.in_(list(sources)), t.sources.c.stream != str(stream))
         taken = connection.execute(others.order_by(t.sources.c.id).limit(1)).scalar()
         if taken is not None:
@@ -133,7 +135,7 @@ def _versions(
 def _check_same(
     stream: StreamId, row: Row[Any], table: LoggedTable, known: Mapping[SchemaVersion, TableSchema]
 ) -> None:
-    """`CatalogOlder` unless the catalog's table of the number is the log's."""
+    """Raise `CatalogOlder` unless the catalog's table of the number is the log's."""
     newest, named = table.newest, qualified_name(row.namespace, row.name)
     by_fingerprint = {fingerprint_of(schema): version for version, schema in known.items()}
     is_same = (
@@ -141,7 +143,7 @@ def _check_same(
         and row.relation_oid == newest.relation_oid
         and (TableKind(row.kind) is _kind(newest))
         and (row.source == 0) is (newest.source == 0)
-        # Applications' tables keep their names; captured ones are the same by their relation.
+        # Applications' tables keep their names; captured ones are the same if their relation is.
         and (newest.source != 0 or (row.namespace, row.name) == (newest.namespace, newest.name))
     )
     if not is_same:
@@ -163,7 +165,7 @@ def _check_same(
 
 
 def _present(connection: Connection, stream: StreamId) -> dict[tuple[bool, str, str], TableId]:
-    """By whether it is captured and by name, the stream's tables that aren't gone."""
+    """Return the stream's tables that aren't gone, by whether they are captured and by name."""
     query = select(t.tables).where(
         t.tables.c.stream == str(stream),
         t.tables.c.kind == TableKind.TABLE.value,
@@ -177,7 +179,7 @@ def _states(
     missing: Mapping[TableId, LoggedTable],
     sources: Collection[SourceId],
 ) -> dict[TableId, tuple[TableState, str]]:
-    """In which state each missing table is taken over, and why.
+    """Return the state in which each missing table is adopted, with the reason.
 
     Raises:
         CatalogOlder: the catalog has a table of its name under another number.
@@ -227,5 +229,5 @@ def _row(stream: StreamId, table: LoggedTable, state: tuple[TableState, str]) ->
 
 
 def _kind(schema: TableSchema) -> TableKind:
-    """A table's kind: one that is set aside has schemas of raw changes."""
+    """Return a table's kind: a table that is set aside has schemas of raw changes."""
     return TableKind.TABLE if schema.kind is TableKind.RAW else schema.kind

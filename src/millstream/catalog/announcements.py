@@ -1,7 +1,7 @@
-"""What writers of a stream call out to each other through PostgreSQL's LISTEN and NOTIFY: `ports.Announcements`.
+"""Announcements between a stream's writers through PostgreSQL's LISTEN and NOTIFY: `ports.Announcements`.
 
-Nothing depends on it: whoever hears nothing asks the store a little later. So nothing here raises; a connection that broke, or that a pooler
-shares among others, is silence.
+Nothing depends on them: a process that receives none asks the store a little later. So nothing here raises. A
+connection that broke, or that a pooler shares among others, is silent.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PostgresAnnouncements:
     """The announcements of one stream.
 
     Args:
-        database: of a catalog in PostgreSQL.
-        stream: whose writers listen.
+        database: database of a catalog in PostgreSQL.
+        stream: the stream whose writers listen.
 
     Concurrency: one thread.
     """
@@ -41,14 +41,14 @@ class PostgresAnnouncements:
         self._not_before_s = 0.0
 
     def tell(self, told: Announcement) -> None:
-        """As the port."""
+        """Implement the port."""
         line = self._line()
         if line is not None:
             with self._silent():
                 fetch_row(line, "SELECT pg_notify({}, {})", self._channel, str(told))
 
     def hear(self, timeout_s: float) -> list[Announcement]:
-        """As the port."""
+        """Implement the port."""
         line, heard = self._line(), list[psycopg.Notify]()
         end = time.monotonic() + timeout_s
         if line is not None:
@@ -62,7 +62,7 @@ class PostgresAnnouncements:
         return [told for told in said if told is not None]
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             with suppress(psycopg.Error):
                 self._connection.close()
@@ -71,7 +71,7 @@ class PostgresAnnouncements:
     def _line(self) -> psycopg.Connection[tuple[Any, ...]] | None:
         if self._connection is None and time.monotonic() >= self._not_before_s:
             with self._silent():
-                # A statement that is prepared on one server connection isn't there on the next, behind a pooler.
+                # A statement prepared on one server connection is missing on the next, behind a pooler.
                 self._connection = psycopg.connect(self._address, autocommit=True, prepare_threshold=None)
                 self._connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
         return self._connection

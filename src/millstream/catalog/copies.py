@@ -1,4 +1,4 @@
-"""The catalog's table copies: the chunks that one which was cut short goes on from, and which copies wait for a person's word."""
+"""The catalog's table copies: chunks from which an interrupted copy goes on, and copies that are paused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Copies(CatalogPart):
     """Chunks of table copies, and pauses."""
 
     def pause_copy(self, stream: StreamId, table: TableId) -> bool:
-        """Have a table's copy wait until `resume_copy`; whether there is one to be waited with. A table's state is none of it."""
+        """Pause a table's copy until `resume_copy`; return whether there is one. The table's state doesn't change."""
         pause = insert(t.facts).values(scope=_pauses(stream), name=str(int(table)), value="true")
         with self._database.write() as connection:
-            # Locked: a copy that ends at this moment either is seen to have ended, or takes the pause away.
+            # Locked: either a copy that ends at this moment is seen as ended, or it removes the pause.
             row = select(t.tables.c.state).where(t.tables.c.id == table).with_for_update()
             if connection.execute(row).scalar() not in _UNFINISHED:
                 return False
@@ -32,18 +32,18 @@ class Copies(CatalogPart):
         return True
 
     def resume_copy(self, stream: StreamId, table: TableId) -> bool:
-        """Let a table's copy go on; whether it had been paused."""
+        """Let a table's copy go on; return whether it was paused."""
         with self._database.write() as connection:
             return connection.execute(_no_pause(stream, table)).rowcount > 0
 
     def paused_copies(self, stream: StreamId) -> frozenset[TableId]:
-        """The tables whose copies are paused."""
+        """Return the tables whose copies are paused."""
         query = select(t.facts.c.name).where(t.facts.c.scope == _pauses(stream))
         with self._database.read() as connection:
             return frozenset(TableId(int(name)) for name in connection.execute(query).scalars())
 
     def put_chunks(self, chunks: Iterable[CopyChunk]) -> None:
-        """Write chunks as they are now, new ones and those there were, all or none."""
+        """Write chunks in their present state, new and existing ones, all or none."""
         rows = [
             {
                 "table_id": c.table,
@@ -62,7 +62,7 @@ class Copies(CatalogPart):
         ]
         if not rows:
             return
-        # In one order, so that of two processes one waits for the other and neither for both.
+        # In one order, so that two processes don't deadlock.
         rows.sort(key=lambda row: (row["table_id"], row["copy_id"], row["number"]))
         change = self._database.insert(t.copy_chunks)
         changed = {name: change.excluded[name] for name in rows[0] if name not in {"table_id", "copy_id", "number"}}
@@ -71,7 +71,7 @@ class Copies(CatalogPart):
             connection.execute(change.on_conflict_do_update(index_elements=keys, set_=changed), rows)
 
     def chunks(self, table: TableId, copy_id: str) -> list[CopyChunk]:
-        """The chunks of one copy, by number."""
+        """Return the chunks of one copy, by number."""
         query = select(t.copy_chunks).where(t.copy_chunks.c.table_id == table, t.copy_chunks.c.copy_id == copy_id)
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(t.copy_chunks.c.number)).all()
@@ -93,7 +93,7 @@ class Copies(CatalogPart):
         ]
 
     def drop_chunks(self, table: TableId, *, but: str = "") -> None:
-        """Forget the chunks of a table's copies, those of copy `but` excepted."""
+        """Delete the chunks of a table's copies, except those of copy `but`."""
         old = delete(t.copy_chunks).where(t.copy_chunks.c.table_id == table, t.copy_chunks.c.copy_id != but)
         with self._database.write() as connection:
             connection.execute(old)

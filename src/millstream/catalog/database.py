@@ -1,7 +1,8 @@
 """The catalog's database: transactions, migrations and errors, the same over every backend.
 
-What differs by backend is said by `Backend`, and lives in `millstream.catalog.sqlite` and `millstream.catalog.postgresql`.
-All transactions are short. None is repeated here: what may be repeated is beginning one, so long as nothing has been done in it.
+`Backend` has the differences between backends, which live in `millstream.catalog.sqlite` and
+`millstream.catalog.postgresql`. All transactions are short. None is repeated here; only its begin may be, while
+nothing has been done in it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 REVISION: Final = "0008"
 """The newest migration in this package; a test holds it equal to the scripts'."""
-BUSY_TIMEOUT_S: Final = 15.0  # longer than any of our transactions by far, shorter than a person's patience
+BUSY_TIMEOUT_S: Final = 15.0  # far longer than any of our transactions, shorter than a person's patience
 
 SLOW_S: Final = 1.0
 """A statement or a commit that takes longer is logged: every call of a catalog takes milliseconds on a healthy disk or server."""
@@ -42,79 +43,85 @@ _STATEMENT_CHARS: Final = 200
 
 
 class Backend(Protocol):
-    """What a database product does in its own way."""
+    """The parts of a database product that differ."""
 
     @property
     def dialect(self) -> Literal["sqlite", "postgresql"]:
-        """Which product it is."""
+        """The product."""
 
     @property
     def place(self) -> str:
-        """Where the catalog is, for people: a path, or an address without its secrets."""
+        """Location of the catalog, for people: a path, or an address without its secrets."""
 
     @property
     def schema(self) -> str | None:
-        """The schema that holds its tables; None where the product has none."""
+        """The schema that holds its tables; None if the product has none."""
 
     @property
     def address(self) -> str | None:
-        """For libpq, where the product is PostgreSQL, with our bounds on connecting and on silence; holds secrets."""
+        """Address for libpq if the product is PostgreSQL, with our timeouts for connecting and silence.
+
+        Contains secrets.
+        """
 
     @property
     def driver_errors(self) -> tuple[type[Exception], ...]:
-        """The driver's own exceptions, which SQLAlchemy hasn't wrapped where we speak to the driver."""
+        """The driver's own exceptions, which SQLAlchemy doesn't wrap if the driver is called directly."""
 
     def engine(self) -> Engine:
-        """Make the engine. Its connections are in autocommit: transactions are begun by `begin` alone."""
+        """Create the engine. Its connections are in autocommit: only `begin` begins transactions."""
 
     def begin(self, connection: Connection, *, reading: bool) -> tuple[str, str] | None:
         """Begin a transaction on a connection: one consistent view for reading, else one that may write.
 
         Returns:
-            What `was_committed` knows a writing transaction by.
+            The identification of a writing transaction for `was_committed`.
         """
 
     def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
-        """What became of a transaction whose COMMIT raised `error`; None where nobody can tell."""
+        """Return the outcome of a transaction whose COMMIT raised `error`; None if it can't be known."""
 
     def check_files(self) -> None:
-        """`CatalogReplaced` if a file that the open connections use is no longer the one at its path; a server has none."""
+        """Raise `CatalogReplaced` if a file of the open connections is no longer the one at its path.
+
+        A server has none.
+        """
 
     def translate(self, error: BaseException) -> MillstreamError:
-        """Our error for one of the driver's, or of SQLAlchemy's around it."""
+        """Return our error for one of the driver's, or of SQLAlchemy's around it."""
 
     def prepare(self, engine: Engine) -> None:
-        """What has to be so before the first transaction of a process."""
+        """Prepare the database for the first transaction of a process."""
 
     def check_privileges(self, connection: Connection) -> None:
-        """`CatalogError` where this user may not do all that is needed, with what to run in the hint."""
+        """Raise `CatalogError` if this user lacks a privilege; the hint has the SQL."""
 
     def lock_for_migration(self, connection: Connection) -> None:
-        """Keep other migrations out until the transaction's end, and have the schema there."""
+        """Keep other migrations out until the transaction's end, and create the schema if it is missing."""
 
     def insert(self, table: Table) -> SqliteInsert | PostgresInsert:
-        """An INSERT that knows ON CONFLICT."""
+        """Return an INSERT that supports ON CONFLICT."""
 
     def number_above(self, connection: Connection, table: Table, floor: int) -> None:
-        """Have new rows of a table numbered above `floor` and all that it holds, after rows with numbers of their own were inserted."""
+        """Number new rows of a table above `floor` and all its numbers, even those that were inserted explicitly."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogFacts:
-    """What a look at a catalog finds."""
+    """The result of `examine_catalog`."""
 
     place: str
     revision: str | None
-    """Its schema; None where there is no catalog yet."""
+    """Revision of its schema; None if there is no catalog so far."""
     known: str = REVISION
-    """The schema that this version makes of it."""
+    """The revision that this version upgrades it to."""
 
 
 def examine_catalog(where: str | Path) -> CatalogFacts:
-    """Look at a catalog without making one or bringing it up: whether it can be opened, and this user may do all that is needed.
+    """Examine a catalog without creating or upgrading it: whether it can be opened, and this user has the privileges.
 
     Raises:
-        CatalogError: as `Catalog` would; or a privilege is missing, with what to run in the hint.
+        CatalogError: as `Catalog` would raise; or a privilege is missing, with the SQL in the hint.
     """
     if isinstance(where, Path) and not where.exists():
         return CatalogFacts(str(where), None)
@@ -130,7 +137,7 @@ def _note_the_time(connection: Connection, *_: Any) -> None:
 
 
 def make_backend(where: str | Path, busy_timeout_s: float) -> Backend:
-    """The backend of a path or an address."""
+    """Return the backend of a path or an address."""
     if isinstance(where, str) and is_address(where):
         from millstream.catalog.postgresql import PostgresBackend
 
@@ -143,23 +150,25 @@ def make_backend(where: str | Path, busy_timeout_s: float) -> Backend:
 class Database:
     """One process's handle on the catalog's database; any number of threads may use it.
 
-    It is opened by opening a `Catalog`, and reached from there as `Catalog.database`. What else has to be kept with the
-    catalog's own tables (a sequencer's store, say) uses it like this:
+    Opening a `Catalog` opens it; `Catalog.database` returns it. Other components that keep tables next to the
+    catalog's (a sequencer's store, for example) use it like this:
 
-    - `read()` and `write()` give a raw transaction as a SQLAlchemy `Connection`; the tables of `millstream.catalog.tables`
-      need no schema's name in it. A write that reads first and needs what it read to stay so locks a row for it
-      (`select(…).with_for_update(key_share=True)`, which SQLite doesn't need and leaves out).
-    - `insert(table)` makes an INSERT that knows `on_conflict_do_update` on both backends; `dialect` says which one it is.
-    - `address` is what a dedicated connection is opened with, `psycopg.connect(database.address)`; None on SQLite.
+    - `read()` and `write()` give a raw transaction as a SQLAlchemy `Connection`; the tables of
+      `millstream.catalog.tables` need no schema name in it. A write that reads first, and needs what it read to stay
+      unchanged, locks a row for it (`select(…).with_for_update(key_share=True)`, which SQLite doesn't need and leaves
+      out).
+    - `insert(table)` returns an INSERT that supports `on_conflict_do_update` on both backends; `dialect` names the
+      product.
+    - `address` is for a dedicated connection, `psycopg.connect(database.address)`; None on SQLite.
 
     Args:
         where: a path (SQLite), or an address as libpq takes it (PostgreSQL).
-        busy_timeout_s: how long a call waits for locks, and for a server that was there and is gone.
+        busy_timeout_s: how long a call waits for locks, and for a server that has gone away.
         look: leave the schema as it is; only for `look`.
 
     Raises:
         CatalogTooNew: a newer Millstream wrote it.
-        CatalogUnreachable: the server doesn't answer, or not yet. So may any call, after `busy_timeout_s`.
+        CatalogUnreachable: the server doesn't answer. Any call may raise this, after `busy_timeout_s`.
         CatalogBusy, CatalogReplaced, DiskFull, CatalogError: as `Catalog`.
     """
 
@@ -183,25 +192,25 @@ class Database:
 
     @property
     def place(self) -> str:
-        """Where the catalog is, for people; without secrets."""
+        """Location of the catalog, for people; without secrets."""
         return self._backend.place
 
     @property
     def dialect(self) -> Literal["sqlite", "postgresql"]:
-        """Which product it is."""
+        """The product."""
         return self._backend.dialect
 
     @property
     def address(self) -> str | None:
-        """What libpq connects with, for a dedicated connection; None on SQLite. It may hold a password: never show it."""
+        """Address for libpq, for a dedicated connection; None on SQLite. It may hold a password: never show it."""
         return self._backend.address
 
     def insert(self, table: Table) -> Any:
-        """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`."""
+        """Return an INSERT that supports `on_conflict_do_nothing` and `on_conflict_do_update`."""
         return self._backend.insert(table)
 
     def number_above(self, connection: Connection, table: Table, floor: int = 0) -> None:
-        """Have new rows of a table numbered above `floor` and all that it holds, after rows with numbers of their own were inserted."""
+        """Number new rows of a table above `floor` and all its numbers, even those that were inserted explicitly."""
         self._backend.number_above(connection, table, floor)
 
     def close(self) -> None:
@@ -210,7 +219,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent view; sees everything that was committed before."""
+        """Open a consistent view; it sees everything that was committed before."""
         with self._translated():
             connection, _ = self._begun(reading=True)
             with connection:
@@ -218,11 +227,12 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction: durable when the block has ended, undone when it raises.
+        """Open a transaction: durable when the block has ended, rolled back when it raises.
 
-        Where the connection breaks under the COMMIT, it is asked what became of it: the block ends well if it was committed, and
-        raises if it wasn't. `CatalogUnreachable` with `outcome="unknown"` in its details where nobody could tell: the server
-        crashed, or stayed away. Who repeats it then has to be ready to find it done, as all calls of `Catalog` are.
+        If the connection breaks during the COMMIT, the backend is asked for the outcome. The block ends normally if the
+        transaction was committed, and raises if it wasn't. If the outcome can't be known, because the server crashed
+        or stayed away, it raises `CatalogUnreachable` with `outcome="unknown"` in its details. A caller that retries
+        then may find the write done; all calls of `Catalog` allow that.
         """
         with self._translated():
             connection, transaction = self._begun(reading=False)
@@ -234,7 +244,7 @@ class Database:
                 except DBAPIError as error:
                     self._resolve(transaction, error)
                 self._log("COMMIT", time.monotonic() - began_s)
-                # A commit to a file that was removed meanwhile must not be acknowledged.
+                # A commit to a file that has been removed must not be acknowledged.
                 self._backend.check_files()
 
     def _log_if_slow(self, connection: Connection, _cursor: Any, statement: str, *_: Any) -> None:
@@ -247,16 +257,16 @@ class Database:
             logger.warning("slow catalog statement", seconds=round(seconds, 1), statement=shown, catalog=self.place)
 
     def look(self) -> str | None:
-        """The schema's revision, or None; once it was seen that this user may do all that is needed. See `examine_catalog`."""
+        """Return the schema's revision, or None, after checking this user's privileges. See `examine_catalog`."""
         with self.read() as connection:
             self._backend.check_privileges(connection)
             return self._revision(connection)
 
     def check_files(self) -> None:
-        """Check that the files are those that were opened, without a transaction; does nothing over PostgreSQL.
+        """Check that the files are still those that were opened, without a transaction; does nothing over PostgreSQL.
 
         Raises:
-            CatalogReplaced: one was removed, or another file lies in its place.
+            CatalogReplaced: a file was removed, or another file is at its path.
         """
         self._backend.check_files()
 
@@ -272,7 +282,10 @@ class Database:
             raise error
 
     def _begun(self, *, reading: bool) -> tuple[Connection, tuple[str, str] | None]:
-        """A connection in a transaction. Connections that were cut are replaced; a server that went away is waited for."""
+        """Return a connection in a transaction.
+
+        Broken connections are replaced; the call waits for a server that went away.
+        """
         deadline = time.monotonic() + self._busy_timeout_s
         wait_s = 0.0
         while True:
@@ -290,7 +303,7 @@ class Database:
                         connection.close()
                 if not gone:
                     raise
-                # Its siblings in the pool are as old: all of them are replaced.
+                # The other connections in the pool are as old: replace all of them.
                 self._engine.dispose()
                 if not self._opened or (wait_s and time.monotonic() > deadline):
                     raise
@@ -305,15 +318,15 @@ class Database:
             raise self._backend.translate(error) from error
 
     def translate(self, error: Exception) -> MillstreamError:
-        """Our error for one of the driver's, on a connection of the caller's own."""
+        """Return our error for one of the driver's, on a connection of the caller's own."""
         return self._backend.translate(error)
 
     def _said(self, error: BaseException) -> BaseException:
-        """The error as a caller will get it."""
+        """Return the error that a caller gets."""
         return self._backend.translate(error) if isinstance(error, self._foreign) else error
 
     def _migrate(self) -> None:
-        """Bring the schema up to `REVISION`; of several processes at once, one does it and the others wait."""
+        """Upgrade the schema to `REVISION`; of several processes at once, one does it and the others wait."""
         with self.read() as connection:
             found = self._revision(connection)
         if found == REVISION:
@@ -327,7 +340,7 @@ class Database:
                 upgrade(connection)
 
     def _revision(self, connection: Connection) -> str | None:
-        """The schema's revision; None where there is none yet, `CatalogTooNew` where it is above ours."""
+        """Return the schema's revision; None if there is none; raise `CatalogTooNew` if it is above ours."""
         schema = self._backend.schema
         if not inspect(connection).has_table("alembic_version", schema=schema):
             return None

@@ -1,8 +1,9 @@
-"""Eras of a stream's hash ring: which one was in force from which position on. Kept as facts.
+"""Eras of a stream's hash ring: which one was in force from which number on. Kept as facts.
 
-An era is in force from its cut on, once that is recorded: one transaction, before anything is placed by it. So a crash on the way there
-leaves the era before in force, and a crash behind it finds the new one. Records up to a cut lie where the ring before it put them, those
-behind it where the era's does: who reads by numbers needs to know nothing of it.
+An era is in force from its cut on, once that is recorded: in one transaction, before any row is placed by it. So
+after a crash before the transaction the old era is in force, and after a crash behind it the new one. Records up to a
+cut lie where the old ring put them, later ones where the new era's ring does. A reader by numbers needn't know any of
+it.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ _ERAS: Final = "eras"
 
 @dataclass(frozen=True, slots=True)
 class RingEra:
-    """A ring, and from where on it places rows."""
+    """A ring, and the number from which on it places rows."""
 
     number: int
-    """From 1."""
+    """Number of the era, from 1."""
     shards: int
-    """The ring has shards 0 to one below it."""
+    """Number of shards of the ring: 0 to one below it."""
     virtual_nodes: int
     columns: tuple[str, ...]
     columns_of: Mapping[str, tuple[str, ...]]
     cut: Seq
     """Records with numbers up to it were placed before."""
     since_us: int = 0
-    """When it began, in microseconds since 1970."""
+    """Begin of the era, in microseconds since 1970."""
 
     def has_ring_of(self, other: RingEra) -> bool:
-        """Whether both place every row alike."""
+        """Return whether both place every row alike."""
         return (self.shards, self.virtual_nodes, self.columns, dict(self.columns_of)) == (
             other.shards,
             other.virtual_nodes,
@@ -47,17 +48,17 @@ class RingEra:
 
 
 class RingEras:
-    """One stream's. Only its writer changes them; any process may look."""
+    """The eras of one stream. Only its writer changes them; any process may read."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:
         self._catalog = catalog
         self._scope = f"routing/{stream}"
 
     def all(self) -> list[RingEra]:
-        """Those that are or were in force, in order; none where the stream never had a ring.
+        """Return the eras that are or were in force, in order; none if the stream never had a ring.
 
         Raises:
-            CatalogError: what the catalog has of them makes no sense.
+            CatalogError: the catalog's facts are malformed.
         """
         found = self._catalog.fact(self._scope, _ERAS, default=[])
         try:
@@ -66,11 +67,11 @@ class RingEras:
             raise CatalogError(f"what the catalog has of the stream's hash ring makes no sense: {error}") from error
 
     def newest(self) -> RingEra | None:
-        """The one in force; None where the stream never had a ring."""
+        """Return the era in force; None if the stream never had a ring."""
         return next(reversed(self.all()), None)
 
     def begin(self, era: RingEra) -> RingEra:
-        """An era is in force from now on. Its number must be the next."""
+        """Put an era in force from now on. Its number must be the next."""
         known = self.all()
         assert era.number == len(known) + 1, "eras are numbered one behind the other"
         begun = replace(era, since_us=time.time_ns() // 1000)
@@ -79,7 +80,7 @@ class RingEras:
 
 
 def eras_as_facts(stream: StreamId, eras: list[RingEra]) -> list[dict[str, Any]]:
-    """Eras for `status`, JSON-able."""
+    """Return eras for `status`, JSON-able."""
     return [
         {
             "era": era.number,

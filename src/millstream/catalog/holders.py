@@ -16,7 +16,7 @@ from millstream.protocol.retention import CutOff, HolderKind, cut_off_error
 
 
 class Holders(CatalogPart):
-    """Pipelines' positions, and who holds segments."""
+    """Positions of pipelines, and holders of segments."""
 
     def set_needed_from(
         self,
@@ -30,22 +30,22 @@ class Holders(CatalogPart):
         """Hold every segment with numbers at or above `seq` for a pipeline (or another holder). Only upward.
 
         Args:
-            stream: whose log.
+            stream: the stream.
             pipeline: the holder's name.
-            seq: the lowest number that it may still ask for. Of a pipeline: the start of its last batch.
-            kind: what the holder is, when it is new.
-            position: of one that has the log's bytes, up to where: it takes the place of what was said before. None: that stays.
+            seq: the lowest number that it may still ask for. For a pipeline: the start of its last batch.
+            kind: the holder's kind, if it is new.
+            position: end of the bytes that the holder has of the log; replaces the earlier one. None: that stays.
 
         Raises:
-            CursorExpired, FollowerBehindRetention: it was cut off; `release` it to begin anew.
+            CursorExpired, FollowerBehindRetention: it was cut off; `release` it to begin again.
         """
         self._move_pipeline(stream, pipeline, "needed_from", seq, kind, position)
 
     def cut_off(self, stream: StreamId, gone: CutOff) -> bool:
-        """Note that a holder was cut off: it holds nothing from now on, and is told so when it comes again.
+        """Record that a holder was cut off: it holds nothing from now on, and gets the error when it comes again.
 
         Returns:
-            False where it has come on meanwhile, or is gone: then nothing was changed.
+            False if it has moved on since, or is gone: then nothing was changed.
         """
         still = (t.pipelines.c.stream == str(stream)) & (t.pipelines.c.name == gone.name)
         still &= (t.pipelines.c.needed_from <= gone.needed_from) & t.pipelines.c.cut_off_at.is_(None)
@@ -59,27 +59,27 @@ class Holders(CatalogPart):
             return done.rowcount > 0
 
     def release(self, stream: StreamId, pipeline: str) -> None:
-        """Forget a holder, also one that was cut off: it needs nothing any more."""
+        """Forget a holder, even one that was cut off: it no longer needs anything."""
         gone = delete(t.pipelines).where(t.pipelines.c.stream == str(stream), t.pipelines.c.name == pipeline)
         with self._database.write() as connection:
             connection.execute(gone)
 
     def needed_from(self, stream: StreamId) -> dict[str, Seq]:
-        """By holder, the lowest number that it may still ask for: what retention has to leave alone."""
+        """Return by holder the lowest number that it may still ask for, which retention has to keep."""
         return {
             p.name: p.needed_from for p in self.pipelines(stream) if p.needed_from is not None and p.cut_off_at is None
         }
 
     def set_landed(self, stream: StreamId, pipeline: str, seq: Seq) -> None:
-        """Say that a pipeline has everything up to `seq` committed in all its tables. Only upward."""
+        """Record that a pipeline has everything up to `seq` committed in all its tables. Only upward."""
         self._move_pipeline(stream, pipeline, "landed", seq, HolderKind.PIPELINE)
 
     def landed(self, stream: StreamId, pipeline: str) -> Seq:
-        """How far a pipeline has landed; 0 for one that is new."""
+        """Return how far a pipeline has landed; 0 if it is new."""
         return next((p.landed for p in self.pipelines(stream) if p.name == pipeline), Seq(0))
 
     def pipelines(self, stream: StreamId) -> list[PipelinePosition]:
-        """Every pipeline and other holder of the stream, by name."""
+        """Return every pipeline and other holder of the stream, by name."""
         query = select(t.pipelines).where(t.pipelines.c.stream == str(stream))
         with self._database.read() as connection:
             rows = sorted(connection.execute(query).all(), key=lambda row: str(row.name))
@@ -127,7 +127,7 @@ class Holders(CatalogPart):
 
 
 def _text_of(position: ReplicaPosition) -> str:
-    """In one form, so that it can be compared."""
+    """Return a position in one canonical form, for comparison."""
     return json.dumps({str(int(shard)): [end.base_offset, end.position] for shard, end in sorted(position.items())})
 
 

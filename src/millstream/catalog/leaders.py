@@ -1,6 +1,6 @@
-"""Who has led a stream, as facts of the catalog: an entry a promotion, which is written once and never changed or taken away.
+"""The leaders of a stream, as facts of the catalog: an entry for each promotion, which is never changed.
 
-So the newest entry never goes back to a lower version, whoever writes beside whom, and no two calls have to take turns.
+So the newest entry never goes back to a lower version, even with concurrent writers, and calls need no lock.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _KIND: Final = "leaders"
 
 
 class StreamLeaders:
-    """One stream's. Any process of any node may look, and add what it knows."""
+    """The leaders of one stream. Any process of any node may read them, and add what it knows."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:
         self._catalog = catalog
         self._scope = f"{_KIND}/{stream}"
 
     def map(self) -> LeaderMap:
-        """Who has led and who leads; nobody where nothing was noted.
+        """Return the map of leaders; empty if no leader was noted.
 
         Raises:
-            CatalogError: what the catalog has of it makes no sense; or as any call.
+            CatalogError: the catalog's facts are malformed; or as any call.
         """
         try:
             return LeaderMap.of(_leadership(name, facts) for name, facts in self._catalog.facts(self._scope).items())
@@ -37,7 +37,7 @@ class StreamLeaders:
             raise CatalogError(f"what the catalog has of the stream's leaders makes no sense: {error}") from error
 
     def note(self, known: Iterable[Leadership]) -> None:
-        """Add what isn't there yet; raises as `map`."""
+        """Add the entries that are missing; raises as `map`."""
         there = {one.since for one in self.map().leaderships}
         for one in known:
             if one.since not in there:

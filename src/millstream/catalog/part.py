@@ -1,4 +1,4 @@
-"""What the parts of the catalog share: the database, the time, and the lock that makes a stream's calls take turns."""
+"""The common base of the catalog's parts: the database, the time, and the lock that serialises a stream's calls."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from millstream.model.ids import StreamId
 
 
 class CatalogPart:
-    """One subject of the catalog's calls. `Catalog` is all of them together."""
+    """One subject of the catalog's calls. `Catalog` combines all of them."""
 
     _database: Database
 
 
 def now_us() -> int:
-    """Microseconds since 1970-01-01 UTC."""
+    """Return microseconds since 1970-01-01 UTC."""
     return time.time_ns() // 1000
 
 
 def lock_stream(connection: Connection, stream: StreamId) -> None:
-    """Let no other call that locks this stream come between, until the transaction ends.
+    """Lock the stream against other calls that do so, until the transaction ends.
 
-    SQLite's writers take turns anyway. On PostgreSQL it is what makes a call that reads and then writes by what it has read right:
-    all of them come here first, so that they meet in one order. Rows that only refer to the stream can be written beside it.
+    SQLite's writers are serial anyway. On PostgreSQL the lock makes a call correct that reads and then writes
+    accordingly. All of these calls take this lock first, so they don't deadlock. Rows that only refer to the stream
+    can be written concurrently.
 
     Raises:
         UnknownStream: the catalog has no such stream.
@@ -38,5 +39,5 @@ def lock_stream(connection: Connection, stream: StreamId) -> None:
 
 
 def greater(one: ColumnElement[int], other: ColumnElement[int] | int) -> ColumnElement[int]:
-    """The greater of two: `max(a, b)` on SQLite, `greatest(a, b)` on PostgreSQL."""
+    """Return the greater of two: `max(a, b)` on SQLite, `greatest(a, b)` on PostgreSQL."""
     return case((one >= other, one), else_=other)

@@ -1,11 +1,12 @@
-"""The catalog in a PostgreSQL database, 14 or newer: what this backend does in its own way.
+"""The catalog in a PostgreSQL database, 14 or newer: the parts that differ in this backend.
 
-Its tables lie in a schema of their own. Every setting that a transaction needs travels with its BEGIN, in one round trip,
-and holds for it alone: what a role, a database or a connection pooler sets doesn't matter, and neither does who had the
-connection before. A writing transaction learns its own number with it, so that a COMMIT that broke can be asked after.
+Its tables lie in a schema of their own. Every setting that a transaction needs is sent with its BEGIN, in one round
+trip, and is local to it. So the settings of a role, a database or a connection pooler don't matter, nor does an
+earlier user of the connection. A writing transaction learns its own id with it, so its outcome can be queried after a
+broken COMMIT.
 
-Reads see one snapshot (REPEATABLE READ). Writes are READ COMMITTED: what a call reads and then relies on it locks first,
-a row, never more; `tests/catalog` lets calls race.
+Reads see one snapshot (REPEATABLE READ). Writes are READ COMMITTED: a call locks what it reads and relies on first,
+one row at most; `tests/catalog` runs calls concurrently.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from millstream.model.names import CATALOG_SCHEMA as SCHEMA
 
 VERSION_MIN: Final = 140000
 
-# Two kept open serve an owner's streams, whose calls are short and seldom; more come for as long as they are needed.
+# Two open connections serve an owner's streams, whose calls are short and rare; more are opened while they are needed.
 _POOL_CONNECTIONS: Final = 2
 _POOL_CONNECTIONS_MORE: Final = 6
-# A connection is replaced after so long, so that a server behind a new address is found without a failure.
+# Age at which a connection is replaced, so that a server at a new address is found without a failure.
 _POOL_RECYCLE_S: Final = 3600
-# Bytes that were sent and stay unacknowledged for so long: the peer is gone.
+# Time after which the peer counts as gone if sent bytes stay unacknowledged.
 _TCP_USER_TIMEOUT_MS: Final = 20_000
-# Over the wait for locks: what a statement itself may take. Ours take milliseconds.
+# Time for a statement in addition to the wait for locks. Ours take milliseconds.
 _STATEMENT_TIMEOUT_MORE_S: Final = 30.0
-# A process that stands still within a transaction (SIGSTOP, a suspended machine) doesn't keep others out for longer.
+# A process that is stopped within a transaction (SIGSTOP, a suspended machine) blocks others no longer than this.
 _IDLE_TIMEOUT_S: Final = 60.0
 _MIGRATION_TIMEOUT_S: Final = 600.0
 _MIGRATION_LOCK: Final = 0x6D696C6C73747265  # "millstre": ours among the database's advisory locks
 
 
 class _Connection(psycopg.Connection[tuple[Any, ...]]):
-    """A connection that knows in which life of the server it was made: it doesn't outlive a crash."""
+    """A connection that knows the server's life (start and last crash recovery) in which it was made."""
 
     life: str = ""
 
@@ -76,14 +77,14 @@ class PostgresBackend:
             f" SET LOCAL idle_in_transaction_session_timeout = {_ms(_IDLE_TIMEOUT_S)}"
         )
         self._begin_read = f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {timeouts}"
-        # Durable when it returns, also where a role or a database has synchronous_commit off; stricter ones stay.
+        # Durable when it returns, even if a role or a database has synchronous_commit off; stricter settings stay.
         self._begin_write = (
             f"{BEGIN}; {timeouts}; SELECT pg_current_xact_id()::text,"
             " CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
         )
 
     def engine(self) -> Engine:
-        """An engine with a small pool. psycopg makes the connections, so that libpq reads services and password files."""
+        """Return an engine with a small pool. psycopg connects, so libpq reads services and password files."""
         return create_engine(
             "postgresql+psycopg://",
             creator=self._connect,
@@ -96,7 +97,7 @@ class PostgresBackend:
         )
 
     def _connect(self) -> _Connection:
-        # Statements prepared on one server connection aren't there on the next, behind a pooler.
+        # Statements prepared on one server connection are missing on the next, behind a pooler.
         connection = _Connection.connect(autocommit=True, prepare_threshold=None, **self._parameters)
         try:
             if connection.info.server_version < VERSION_MIN:
@@ -117,7 +118,10 @@ class PostgresBackend:
         return connection
 
     def begin(self, connection: Connection, *, reading: bool) -> tuple[str, str] | None:
-        """Begin, with all settings, in one round trip; a writing transaction is known by its number and the server's life."""
+        """Begin, with all settings, in one round trip.
+
+        A writing transaction is identified by its id and the server's life.
+        """
         raw = connection.connection.driver_connection
         assert raw is not None
         with raw.cursor() as cursor:
@@ -129,13 +133,14 @@ class PostgresBackend:
             return str(cursor.fetchone()[0]), str(raw.life)
 
     def check_files(self) -> None:
-        """The server keeps its own files."""
+        """Do nothing: the server keeps its own files."""
 
     def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
-        """Ask the server by the transaction's number; a server that went away is waited for as long as for a lock.
+        """Query the server by the transaction's id; wait for a server that went away as long as for a lock.
 
-        An error that the server itself sent over a connection that still stands is a COMMIT that was refused. A server that crashed
-        gives numbers that it lost to others: there "committed" may be somebody else's, while "not committed" is certain.
+        An error that the server itself sent over a connection that still stands means that the COMMIT was refused. A
+        crashed server reuses ids that it lost: then "committed" may be another transaction's, while "not committed"
+        is certain.
         """
         cause = error.orig
         assert transaction is not None
@@ -159,10 +164,10 @@ class PostgresBackend:
             time.sleep(0.1)
 
     def prepare(self, engine: Engine) -> None:
-        """Nothing: the first transaction connects."""
+        """Do nothing: the first transaction connects."""
 
     def check_privileges(self, connection: Connection) -> None:
-        """On the schema with its tables and sequences; where there is none yet, for making it."""
+        """Check the schema with its tables and sequences; if it is missing, the privilege to create it."""
         there, may_make, role, usable, missing = connection.execute(text(_PRIVILEGES), {"schema": SCHEMA}).one()
         if not there:
             if not may_make:
@@ -183,10 +188,10 @@ class PostgresBackend:
         )
 
     def lock_for_migration(self, connection: Connection) -> None:
-        """Wait for other processes' migrations; make the schema where it isn't there.
+        """Wait for other processes' migrations; create the schema if it is missing.
 
         Raises:
-            CatalogError: it isn't there, and this role may not make it; the hint has the SQL.
+            CatalogError: it is missing, and this role may not create it; the hint has the SQL.
         """
         for name in ("lock_timeout", "statement_timeout"):
             connection.execute(text(f"SET LOCAL {name} = {_ms(_MIGRATION_TIMEOUT_S)}"))
@@ -199,11 +204,11 @@ class PostgresBackend:
         connection.execute(text(f"CREATE SCHEMA {SCHEMA}"))
 
     def insert(self, table: Table) -> Insert:
-        """PostgreSQL's INSERT."""
+        """Return PostgreSQL's INSERT."""
         return insert(table)
 
     def number_above(self, connection: Connection, table: Table, floor: int) -> None:
-        """By its sequence, which is never put back."""
+        """Move the table's sequence, which is never set back."""
         sequence = f"pg_get_serial_sequence('{SCHEMA}.{table.name}', 'id')"
         above = f"greatest((SELECT max(id) FROM {table.name}), nextval({sequence}), :floor)"
         connection.execute(text(f"SELECT setval({sequence}, {above})"), {"floor": floor})
@@ -211,7 +216,7 @@ class PostgresBackend:
     # --- errors ------------------------------------------------------------------------------------------------
 
     def translate(self, error: BaseException) -> MillstreamError:
-        """By SQLSTATE; by the server's words where a connection wasn't had, for libpq gives no code there."""
+        """Translate by SQLSTATE; by the server's message if connecting failed, because libpq has no code there."""
         if isinstance(error, PoolTimeout):
             return CatalogBusy(
                 f"{self.place}: no connection of this process was free for {self._busy_timeout_s:g} s",
@@ -245,7 +250,7 @@ SELECT n.oid IS NOT NULL, has_database_privilege(current_database(), 'CREATE'), 
   FROM (SELECT :schema AS name) w LEFT JOIN pg_namespace n ON n.nspname = w.name
 """
 
-# When the server was started, and when its statistics began: recovery from a crash begins them anew (StartupXLOG).
+# When the server was started, and when its statistics began: recovery from a crash resets them (StartupXLOG).
 _LIFE: Final = "SELECT pg_postmaster_start_time()::text, stats_reset::text FROM pg_stat_bgwriter"
 
 

@@ -1,6 +1,7 @@
-"""Requests to build lake tables anew: a person asks, whoever holds the pipeline's role does it and says how it went.
+"""Requests to rebuild lake tables: an operator requests, and the process that holds the pipeline's role carries it out.
 
-Kept as facts, so that a request outlives the processes of both: a pipeline that was killed in the middle begins again.
+Requests and outcomes are facts, so they outlive both processes: a pipeline that was killed during a rebuild begins it
+again.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ _ASKED: Final = "asked"
 
 @dataclass(frozen=True, slots=True)
 class RebuildRequest:
-    """What waits to be done for one table."""
+    """The pending rebuild of one table."""
 
     table_id: TableId
     views: tuple[str, ...]
     """Views that wait."""
     before_copy: bool
-    """Whether these views are only put out of the way of a copy from the source, which builds them; else: built from history."""
+    """Whether the views are only moved aside for a copy from the source, which builds them; else they are built from
+    history."""
 
 
 class Rebuilds:
-    """One pipeline's requests. Any thread, any process."""
+    """The requests of one pipeline. Safe from any thread and process."""
 
     def __init__(self, catalog: Catalog, stream: StreamId, pipeline: str) -> None:
         self._catalog = catalog
         self._scope = f"rebuild/{stream}/{pipeline}"
 
     def ask(self, table_id: TableId, views: Sequence[str], *, before_copy: bool = False) -> None:
-        """Ask for some views of a table; replaces what was asked for it before."""
+        """Request a rebuild of some views of a table; replaces its earlier request."""
         value = {"views": {view: {"state": _ASKED} for view in views}, "before_copy": before_copy}
         self._catalog.put_fact(self._scope, str(table_id), value)
 
     def waiting(self) -> list[RebuildRequest]:
-        """What waits to be done, by table."""
+        """Return the pending requests, by table."""
         found = []
         for table_id, fact in self._catalog.facts(self._scope).items():
             views = tuple(view for view, told in fact["views"].items() if told["state"] == _ASKED)
@@ -48,19 +50,22 @@ class Rebuilds:
         return found
 
     def settle(self, table_id: TableId, view: str, told: dict[str, Any]) -> None:
-        """Say how it went: `state` is `done` or `failed`. One process settles at a time: the one that holds the role."""
+        """Record the outcome: `state` is `done` or `failed`.
+
+        One process settles at a time: the one that holds the role.
+        """
         fact = self._catalog.fact(self._scope, str(table_id))
         if fact is not None and view in fact["views"]:
             fact["views"][view] = told
             self._catalog.put_fact(self._scope, str(table_id), fact)
 
     def outcome(self, table_id: TableId) -> dict[str, dict[str, Any]] | None:
-        """By view how it went, once nothing of the table waits any more; None before, and where nothing was asked for."""
+        """Return the outcome by view, once no view of the table waits; None before, and if nothing was requested."""
         fact = self._catalog.fact(self._scope, str(table_id))
         if fact is None or any(told["state"] == _ASKED for told in fact["views"].values()):
             return None
         return dict(fact["views"])
 
     def forget(self, table_id: TableId) -> None:
-        """The outcome has been told."""
+        """Delete the request, after its outcome has been reported."""
         self._catalog.drop_fact(self._scope, str(table_id))

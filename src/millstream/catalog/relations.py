@@ -1,4 +1,4 @@
-"""The catalog's tables, with the states that they go through and the versions of their schemas."""
+"""The catalog's tables, with their states and the versions of their schemas."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Relations(CatalogPart):
         state: TableState = TableState.COPY_REQUESTED,
         reason: str = "",
     ) -> TableRow:
-        """The table of a relation, made with `shard`, `state` and `reason` where it is new.
+        """Return the table of a relation; it is created with `shard`, `state` and `reason` if it is new.
 
-        The relation is told by its OID within the same system and database, whatever the timeline, and by `kind`. A
-        table that is there keeps id, shard and state; its name follows a rename. One that is `GONE` is never found: a
-        relation that comes back is a new table. One whose name, new or taken since, is that of a table that applications write is
-        set aside: two in one place of the lake would be one.
+        A relation is identified by its OID within the same system and database, whatever the timeline, and by `kind`.
+        An existing table keeps id, shard and state; its name follows a rename. A table that is `GONE` is never found:
+        a relation that comes back is a new table. If applications write a table of the relation's name, its table is
+        set aside: otherwise the two would have one location in the lake.
         """
         with self._database.write() as connection:
             lock_stream(connection, stream)
@@ -97,7 +97,7 @@ class Relations(CatalogPart):
         return _table_row(row)
 
     def table(self, table: TableId) -> TableRow:
-        """One table by its id; `UnknownTable` where there is none."""
+        """Return one table by its id; raise `UnknownTable` if there is none."""
         with self._database.read() as connection:
             row = connection.execute(select(t.tables).where(t.tables.c.id == table)).first()
         if row is None:
@@ -105,7 +105,7 @@ class Relations(CatalogPart):
         return _table_row(row)
 
     def tables(self, stream: StreamId, *, gone: bool = False) -> list[TableRow]:
-        """The stream's tables by name; with `gone`, those that have left too."""
+        """Return the stream's tables by name; with `gone`, those that have left too."""
         query = select(t.tables).where(t.tables.c.stream == str(stream))
         if not gone:
             query = query.where(t.tables.c.state != TableState.GONE.value)
@@ -114,7 +114,7 @@ class Relations(CatalogPart):
         return sorted((_table_row(row) for row in rows), key=lambda table: (table.namespace, table.name, table.id))
 
     def find_table(self, stream: StreamId, namespace: str, name: str) -> TableRow:
-        """The table that bears that name now; `UnknownTable` where none does."""
+        """Return the table that has that name now; raise `UnknownTable` if none has."""
         rows = self.tables(stream)
         for row in rows:
             if (row.namespace, row.name) == (namespace, name):
@@ -133,14 +133,14 @@ class Relations(CatalogPart):
         copy_id: str | None = None,
         only_from: Iterable[TableState] | None = None,
     ) -> bool:
-        """Say where a table stands and why.
+        """Set the state of a table, with the reason.
 
         Args:
-            table: whose.
+            table: the table.
             state: the new state.
             reason: one sentence for people.
-            details: JSON-able facts; replaces those there were.
-            copy_id: the copy that begins; kept as it is where None.
+            details: JSON-able facts, which replace the old ones.
+            copy_id: the copy that begins; None: unchanged.
             only_from: change nothing unless the table is in one of these states (compare and set).
 
         Returns:
@@ -161,11 +161,11 @@ class Relations(CatalogPart):
             return connection.execute(change).rowcount > 0
 
     def put_schema(self, stream: StreamId, schema: TableSchema) -> TableSchema:
-        """Number a schema: the same facts get the same version, new ones the next. It becomes the table's newest.
+        """Number a schema: equal facts get the same version, new ones the next. It becomes the table's newest.
 
         Args:
             stream: the table's stream.
-            schema: with a table id of `table_for`; its own version is not looked at.
+            schema: a schema with a table id of `table_for`; its version is ignored.
 
         Raises:
             UnknownTable: the stream has no table of that id.
@@ -187,23 +187,25 @@ class Relations(CatalogPart):
         shard: ShardId,
         grow: Callable[[TableSchema], TableSchema],
     ) -> TableSchema:
-        """The newest schema of a table that applications write, with what it lacks; made, and numbered, where that is new.
+        """Return the newest schema of a table that applications write, after `grow`.
+
+        The table is created if it is new; a schema that is new is numbered.
 
         Args:
             stream: the table's stream.
-            namespace: its schema's name.
-            name: its own.
-            shard: of a new table.
-            grow: from the newest schema to the one that is wanted; of a new table that one has no columns. Called once, with nobody else
-                changing the table meanwhile; what it raises leaves everything as it was.
+            namespace: name of its schema.
+            name: its own name.
+            shard: shard of a new table.
+            grow: called once with the newest schema, which has no columns if the table is new; returns the wanted
+                one. No other process changes the table during the call; if it raises, everything stays as it was.
 
         Raises:
             TableCaptured: the name is a captured table's.
-            InvalidValue: it differs from another's by its case alone.
+            InvalidValue: it differs from another table's name only in case.
         """
         with self._database.write() as connection:
             lock_stream(connection, stream)
-            # One that applications write stays theirs, though the source has got one of its name since.
+            # A table that applications write stays theirs, even if the source has got one of its name since.
             row = _written(connection, stream, namespace, name)
             if row is None:
                 _check_free(connection, stream, namespace, name)
@@ -231,7 +233,7 @@ class Relations(CatalogPart):
             return known if wanted == known else self._number(connection, stream, wanted)
 
     def application_schema(self, stream: StreamId, namespace: str, name: str) -> TableSchema | None:
-        """The newest schema of a table that applications write; None where there is no such table."""
+        """Return the newest schema of a table that applications write; None if there is no such table."""
         named = (t.tables.c.source == 0, t.tables.c.namespace == namespace, t.tables.c.name == name)
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream), *named)
         found = self._schemas(query.where(t.schema_versions.c.version == t.tables.c.schema_version))
@@ -301,12 +303,12 @@ class Relations(CatalogPart):
         return [self._known_names[key] for key in there]
 
     def schemas(self, stream: StreamId) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
-        """Every version of every table's schema."""
+        """Return every version of every table's schema."""
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))
         return {(schema.table_id, schema.version): schema for schema in self._schemas(query)}
 
     def latest_schemas(self, stream: StreamId) -> dict[TableId, TableSchema]:
-        """The newest schema of every table that has one."""
+        """Return the newest schema of every table that has one."""
         query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))
         newest = query.where(t.schema_versions.c.version == t.tables.c.schema_version)
         return {schema.table_id: schema for schema in self._schemas(newest)}
@@ -323,12 +325,12 @@ def _without_case(name: tuple[str, str]) -> tuple[str, ...]:
 
 
 def schema_of(blob: bytes) -> TableSchema:
-    """A schema as `schema_versions` keeps it."""
+    """Return a schema from its bytes in `schema_versions`."""
     return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob)))
 
 
 def _present(stream: StreamId) -> Select[Any]:
-    """The stream's tables that aren't gone."""
+    """Return a query for the stream's tables that aren't gone."""
     return select(t.tables).where(
         t.tables.c.stream == str(stream),
         t.tables.c.kind == TableKind.TABLE.value,
@@ -337,13 +339,13 @@ def _present(stream: StreamId) -> Select[Any]:
 
 
 def _written(connection: Connection, stream: StreamId, namespace: str, name: str) -> Row[Any] | None:
-    """The table of that name that applications write; None where there is none."""
+    """Return the table of that name that applications write; None if there is none."""
     named = (t.tables.c.source == 0, t.tables.c.namespace == namespace, t.tables.c.name == name)
     return connection.execute(_present(stream).where(*named)).first()
 
 
 def _check_free(connection: Connection, stream: StreamId, namespace: str, name: str) -> None:
-    """Whether applications may make a table of that name; `TableCaptured`, `InvalidValue` where not."""
+    """Check that applications may create a table of that name; raise `TableCaptured` or `InvalidValue` if not."""
     mine = qualified_name(namespace, name)
     for row in connection.execute(_present(stream)):
         if (row.namespace, row.name) == (namespace, name):
@@ -377,7 +379,7 @@ def _table_row(row: Row[Any]) -> TableRow:
 
 
 def fingerprint_of(schema: TableSchema) -> str:
-    """SHA-256 over every fact but the version."""
+    """Return the SHA-256 over every fact except the version."""
     arrow = replace(schema, version=SchemaVersion(0)).to_arrow()
     types = [[field.name, str(field.type)] for field in arrow]
     metadata = sorted((key.decode(), value.decode()) for key, value in arrow.metadata.items())

@@ -20,7 +20,7 @@ class StreamReservations:
         self._stream = stream
 
     def reserved(self) -> Seq:
-        """The greatest number ever reserved; numbers up to it may have been given out."""
+        """Return the greatest number ever reserved; numbers up to it may have been given out."""
         with self._database.read() as connection:
             query = select(t.streams.c.reserved).where(t.streams.c.id == str(self._stream))
             return Seq(connection.execute(query).scalar() or 0)
@@ -29,10 +29,10 @@ class StreamReservations:
         """Durably reserve up to `seq`; a lower one changes nothing.
 
         Raises:
-            StaleEpoch: no writer of the stream stands at `epoch` any more.
+            StaleEpoch: no writer of the stream has `epoch` now.
         """
         with self._database.write() as connection:
-            lock_stream(connection, self._stream)  # a newer writer registers before this or after it, never beside it
+            lock_stream(connection, self._stream)  # a newer writer registers before this or after it, never during it
             query = select(t.writers.c.epoch).where(t.writers.c.stream == str(self._stream))
             epochs = connection.execute(query).scalars().all()
             if epoch not in epochs:

@@ -1,9 +1,9 @@
 """The numbers of a stream that several writers share, kept in PostgreSQL: `ports.SequenceStore`.
 
-Each step is `protocol.sequencer.Ledger`'s own, taken on rows that are locked for it: a transaction loads the writers, lets the pure
-machine decide, and writes back the one row that it changed. A draw alone is SQL throughout (`draw_numbers`, made by migrations
-0003, 0004 and 0008), for it comes once a commit group. The newest number is the sequence's: it moves by `setval` alone, a range at a time, so
-that whoever looks sees the end of a range.
+Each step is the one of `protocol.sequencer.Ledger`, taken on locked rows: a transaction loads the writers, lets the
+pure machine decide, and writes back the one row that changed. Only a draw is all SQL (`draw_numbers`, created by
+migrations 0003, 0004 and 0008), because it comes once a commit group. The newest number is the sequence's: it moves
+by `setval` alone, a range at a time, so that every reader sees the end of a range.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 from millstream.protocol.sequencer import Drawn, Ledger, LedgerView, Registration, WriterEntry, WriterPhase
 
 LEASE_S: Final = 5.0
-"""How long a writer lives without a sign: it gives one with each group, and several times a lease while it is idle."""
+"""How long a writer lives without a report: it reports with each group, and several times a lease while it is idle."""
 _NO_EPOCH: Final = Epoch(0)
 _CLOCK: Final = text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
 _SETTINGS: Final = (
@@ -45,9 +45,9 @@ class PostgresSequenceStore:
     """The shared numbers of one stream.
 
     Args:
-        database: of a catalog in PostgreSQL.
-        stream: whose numbers.
-        lease_s: how long a writer lives without a sign.
+        database: database of a catalog in PostgreSQL.
+        stream: the stream.
+        lease_s: how long a writer lives without a report.
 
     Raises (from every step):
         CatalogBusy, CatalogError: as `Catalog`; the step may have been executed, and may still be.
@@ -64,17 +64,17 @@ class PostgresSequenceStore:
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
 
     def close(self) -> None:
-        """Close the connection that draws."""
+        """Close the connection for draws."""
         with self._drawing:
             self._hang_up()
 
     # --- steps -------------------------------------------------------------------------------------------------
 
     def register(self, name: str, location: str, *, above: Epoch = _NO_EPOCH) -> Registration:
-        """As the port.
+        """Implement the port.
 
         Raises:
-            SequenceUnusable: somebody has changed the sequence; the hint has the SQL.
+            SequenceUnusable: the sequence was changed from outside; the hint has the SQL.
         """
 
         def step(connection: Connection, ledger: Ledger, now: int) -> tuple[Ledger, Registration]:
@@ -85,19 +85,19 @@ class PostgresSequenceStore:
         return self._step(step, begins=True)
 
     def take_over(self, writer: WriterId) -> Registration:
-        """As the port."""
+        """Implement the port."""
         return self._step(
             lambda _, ledger, now: ledger.take_over(writer, now_us=now, lease_us=self._lease_us), begins=True
         )
 
     def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
-        """As the port. It waits for draws that are being executed: of two at once, one sees the other."""
+        """Implement the port. It waits for draws that are being executed: of two at once, one sees the other."""
         return self._step(
             lambda _, ledger, now: ledger.recovered(writer, epoch, now_us=now, lease_us=self._lease_us), begins=True
         )
 
     def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
-        """As the port, in one round trip."""
+        """Implement the port, in one round trip."""
         if not 0 < count < SEQ_MAX:
             raise InvalidCount(f"{count} numbers can't be given out", hint="Ask for at least 1.", count=count)
         arguments = (str(self._stream), writer, epoch, count, position, self._lease_us)
@@ -118,17 +118,17 @@ class PostgresSequenceStore:
             self.check()
             raise CatalogError(f"the sequence {self._named} can't be drawn from, and then it could; try again")
         if first is None:
-            # Says why, by the machine's own words.
+            # The pure machine raises the error with the cause.
             self._look(lambda ledger: ledger.draw(writer, epoch, count, position=position, now_us=0, lease_us=0))
             raise CatalogError(f"writer {writer} of stream {self._stream} drew nothing, though it may draw")
         return Drawn(SeqRange(Seq(first), count), Seq(SEQ_MAX if elsewhere is None else elsewhere))
 
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
-        """As the port; waits for a draw that is just being executed."""
+        """Implement the port; waits for a draw that is being executed."""
         return self._step(lambda _, ledger, _now: (ledger, ledger.last(writer, epoch)), of=writer)
 
     def report(self, writer: WriterId, epoch: Epoch, *, position: Seq, is_shown: bool = True) -> tuple[LedgerView, Seq]:
-        """As the port."""
+        """Implement the port."""
 
         def step(_: Connection, ledger: Ledger, now: int) -> tuple[Ledger, tuple[LedgerView, Seq]]:
             timed = {"now_us": now, "lease_us": self._lease_us}
@@ -138,25 +138,25 @@ class PostgresSequenceStore:
         return self._step(step, of=writer)
 
     def settle(self, writer: WriterId, epoch: Epoch) -> None:
-        """As the port."""
+        """Implement the port."""
         self._step(lambda _, ledger, _now: (ledger.settle(writer, epoch), None), of=writer)
 
     def forget(self, writer: WriterId) -> None:
-        """As the port."""
+        """Implement the port."""
         self._step(lambda _, ledger, now: (ledger.forget(writer, now_us=now), None), begins=True)
 
     def view(self) -> LedgerView:
-        """As the port."""
+        """Implement the port."""
         with self._database.read() as connection:
             now = connection.execute(_CLOCK).scalar_one()
             return self._seen(connection).view(now)
 
     def writers(self) -> Sequence[WriterEntry]:
-        """As the port."""
+        """Implement the port."""
         return self._look(lambda ledger: ledger.writers)
 
     def check(self) -> None:
-        """Refuse a sequence that isn't as it was made; `SequenceUnusable`. Nothing is changed."""
+        """Raise `SequenceUnusable` if the sequence isn't as it was created. Nothing is changed."""
         with self._database.read() as connection:
             self._check(connection, self._seen(connection))
 
@@ -169,7 +169,7 @@ class PostgresSequenceStore:
         of: WriterId | None = None,
         begins: bool = False,
     ) -> _Told:
-        """One step of the machine on locked rows: of one writer, or (where an epoch is given) of the whole stream."""
+        """Take one step on locked rows: of one writer, or (if an epoch is given out) of the whole stream."""
         with self._database.write() as connection:
             if begins:
                 lock_stream(connection, self._stream)
@@ -189,13 +189,13 @@ class PostgresSequenceStore:
             return look(self._seen(connection))
 
     def _seen(self, connection: Connection) -> Ledger:
-        """The ledger in a snapshot that is taken already: the sequence, which knows of no snapshot, may be ahead of it."""
+        """Return the ledger in an open snapshot: the sequence, which isn't part of snapshots, may be ahead of it."""
         ledger = self._load(connection, with_newest=False)
         newest = max((max(entry.given_to, entry.position) for entry in ledger.writers), default=Seq(0))
         return replace(ledger, newest=newest)
 
     def _load(self, connection: Connection, *, with_newest: bool = True) -> Ledger:
-        """The newest number first, then the writers: one that comes in between is given numbers above it."""
+        """Load the newest number first, then the writers: a writer that registers between is given numbers above it."""
         newest = 0
         if (
             with_newest
@@ -239,12 +239,12 @@ class PostgresSequenceStore:
         return f"{CATALOG_SCHEMA}.{self._name}"
 
     def _given(self, connection: Connection, ledger: Ledger) -> Seq:
-        """The greatest number that is known to have been given, or reserved by who owned the stream."""
+        """Return the greatest number known to have been given, or reserved by an owner of the stream."""
         reserved = select(t.streams.c.reserved).where(t.streams.c.id == str(self._stream))
         return Seq(max([connection.execute(reserved).scalar_one(), *(entry.given_to for entry in ledger.writers)]))
 
     def _make(self, connection: Connection, ledger: Ledger) -> Seq:
-        """Make the sequence; returns where it stands. The stream is locked."""
+        """Create the sequence; return its position. The stream is locked."""
         given = self._given(connection, ledger)
         connection.execute(text(f"CREATE SEQUENCE {self._named}"))
         if given:
@@ -254,7 +254,10 @@ class PostgresSequenceStore:
         return given
 
     def _check(self, connection: Connection, ledger: Ledger) -> Seq | None:
-        """Where the sequence stands; None where it wasn't made yet. `SequenceUnusable` where it isn't as it was made."""
+        """Return the sequence's position; None if it isn't created so far.
+
+        `SequenceUnusable` if it isn't as it was created.
+        """
         given = self._given(connection, ledger)
         found = connection.execute(text(_SETTINGS), {"schema": CATALOG_SCHEMA, "name": self._name}).one_or_none()
         if found is None:
@@ -295,7 +298,7 @@ class PostgresSequenceStore:
         return Seq(last)
 
     def _line(self) -> psycopg.Connection[tuple[Any, ...]]:
-        """The connection that draws: its own, and given up after any error."""
+        """Return the connection for draws: dedicated, and dropped after any error."""
         if self._connection is None or self._connection.closed:
             assert self._database.address is not None
             self._connection = psycopg.connect(self._database.address, autocommit=True, prepare_threshold=None)

@@ -1,4 +1,4 @@
-"""The catalog's sources: each one database's one history, and how far the log has it."""
+"""The catalog's sources: each is one history of one database, with the position that the log has reached."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from millstream.model.ids import SourceId, StreamId
 from millstream.model.positions import Lsn
 
 OF_A_BUFFER: Final = 0
-"""The system identifier of what is no database: a shard of a write buffer, from which a stream takes operations."""
+"""System identifier of a source that is no database: a shard of a write buffer, from which a stream takes
+operations."""
 _CURRENT: Final = "source"
-"""The fact that says which source is followed."""
+"""The fact that names the followed source."""
 
 
 def _scope(stream: StreamId) -> str:
@@ -29,7 +30,10 @@ class Sources(CatalogPart):
     """Sources and the positions reached."""
 
     def resolve_source(self, stream: StreamId, system_identifier: int, database: str, timeline: int) -> SourceId:
-        """The number of one database's one history, given when it is first met: a new timeline is a new number that starts at 0."""
+        """Return the number of one history of one database, given at its first use.
+
+        A new timeline is a new source at 0.
+        """
         facts = {
             "stream": str(stream),
             "system_identifier": str(system_identifier),
@@ -50,17 +54,19 @@ class Sources(CatalogPart):
         reached: Lsn,
         history: Sequence[tuple[int, Lsn]] | None,
     ) -> SourceId:
-        """From here on the stream follows this history: its number, that becomes `current_source`.
+        """Follow this history from here on: return its number, which becomes `current_source`.
 
         Args:
             stream: the stream.
-            system_identifier: whose WAL it is.
-            database: of which database.
-            timeline: on which timeline.
-            reached: up to here the log has all of it already; a source that stands higher stays there.
-            history: the timelines before it, oldest first, each with where it was left; None where that isn't known.
+            system_identifier: the system of the WAL.
+            database: the database.
+            timeline: the timeline.
+            reached: LSN up to which the log has everything already; a source with a higher position keeps that.
+            history: the earlier timelines, oldest first, each with the LSN at which it was left; None if that isn't
+                known.
 
-        All of it is in one transaction: a number that started at 0 would pass for a source of which nothing was captured.
+        Everything is in one transaction: a number that started at 0 would pass for a source of which nothing was
+        captured.
         """
         facts = {
             "stream": str(stream),
@@ -88,13 +94,16 @@ class Sources(CatalogPart):
         return SourceId(found)
 
     def current_source(self, stream: StreamId) -> SourceRow | None:
-        """The source that the stream follows; None where it has none yet."""
+        """Return the source that the stream follows; None if it has none so far."""
         known = self.sources(stream)
         followed = self._followed(stream).get("id")
         return next((row for row in known if row.id == followed), known[-1] if known else None)
 
     def source_history(self, stream: StreamId) -> tuple[tuple[int, Lsn], ...] | None:
-        """The timelines before that of `current_source`, oldest first, each with where it was left; None: not known."""
+        """Return the timelines before `current_source`'s, oldest first, each with the LSN at which it was left.
+
+        None: unknown.
+        """
         history = self._followed(stream).get("history")
         return None if history is None else tuple((int(timeline), Lsn(lsn)) for timeline, lsn in history)
 
@@ -105,11 +114,11 @@ class Sources(CatalogPart):
         return {} if found is None else dict(json.loads(found))
 
     def sources(self, stream: StreamId) -> list[SourceRow]:
-        """The stream's sources that are databases, oldest first."""
+        """Return the stream's sources that are databases, oldest first."""
         return [row for row in self.all_sources(stream) if row.system_identifier != OF_A_BUFFER]
 
     def all_sources(self, stream: StreamId) -> list[SourceRow]:
-        """Whatever the stream's log may have numbers of, oldest first: databases, and shards of write buffers (`OF_A_BUFFER`)."""
+        """Return all sources of the log's numbers, oldest first: databases, and buffers' shards (`OF_A_BUFFER`)."""
         with self._database.read() as connection:
             query = select(t.sources).where(t.sources.c.stream == str(stream)).order_by(t.sources.c.id)
             rows = connection.execute(query).all()
@@ -119,7 +128,7 @@ class Sources(CatalogPart):
         ]
 
     def reached(self, source: SourceId) -> Lsn:
-        """Where capture of the source has got to, as last told; the log's own group headers may know more."""
+        """Return the position that capture of the source last stored; the log's own group headers may be ahead."""
         with self._database.read() as connection:
             found = connection.execute(select(t.sources.c.reached).where(t.sources.c.id == source)).scalar()
         if found is None:
@@ -127,7 +136,7 @@ class Sources(CatalogPart):
         return Lsn(found)
 
     def move_reached(self, source: SourceId, lsn: Lsn) -> Lsn:
-        """Move the position upward, durably; a lower one changes nothing. Returns where it stands.
+        """Move the position upward, durably; a lower one changes nothing. Returns the position.
 
         Call it before the slot is confirmed up to there.
         """

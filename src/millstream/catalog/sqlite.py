@@ -1,8 +1,8 @@
-"""The catalog in a SQLite file: what the embedded backend does in its own way.
+"""The catalog in a SQLite file: the parts that differ in the embedded backend.
 
-WAL mode lets readers and one writer work side by side; `synchronous = FULL` makes a commit durable before it returns
-(positions are promised durable). Writers take the lock when they begin (`BEGIN IMMEDIATE`), so that no transaction fails
-half-way because another one came between its read and its write; all of them are short.
+WAL mode lets readers and one writer work concurrently; `synchronous = FULL` makes a commit durable before it returns
+(positions are guaranteed durable). Writers take the lock when they begin (`BEGIN IMMEDIATE`), so that no transaction
+fails half-way because another one came between its read and its write; all of them are short.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from millstream.private_files import make_folder, open_private
 
 _BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
 _PAGE_BYTES: Final = 1 << 16
-"""What SQLite needs at least to begin: its shared index is 32 KiB, and so is a folder's or a journal's first part on some disks."""
+"""Free space that SQLite needs to begin: its shared index is 32 KiB, and so is a folder's or journal's first part on
+some disks."""
 _Identity = tuple[int, int] | None
 """A file's device and inode; None if there is no file."""
 
 
 class SqliteBackend:
-    """`catalog.database.Backend` over one file; its folder is made."""
+    """`catalog.database.Backend` over one file; its folder is created."""
 
     dialect: Final = "sqlite"
     schema: Final = None
@@ -56,13 +57,13 @@ class SqliteBackend:
             ) from error
 
     def _create(self) -> None:
-        """Make the file, where there is none, as private as its folder: SQLite gives its -wal and -shm the same mode."""
-        # Never opened where it is there: closing it would drop the locks that SQLite has on it in this process.
+        """Create the file, if it is missing, as private as its folder: SQLite gives its -wal and -shm the same mode."""
+        # Never open an existing file: closing it would drop the locks that SQLite has on it in this process.
         with contextlib.suppress(OSError):  # SQLite tells what is wrong
             os.close(open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
     def engine(self) -> Engine:
-        """An engine whose connections write durably and keep foreign keys."""
+        """Return an engine whose connections write durably and enforce foreign keys."""
         self._create()
         engine = create_engine(
             URL.create("sqlite+pysqlite", database=self.place),
@@ -71,7 +72,7 @@ class SqliteBackend:
 
         @event.listens_for(engine, "connect")
         def _on_connect(connection: Any, _record: object) -> None:
-            # Transactions are ours to begin: the driver would begin them late, and only before a write.
+            # We begin transactions: the driver would begin them late, and only before a write.
             connection.isolation_level = None
             cursor = connection.cursor()
             cursor.execute("PRAGMA synchronous = FULL")
@@ -87,13 +88,13 @@ class SqliteBackend:
         return engine
 
     def begin(self, connection: Connection, *, reading: bool) -> tuple[str, str] | None:
-        """Take the file's write lock unless it is for reading."""
+        """Begin a transaction; take the file's write lock unless it is for reading."""
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
         raw = id(connection.connection.dbapi_connection)
         if raw in self._using:
             self.check_files()
             return None
-        # SQLite opens the files with the first read.
+        # SQLite opens the files at the first read.
         connection.exec_driver_sql("SELECT 1 FROM sqlite_master LIMIT 1")
         with self._lock:
             if not self._using:
@@ -120,12 +121,12 @@ class SqliteBackend:
         return tuple(_identity(file) for file in self._paths)
 
     def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
-        """No: the process that commits is this one, and a COMMIT that failed has left nothing."""
+        """Return False: the process that commits is this one, and a failed COMMIT leaves nothing."""
         del transaction, error
         return False
 
     def translate(self, error: BaseException) -> MillstreamError:
-        """By SQLite's own code."""
+        """Translate by SQLite's own code."""
         if isinstance(error, DBAPIError):
             error = error.orig or error
         code = getattr(error, "sqlite_errorcode", None)
@@ -145,14 +146,14 @@ class SqliteBackend:
         return CatalogError(f"{self.place}: {error}", hint=hint, file=self.place)
 
     def _is_disk_full(self) -> bool:
-        """Whether the disk has no space for a page: SQLite calls it an I/O error where that keeps it from sharing its index."""
+        """Return whether the disk has no space for a page, which SQLite may report as an I/O error of its shared index."""
         try:
             return shutil.disk_usage(self._path.parent).free < _PAGE_BYTES
         except OSError:
             return False
 
     def prepare(self, engine: Engine) -> None:
-        """Use WAL mode. Changing it doesn't wait by SQLite's busy timeout when several processes open a new file at once."""
+        """Set WAL mode. If several processes open a new file at once, that doesn't wait by SQLite's busy timeout."""
         deadline = time.monotonic() + self._busy_timeout_s
         while True:
             try:
@@ -168,21 +169,21 @@ class SqliteBackend:
                 time.sleep(0.02)
 
     def check_privileges(self, connection: Connection) -> None:
-        """Whether the file and its folder may be written."""
+        """Check that the file and its folder may be written."""
         del connection
         for path in (self._path, self._path.parent):
             if not os.access(path, os.W_OK):
                 raise CatalogError(f"{path} can't be written", hint="Make the home writable for this user.")
 
     def lock_for_migration(self, connection: Connection) -> None:
-        """The transaction has the file's write lock already."""
+        """Do nothing: the transaction has the file's write lock already."""
 
     def insert(self, table: Table) -> Insert:
-        """SQLite's INSERT."""
+        """Return SQLite's INSERT."""
         return insert(table)
 
     def number_above(self, connection: Connection, table: Table, floor: int) -> None:
-        """SQLite notes the greatest number with every row: only `floor` is to be noted."""
+        """Note `floor`; SQLite itself notes the greatest number with every row."""
         given = {"name": table.name, "floor": floor}
         noted = text("UPDATE sqlite_sequence SET seq = max(seq, :floor) WHERE name = :name")
         if floor and not connection.execute(noted, given).rowcount:

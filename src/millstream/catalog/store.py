@@ -18,12 +18,12 @@ from millstream.catalog.values import HomeIdentity
 
 
 class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Facts):
-    """A home's catalog. Made, or brought up to this version's schema, when it is opened.
+    """A home's catalog. Opening it creates it, or upgrades it to this version's schema.
 
     Args:
         where: a file's path (SQLite), or the address of a PostgreSQL database as libpq takes it.
-        home: whose it is, where several homes may share it: it then gives this home's streams alone, and lets no other have
-            one of the same name. None: all streams in it are meant.
+        home: the home, if several may share the catalog. The object then returns this home's streams only, and no
+            other home may have a stream of the same name. None: all streams.
         busy_timeout_s: how long a call waits for a lock, or for a server that has gone away.
 
     Raises:
@@ -53,9 +53,9 @@ class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Fa
 
     @property
     def database(self) -> Database:
-        """What lies below: for rooms that keep tables of their own beside the catalog's."""
+        """The database below, for components that keep tables of their own next to the catalog's."""
         return self._database
 
     def close(self) -> None:
-        """Close the connections; what was called has long been durable."""
+        """Close the connections; completed calls are durable already."""
         self._database.close()

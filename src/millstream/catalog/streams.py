@@ -1,4 +1,4 @@
-"""The catalog's streams and the homes that have them, their writers with epochs, and the numbers reserved."""
+"""The catalog's streams and their homes, their writers with epochs, and the numbers reserved."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Streams(CatalogPart):
     _home: HomeIdentity | None
 
     def resolve_stream(self, name: str, *, found: StreamId | None = None) -> StreamId:
-        """The id of the stream of that name, made where it is new.
+        """Return the id of the stream of that name, which is created if it is new.
 
         Args:
-            name: as the configuration has it.
-            found: the id that the stream's segments bear, where its folder holds any. A new row takes it over (the
-                catalog was lost); a row that has another one is an error, for its numbers belong to another log.
+            name: the configured name.
+            found: the id in the stream's segments, if its folder has any. A new row takes it over (the catalog was
+                lost). If an existing row has another id, that is an error, because its numbers belong to another log.
 
         Raises:
             CatalogError: the log on disk is another stream's, or the name another home's stream's.
-            UsageError: no stream may bear that name.
+            UsageError: no stream may have that name.
         """
         check_stream_name(name)
         of_name = select(t.streams.c.id).where(t.streams.c.name == name).with_for_update(key_share=True)
@@ -39,7 +39,7 @@ class Streams(CatalogPart):
             known = connection.execute(of_name).scalar()
             if known is None:
                 values = {"id": str(found or uuid4()), "name": name, "created_us": now_us()}
-                # Another process may just be doing the same: then this waits for it, and takes what it made.
+                # Another process may be doing the same: then this waits for it, and takes its id.
                 connection.execute(self._database.insert(t.streams).values(values).on_conflict_do_nothing())
                 known = connection.execute(of_name).scalar()
             if known is None:
@@ -54,7 +54,7 @@ class Streams(CatalogPart):
         return stream
 
     def claim(self, connection: Connection, name: str, stream: StreamId, *, found: StreamId | None = None) -> None:
-        """Note in an open transaction that this home has a stream; nothing where the catalog was opened for no home.
+        """Record in an open transaction that this home has a stream; do nothing without a home.
 
         Raises:
             CatalogError: the stream is another home's, or the log at hand (`found`) another stream's.
@@ -76,7 +76,7 @@ class Streams(CatalogPart):
         if mine is None:
             return
         assert mine.id, "who writes has prepared its home"
-        # A log that bears the stream's id is the stream's, whatever home it has come to lie in.
+        # A log with the stream's id is the stream's, whichever home it lies in now.
         if homes and mine.id not in homes and found is None:
             raise CatalogError(
                 f"the catalog has a stream {name} already, {stream}, of {others}; this home, {mine.place}, has no log of it",
@@ -92,7 +92,7 @@ class Streams(CatalogPart):
             connection.execute(put.on_conflict_do_update(index_elements=keys, set_={"value": put.excluded["value"]}))
 
     def stream(self, name: str) -> StreamRow:
-        """The stream of that name; `UnknownStream` where it has never run."""
+        """Return the stream of that name; raise `UnknownStream` if it has never run."""
         for row in self.streams():
             if row.name == name:
                 return row
@@ -101,14 +101,14 @@ class Streams(CatalogPart):
         )
 
     def streams(self) -> list[StreamRow]:
-        """All streams, by name; those of the home alone, where the catalog was opened for one."""
+        """Return all streams, by name; only the home's, if the catalog was opened for one."""
         query = select(t.streams)
         if self._home is not None:
             here = (t.facts.c.scope == literal("homes/").concat(t.streams.c.id)) & (t.facts.c.name == self._home.id)
             query = query.join(t.facts, here)
         with self._database.read() as connection:
             rows = connection.execute(query).all()
-        # Sorted here: what order text has in a database is the database's choice.
+        # Sorted here: the order of text in a database is the database's choice.
         return sorted((StreamRow(StreamId(UUID(r.id)), r.name, r.created_us) for r in rows), key=lambda s: s.name)
 
     # --- writers and numbers -----------------------------------------------------------------------------------
@@ -116,15 +116,15 @@ class Streams(CatalogPart):
     def register_writer(
         self, stream: StreamId, name: str = "writer", *, above: Epoch = Epoch(0)
     ) -> tuple[WriterId, Epoch]:
-        """Become the newest incarnation of a writer; the one before it is fenced from now on.
+        """Register the newest incarnation of a writer; the earlier one is fenced from now on.
 
         Args:
-            stream: whose shards it writes.
-            name: tells writers of a stream apart.
-            above: an epoch that the log bears, where the catalog is older than the log.
+            stream: the stream whose shards it writes.
+            name: distinguishes writers of a stream.
+            above: an epoch in the log, if the catalog is older than the log.
 
         Returns:
-            The writer's id (from 1; the same for a name for ever) and an epoch above every one given before in the stream.
+            The writer's id (from 1; the same for a name for ever) and an epoch above all epochs of the stream so far.
         """
         with self._database.write() as connection:
             lock_stream(connection, stream)
@@ -148,12 +148,12 @@ class Streams(CatalogPart):
         return WriterId(writer), Epoch(epoch)
 
     def writers(self, stream: StreamId) -> list[WriterRow]:
-        """The stream's writers, each in its newest incarnation, by id."""
+        """Return the stream's writers, each in its newest incarnation, by id."""
         with self._database.read() as connection:
             query = select(t.writers).where(t.writers.c.stream == str(stream)).order_by(t.writers.c.id)
             rows = connection.execute(query).all()
         return [WriterRow(stream, WriterId(r.id), r.name, Epoch(r.epoch), r.pid, r.registered_us) for r in rows]
 
     def reservations(self, stream: StreamId) -> StreamReservations:
-        """The stream's number reservations, as `ports.SeqReservations`."""
+        """Return the stream's number reservations, as `ports.SeqReservations`."""
         return StreamReservations(self._database, stream)

@@ -1,6 +1,6 @@
-"""The catalog's tables, as SQLAlchemy sees them. The migrations make them; a test holds the two together.
+"""The catalog's tables for SQLAlchemy. The migrations create them; a test holds the two together.
 
-64-bit numbers that PostgreSQL has unsigned (the system identifier) are text: SQLite's integers are signed.
+64-bit numbers that are unsigned in PostgreSQL (the system identifier) are text: SQLite's integers are signed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ writers = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("pid", Integer, nullable=False),
     Column("registered_us", BigInteger, nullable=False),
-    # Of a writer that shares its stream's numbers, as protocol.sequencer.WriterEntry.
+    # For a writer that shares its stream's numbers: fields of protocol.sequencer.WriterEntry.
     Column("location", Text, nullable=False, server_default=""),
     Column("phase", Text, nullable=False, server_default="settled"),
     Column("position", BigInteger, nullable=False, server_default="0"),
@@ -72,7 +72,7 @@ tables = Table(
     Column("schema_version", Integer, nullable=False, server_default="0"),
     Column("copy_id", Text, nullable=False, server_default=""),
     Column("changed_us", BigInteger, nullable=False),
-    # A table id is never given twice, also after rows were taken away.
+    # A table id is never given twice, even after rows were deleted.
     sqlite_autoincrement=True,
 )
 
@@ -81,7 +81,7 @@ schema_versions = Table(
     metadata,
     Column("table_id", Integer, ForeignKey("tables.id"), primary_key=True),
     Column("version", Integer, primary_key=True, autoincrement=False),
-    # SHA-256 over the facts without the version: the same facts are the same version.
+    # SHA-256 over the facts without the version: equal facts are the same version.
     Column("fingerprint", Text, nullable=False),
     # TableSchema.to_arrow(), serialized as Arrow IPC.
     Column("arrow", LargeBinary, nullable=False),
@@ -129,13 +129,13 @@ facts = Table(
 access_tokens = Table(
     "access_tokens",
     metadata,
-    # Whose it is, where several homes share the catalog, and may know one token; empty in an embedded one.
+    # Its home, if several homes share the catalog, which may know one token; empty in an embedded one.
     Column("home", Text, primary_key=True, server_default=""),
     Column("id", Text, primary_key=True),
     Column("name", Text, nullable=False),
-    # SHA-256 of its secret; the secret itself is nowhere.
+    # SHA-256 of its secret; the secret itself isn't stored.
     Column("digest", LargeBinary, nullable=False),
-    # JSON: by stream, or "*", what may be done.
+    # JSON: rights by stream, or "*".
     Column("rights", Text, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger),

@@ -1,4 +1,4 @@
-"""The catalog's access tokens: made, listed and taken away. Of each, the hash of its secret is kept and nothing more."""
+"""The catalog's access tokens: creates, lists and revokes them. Only the hash of each secret is stored."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Tokens(CatalogPart):
     def create_access_token(
         self, rights: Rights, *, name: str | None = None, expires_us: int | None = None, given: str | None = None
     ) -> tuple[AccessToken, str]:
-        """Make an access token.
+        """Create an access token.
 
         Args:
-            rights: what its holder may do.
-            name: tells it apart for people; its id where None.
-            expires_us: from when on it holds no more, in microseconds since 1970; None: it holds until it is revoked.
-            given: the text of one that another home has made: here it opens what is said here. None: one is drawn.
+            rights: rights of its holder.
+            name: name for people; None: its id.
+            expires_us: time of expiry, in microseconds since 1970; None: it is valid until it is revoked.
+            given: text of a token that another home has created; here it has these rights. None: a new token is drawn.
 
         Returns:
-            What is kept of it, and its text, which nobody can have again.
+            The stored token, and its text, which can't be had again.
 
         Raises:
-            AccessTokenExists: there is one of that name; or the one that was given is known here already.
-            UsageError: the text can't be a name, or what was given is no token.
+            AccessTokenExists: there is a token of that name; or the given one is known here already.
+            UsageError: the text can't be a name, or the given text is no token.
         """
         parts = None if given is None else token_parts(given)
         if given is not None and parts is None:
@@ -77,7 +77,7 @@ class Tokens(CatalogPart):
         return made, token_text(token_id, secret)
 
     def access_tokens(self) -> list[AccessToken]:
-        """The home's access tokens, by name; also those that have expired."""
+        """Return the home's access tokens, by name; expired ones included."""
         query = select(t.access_tokens).where(t.access_tokens.c.home == self._owner())
         with self._database.read() as connection:
             rows = connection.execute(query).all()
@@ -90,10 +90,10 @@ class Tokens(CatalogPart):
         return sorted(found, key=lambda token: token.name)
 
     def revoke_access_token(self, token: str) -> AccessToken:
-        """Take an access token away: nothing is kept of it.
+        """Revoke an access token: nothing of it stays stored.
 
         Args:
-            token: its name, else its id.
+            token: its name, or its id.
 
         Raises:
             UnknownAccessToken: there is none.
@@ -110,7 +110,7 @@ class Tokens(CatalogPart):
         raise UnknownAccessToken(f"there is no token {token}", token=token)
 
     def _mine(self, token_id: str) -> ColumnElement[bool]:
-        """Which row is this home's; others may know the token as well, where homes share a catalog."""
+        """Return the condition for this home's row; homes that share the catalog may know the token as well."""
         return and_(t.access_tokens.c.home == self._owner(), t.access_tokens.c.id == token_id)
 
     def _owner(self) -> str:

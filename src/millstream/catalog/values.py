@@ -1,4 +1,4 @@
-"""What the catalog gives back: frozen rows, and the states that tables and copy chunks go through."""
+"""The catalog's return values: frozen rows, and the states of tables and copy chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream.protocol.retention import HolderKind
 
 
 class TableState(StrEnum):
-    """Where a table stands."""
+    """The state of a table."""
 
     COPY_REQUESTED = "copy_requested"
     """Known; its existing rows have to be copied (again)."""
@@ -24,15 +24,15 @@ class TableState(StrEnum):
     STREAMING = "streaming"
     """The copy is whole; its changes are captured."""
     HISTORY_ONLY = "history_only"
-    """Captured, but without a usable identity: it has no `current`. The reason says why."""
+    """Captured, but without a usable identity: it has no `current` view. The reason names the cause."""
     SET_ASIDE = "set_aside"
-    """It failed; its changes enter the log undecoded until it is retried. The reason says what happened."""
+    """It failed; its changes enter the log undecoded until it is retried. The reason names the cause."""
     GONE = "gone"
     """Dropped at the source or left out by the configuration; its records stay."""
 
 
 class ChunkState(StrEnum):
-    """Where a chunk of a table copy stands."""
+    """The state of a chunk of a table copy."""
 
     PLANNED = "planned"
     """Its key range is known."""
@@ -44,12 +44,12 @@ class ChunkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HomeIdentity:
-    """A home, to a catalog that it shares with others."""
+    """A home, as identified in a catalog that it shares with others."""
 
     id: str
-    """Its own for ever, also when its folder is moved; empty while it has never been written."""
+    """Its own for ever, even if its folder is moved; empty while it has never been written."""
     place: str
-    """Where it lies, for people."""
+    """Location of the home, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class WriterRow:
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A source and how far the log has it."""
+    """A source, and how far it is in the log."""
 
     id: SourceId
     stream: StreamId
@@ -83,7 +83,7 @@ class SourceRow:
     database: str
     timeline: int
     reached: Lsn
-    """The commit end LSN up to which everything is durable in the log or was none of ours; 0 at first."""
+    """The commit end LSN up to which everything is durable in the log or wasn't ours; 0 at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +101,24 @@ class TableRow:
     shard: ShardId
     state: TableState
     reason: str
-    """One sentence for people; empty where there is nothing to say."""
+    """One sentence for people; may be empty."""
     details: dict[str, Any]
-    """Facts for programs beside the reason, JSON-able."""
+    """Facts for programs in addition to the reason, JSON-able."""
     schema_version: SchemaVersion
     """The newest version put; 0 before the first."""
     copy_id: str
-    """The copy that is running or was the last to run; empty before the first."""
+    """The present or last copy; empty before the first."""
     changed_us: int
 
     @property
     def is_captured(self) -> bool:
-        """Whether its rows come from PostgreSQL; else applications write them, or it has a source's messages."""
+        """Whether its rows come from PostgreSQL; otherwise applications write them, or it has a source's messages."""
         return self.kind is TableKind.TABLE and self.source != 0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyChunk:
-    """A key range of one copy of one table. Bounds are opaque text of the copier's own, half-open: `[lower, upper)`."""
+    """A key range of one copy of one table. The copier defines the text of the bounds; half-open: `[lower, upper)`."""
 
     table: TableId
     copy_id: str
@@ -135,7 +135,7 @@ class CopyChunk:
     row_count: int = 0
     size_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the copier has to remember, JSON-able."""
+    """Other state of the copier, JSON-able."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +145,20 @@ class PipelinePosition:
     stream: StreamId
     name: str
     needed_from: Seq | None
-    """The lowest number that it may still ask for; None where it holds nothing."""
+    """The lowest number that it may still ask for; None if it holds nothing."""
     landed: Seq
     """Everything up to here is committed in all its tables; 0 at first."""
     changed_us: int
     kind: HolderKind = HolderKind.PIPELINE
     cut_off_at: Seq | None = None
-    """Where the log began when the holder was cut off, which it no longer holds since; None: it wasn't."""
+    """First number of the log when the holder was cut off, from which on it holds nothing; None: it wasn't."""
     position: ReplicaPosition | None = None
-    """Of one that has the log's bytes: up to where; None where it never said."""
+    """Position of a holder that has the log's bytes; None if it never reported one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessToken:
-    """An access token, as it is kept: nobody can make its text of it."""
+    """An access token, as it is stored: its text can't be derived from it."""
 
     id: str
     name: str
@@ -167,8 +167,8 @@ class AccessToken:
     rights: Rights
     created_us: int
     expires_us: int | None = None
-    """None: it doesn't."""
+    """Time of expiry; None: never."""
 
     def has_expired(self, now_us: int) -> bool:
-        """Whether it holds no more."""
+        """Return whether it has expired."""
         return self.expires_us is not None and self.expires_us <= now_us

@@ -1,7 +1,7 @@
 """The catalog's migrations, run by Alembic from inside the package: no `alembic.ini`, no command of its own.
 
-Revisions are named by four digits that grow, so that a newer one can be told from an older one. A migration is never
-changed once it was released; a new one follows it.
+Revisions are named by four digits that grow, so that newer and older ones can be compared. A migration is never changed
+after its release; a new one follows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs migrations on the connection that `upgrade` hands over, in its transaction."""
+"""Alembic's entry: runs migrations on the connection that `upgrade` passes, in its transaction."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns; what there was with a `/` in its name is a table's that a pipeline has set aside."""
+    """Add the columns; an existing holder with a `/` in its name is a table that a pipeline has set aside."""
     op.add_column("pipelines", sa.Column("kind", sa.Text, nullable=False, server_default="pipeline"))
     op.add_column("pipelines", sa.Column("cut_off_at", sa.BigInteger))
     op.execute("UPDATE pipelines SET kind = 'backlog' WHERE name LIKE '%/%'")

@@ -1,4 +1,4 @@
-"""Writers that share a stream's numbers: where each stands, its lease, and (on PostgreSQL) the step that gives numbers."""
+"""Writers that share a stream's numbers: positions, leases, and (on PostgreSQL) the step that gives numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ down_revision = "0002"
 branch_labels = None
 depends_on = None
 
-# One round trip a commit group. The writer's row is locked first, so that whoever fences it waits for this, and this finds itself
-# fenced behind that. The sequence moves under an advisory lock that is given back before the commit: draws of several writers wait
-# for one flush together, and a later draw's flush covers an earlier one's, for they stand in one WAL.
+# One round trip a commit group. The writer's row is locked first: a process that fences the writer waits for the
+# draw, and a later draw finds itself fenced. The sequence moves under an advisory lock that is released before the
+# commit. So draws of several writers wait for one flush together, and a later draw's flush covers an earlier one's,
+# because they are in one WAL.
 DRAW = """
 CREATE FUNCTION draw_numbers(
     for_stream text, for_writer integer, for_epoch bigint, how_many bigint, own_position bigint, lease_us bigint,
@@ -56,7 +57,7 @@ END $$
 
 
 def upgrade() -> None:
-    """Add the columns; what there was owned its stream, and is settled."""
+    """Add the columns; an existing writer owned its stream, and is settled."""
     op.add_column("writers", sa.Column("location", sa.Text, nullable=False, server_default=""))
     op.add_column("writers", sa.Column("phase", sa.Text, nullable=False, server_default="settled"))
     for name in ("position", "last_first", "last_count", "given_to", "lease_until_us"):

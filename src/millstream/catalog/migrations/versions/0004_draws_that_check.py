@@ -9,9 +9,9 @@ down_revision = "0003"
 branch_labels = None
 depends_on = None
 
-# As in 0003; besides:
-# - `first_number` is -1 where the sequence stands below what writers were given: it was set back, or is an older copy.
-# - What a transaction needs travels with it: behind a pooler the session that was set up may be another one.
+# As in 0003, and in addition:
+# - `first_number` is -1 if the sequence is below the numbers given to writers: it was set back, or is an older copy.
+# - The settings that a transaction needs are sent with it: behind a pooler its session may be another one.
 DRAW = """
 CREATE OR REPLACE FUNCTION draw_numbers(
     for_stream text, for_writer integer, for_epoch bigint, how_many bigint, own_position bigint, lease_us bigint,

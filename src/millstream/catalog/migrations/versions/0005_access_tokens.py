@@ -1,4 +1,4 @@
-"""Access tokens: who may read and write which streams over the network."""
+"""Access tokens: rights to read and write streams over the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make their table."""
+    """Create their table."""
     op.create_table(
         "access_tokens",
         sa.Column("id", sa.Text, primary_key=True),

@@ -1,4 +1,4 @@
-"""Followers hold segments by where they stand on each shard, too."""
+"""Followers also hold segments by their position on each shard."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column: JSON, by shard the segment and the place in it."""
+    """Add the column: JSON, by shard the segment and the position in it."""
     op.add_column("pipelines", sa.Column("position", sa.Text))

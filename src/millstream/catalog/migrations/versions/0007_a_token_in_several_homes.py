@@ -1,4 +1,4 @@
-"""Homes that share a catalog can know one token: by it, nodes of a stream know one another."""
+"""Homes that share a catalog can know one token: nodes of a stream authenticate one another by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """A token is a home's and an id's. SQLite can't change a key in place: there the table is made anew, with its rows."""
+    """Make home and id the key. SQLite can't change a key in place: there the table is created again, with its rows."""
     if op.get_bind().dialect.name == "postgresql":
         op.drop_constraint("access_tokens_pkey", "access_tokens", type_="primary")
         op.create_primary_key("access_tokens_pkey", "access_tokens", ["home", "id"])

@@ -10,8 +10,8 @@ branch_labels = None
 depends_on = None
 
 # As in 0004, with two changes:
-# - `elsewhere` counts writers of the same location, too, while they are joining: their marks may not stand yet.
-# - A writer that draws has its marks in place, so it isn't joining any longer.
+# - `elsewhere` also counts writers of the same location while they are joining: their marks may not stand yet.
+# - A writer that draws has its marks in place, so it is no longer joining.
 DRAW = """
 CREATE OR REPLACE FUNCTION draw_numbers(
     for_stream text, for_writer integer, for_epoch bigint, how_many bigint, own_position bigint, lease_us bigint,
