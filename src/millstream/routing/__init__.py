@@ -1,1 +1,1 @@
-"""Routing: rules that say which shard, which partition and which sink takes each row of an application's write."""
+"""Routing: rules that choose the shard, the partition and the sinks of each row of an application's write."""

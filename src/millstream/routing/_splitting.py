@@ -1,4 +1,4 @@
-"""Rows by their places, in machine code: owners of hashes, rows of each group, and where a key goes from partition to partition."""
+"""Splitting rows by place, in machine code: owners of hashes, rows of each group, keys that change partition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def owners_of(hashes: Array, points: Array, owners: Array, buckets: Array, shift
 
 @compiled
 def rows_by_group(codes: Array, groups: int) -> tuple[Array, Array]:
-    """The numbers of rows, group by group, each in its order; and where each group begins, with the end behind the last."""
+    """Return the numbers of rows, group by group, each in its order.
+
+    And the start of each group, with the end of the last.
+    """
     starts = np.zeros(groups + 1, dtype=np.int64)
     for row in range(len(codes)):
         starts[codes[row] + 1] += 1
@@ -44,9 +47,12 @@ def rows_by_group(codes: Array, groups: int) -> tuple[Array, Array]:
 
 @compiled
 def stretches(hashes: Array, codes: Array, operations: Array) -> Array:
-    """Number rows so that in each stretch of an operation no key is in two groups: a new one begins where a key changes its group.
+    """Number the stretches of operations: a new one begins when a key changes its group.
 
-    Each operation's stretches are numbered from 0. Keys whose hashes are the same count as one: that makes more stretches at most.
+    So within a stretch no key is in two groups.
+
+    Each operation's stretches are numbered from 0. Keys with equal hashes count as one, which at most makes more
+    stretches.
     """
     size = 4
     while size < 2 * len(hashes):
@@ -58,7 +64,7 @@ def stretches(hashes: Array, codes: Array, operations: Array) -> Array:
     found = np.empty(len(hashes), dtype=np.int64)
     now = np.int64(0)
     first = np.int64(0)
-    """Of the row's operation."""
+    """First stretch of the row's operation."""
     for row in range(len(hashes)):
         if row and operations[row] != operations[row - 1]:
             now += 1

@@ -1,7 +1,7 @@
-"""XXH64 over columns, in machine code. One implementation for ever: where a row lies follows from it.
+"""XXH64 over columns, in machine code. The implementation never changes: a row's place follows from it.
 
-The algorithm is xxHash's 64-bit one, written out here so that no version of a library can change it. Words are little-endian, so that the result
-is the same on every processor.
+The algorithm is xxHash's 64-bit one, written out here so that no version of a library can change it. Words are
+little-endian, so the result is the same on every processor.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _spread(h: Any) -> Any:
 
 @inlined
 def _word(data: Array, at: int) -> Any:
-    """Four bytes, the lowest first."""
+    """Return the word of four bytes, lowest first."""
     low = np.uint64(data[at]) | (np.uint64(data[at + 1]) << np.uint64(8))
     return low | (np.uint64(data[at + 2]) << np.uint64(16)) | (np.uint64(data[at + 3]) << np.uint64(24))
 
 
 @inlined
 def _hash(data: Array, start: int, end: int, seed: Any) -> Any:
-    """XXH64 of bytes `[start, end)`."""
+    """Return the XXH64 of bytes `[start, end)`."""
     at = start
     if end - start >= 32:
         one, two, three, four = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
@@ -88,14 +88,14 @@ def _hash(data: Array, start: int, end: int, seed: Any) -> Any:
 
 @compiled
 def hash_bytes(data: Array, offsets: Array, valid: Array, tag: int, hashes: Array) -> None:
-    """Put one more column of bytes into rows' hashes.
+    """Add one more column of bytes to the rows' hashes.
 
     Args:
         data: uint8.
         offsets: int64, one more than rows: row n has bytes `[offsets[n], offsets[n + 1])`.
-        valid: bool, a row each; empty where no row is null.
-        tag: of the column's kind of value.
-        hashes: uint64: what the columns before have made; changed in place.
+        valid: bool, one per row; empty if no row is null.
+        tag: tag of the column's kind of value.
+        hashes: uint64, the hashes of the earlier columns; changed in place.
     """
     kind = np.uint64(tag)
     all_valid = len(valid) == 0
@@ -108,7 +108,7 @@ def hash_bytes(data: Array, offsets: Array, valid: Array, tag: int, hashes: Arra
 
 @compiled
 def hash_longs(values: Array, valid: Array, tag: int, hashes: Array) -> None:
-    """As `hash_bytes`, of values that are eight bytes each, the lowest first: uint64."""
+    """Do the same as `hash_bytes`, for values of eight bytes each, lowest first: uint64."""
     kind = np.uint64(tag)
     all_valid = len(valid) == 0
     for row in range(len(hashes)):

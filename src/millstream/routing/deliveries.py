@@ -1,4 +1,4 @@
-"""What sinks have of writes that can be told apart, as far as this process knows: a write that is sent again isn't given to them again."""
+"""The identified writes that sinks have taken, in this process: a repeated write isn't sent to them again."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from millstream.model.writes import WriteId
 from millstream.ports import SinkOutcome
 
 WRITES_KNOWN_MAX: Final = 1 << 16
-"""Over all sinks, the latest ones: some 200 bytes each."""
+"""Most writes remembered over all sinks, the latest ones: some 200 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One operation on its way to one sink."""
+    """One operation in flight to one sink."""
 
     write: bytes | None
-    """What tells it apart there; None where nothing does."""
+    """Identity of the write at the sink; None if it has none."""
     outcome: Future[SinkOutcome]
-    """What becomes of it."""
+    """The outcome of the delivery."""
     is_new: bool = True
-    """Whether it is to be given to the sink; else it is there, or on its way."""
+    """Whether to send it to the sink; otherwise it is there, or in flight."""
 
 
 class Deliveries:
-    """Remembers which writes sinks have taken, and which are on their way to them.
+    """Remembers which writes sinks have taken, and which are in flight to them.
 
-    It lives as long as the process writes the stream: who writes it next gives sinks again what is sent again.
+    It lives as long as the process writes the stream: after that, the next process sends repeated writes to sinks
+    again.
 
     Concurrency: any number of threads.
     """
@@ -41,16 +42,16 @@ class Deliveries:
         self._writes_max = writes_max
         self._lock = threading.Lock()
         self._taken: OrderedDict[bytes, None] = OrderedDict()
-        """The longest unasked first."""
+        """Writes that were taken, longest unasked first."""
         self._on_way: dict[bytes, Future[SinkOutcome]] = {}
 
     def begin(self, sink: str, write_id: WriteId | None, digest: int) -> Delivery:
-        """An operation is to go to a sink. Where it `is_new`, its caller says `end`, whatever comes.
+        """Begin the delivery of an operation to a sink. If it `is_new`, the caller calls `end`, in any case.
 
         Args:
-            sink: its name.
-            write_id: what tells the operation apart, where something does. Other rows under it are another write.
-            digest: of its rows.
+            sink: name of the sink.
+            write_id: identity of the operation, if it has one. Other rows under it are another write.
+            digest: digest of its rows.
         """
         if write_id is None:
             return Delivery(None, Future())
@@ -68,7 +69,7 @@ class Deliveries:
             return Delivery(write, self._on_way[write])
 
     def end(self, delivery: Delivery, outcome: SinkOutcome | BaseException) -> None:
-        """What became of a delivery; everybody who waits for it hears that. An exception that isn't of our tree is raised there."""
+        """Set the outcome of a delivery, for all its waiters. An exception outside our tree is raised there."""
         if delivery.write is not None:
             with self._lock:
                 del self._on_way[delivery.write]

@@ -1,4 +1,4 @@
-"""An operation on its way to the log and to sinks, and what is said where some took it and some didn't."""
+"""Dispatch of operations to the log and to sinks, and the answer if only some of them took an operation."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from millstream.wal.writing.submissions import parts_of
 logger = structlog.get_logger("millstream.routing")
 
 LOG: Final = "log"
-"""What `PartialWrite` calls the stream's own shards."""
+"""Name of the stream's own shards in `PartialWrite`."""
 _THREADS_OF_A_SINK: Final = 8
 _CLOSES_WITHIN_S: Final = 10.0
-"""How long what is on its way may take before the sinks are closed all the same."""
+"""Time that operations in flight may take before the sinks are closed anyway."""
 
 
 class Dispatcher:
-    """A log that sends entries for sinks there (`TableRows.sink`), once it has its own shards' part.
+    """A log that sends entries for sinks there (`TableRows.sink`), once it has the part for its own shards.
 
-    Over the shards one operation is whole or not at all, and what the log refuses goes nowhere. Between the log and each sink that can't be: an
-    operation of which one took its part and another didn't hears `PartialWrite`, and no other one does. What a sink is known to have isn't
-    given to it again (`Deliveries`), so that such a write, sent again, goes to those that lack it. A sink that may fail (`ignore_errors`)
-    fails no write: that is counted, and logged.
+    Over the shards an operation is whole or not at all, and an operation that the log refuses goes nowhere. Between
+    the log and sinks that can't be guaranteed: an operation that one took in part or whole, and another didn't, fails
+    with `PartialWrite`. No other operation does. A repeated write isn't sent to a sink that is known to have it
+    (`Deliveries`), only to those that lack it. A sink that may fail (`ignore_errors`) fails no write: its failures
+    are counted, and logged.
 
     Concurrency: any number of threads and event loops.
     """
@@ -55,20 +56,20 @@ class Dispatcher:
         self._deliveries = Deliveries()
         self._threads = ThreadPoolExecutor(_THREADS_OF_A_SINK * max(1, len(sinks)), "routing-sink")
         self._changed = threading.Condition()
-        """Held to change the next two."""
+        """Held to change the next two attributes."""
         self._closed = False
         self._under_way = 0
         self._tasks: set[asyncio.Task[Ack]] = set()
         self.ignored: Counter[str] = Counter()
-        """Writes that a sink failed and that went on all the same, by sink."""
+        """Count by sink of writes that it failed and that succeeded anyway."""
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
-        """As `LogWriter.append`, and to sinks. Of several operations `Ack.each` has what became of each, `PartialWrite` among it.
+        """Do the same as `LogWriter.append`, and send to sinks. Of several operations `Ack.each` has each outcome.
 
         Raises:
-            PartialWrite: it was one alone, and some took it and some didn't.
-            WriterClosed: it was closed; nothing of it was appended.
-            MillstreamError: the log's, of all of it; or it was one alone, and this is why none took it.
+            PartialWrite: a single operation was taken by some and not by others.
+            WriterClosed: this object was closed; nothing was appended.
+            MillstreamError: the log's error, for all operations; or a single operation's, if none took it.
         """
         routed = _routed(ops)
         if routed is None:
@@ -87,7 +88,10 @@ class Dispatcher:
     async def append_async(
         self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
     ) -> Ack:
-        """As `append`, for a task. One that is cancelled meanwhile hears of nothing; what the log took goes to the sinks."""
+        """Do the same as `append`, for a task.
+
+        If it is cancelled, it gets no answer; what the log took still goes to the sinks.
+        """
         routed = _routed(ops)
         if routed is None:
             return await self._log.append_async(ops, deadline_s=deadline_s, acks=acks)
@@ -113,18 +117,18 @@ class Dispatcher:
     def _end_task(self, task: asyncio.Task[Ack]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waited for it may be gone
+            task.exception()  # marked as retrieved: the caller may be gone
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
-        """As `LogWriter.session`."""
+        """Return the same as `LogWriter.session`."""
         return self._log.session(name, deadline_s=deadline_s)
 
     def shown_upto(self) -> Seq:
-        """As `LogWriter.persisted_upto`."""
+        """Return the same as `LogWriter.persisted_upto`."""
         return self._log.shown_upto()
 
     def close(self) -> None:
-        """Answer what is on its way, and take nothing more for sinks; they are closed, the log isn't."""
+        """Answer operations in flight, and take no more for sinks; the sinks are closed, the log isn't."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way, _CLOSES_WITHIN_S)
@@ -148,7 +152,10 @@ class Dispatcher:
     # --- to sinks --------------------------------------------------------------------------------------------------
 
     def _send(self, routed: _Routed, deadline_s: float | None) -> list[Future[SinkOutcome]]:
-        """Give each sink those operations that the log hasn't refused and the sink isn't known to have; what becomes of all of them."""
+        """Send each sink the operations that the log hasn't refused and the sink isn't known to have.
+
+        Return all their outcomes.
+        """
         keys = routed.ops.keys
         for sink, share in routed.shares.items():
             new: dict[int, Delivery] = {}
@@ -165,7 +172,7 @@ class Dispatcher:
             part = _chosen(share.ops, list(new))
             try:
                 self._threads.submit(self._deliver, sink, part, list(new.values()), deadline_s)
-            except RuntimeError:  # it was closed: what was on its way took too long
+            except RuntimeError:  # closed: operations in flight took too long
                 self._end(
                     list(new.values()), [WriterClosed("the stream was closed; the sink was given nothing")] * len(new)
                 )
@@ -184,10 +191,10 @@ class Dispatcher:
         for delivery, outcome in zip(deliveries, outcomes, strict=True):
             self._deliveries.end(delivery, outcome)
 
-    # --- what is said ----------------------------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------------------------------
 
     def _settle(self, routed: _Routed) -> None:
-        """What became of each operation, once all its sinks have answered."""
+        """Set the outcome of each operation, once all its sinks have answered."""
         ignored: dict[str, MillstreamError] = {}
         for number, told in enumerate(routed.told):
             failed: dict[str, MillstreamError] = {}
@@ -216,12 +223,12 @@ class Dispatcher:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What of operations goes to one sink."""
+    """The part of operations that goes to one sink."""
 
     numbers: Sequence[int]
-    """Which of them, in order."""
+    """Numbers of these operations, in order."""
     ops: WriteOps
-    """These alone."""
+    """Only these operations."""
 
 
 class _Routed:
@@ -237,16 +244,16 @@ class _Routed:
         self._logged = [number for number in range(len(rows_in_log)) if rows_in_log[number] or number not in elsewhere]
         tables = tuple(table for table in ops.tables if table.sink is None)
         self.local = _chosen(replace(ops, tables=tables), self._logged) if self._logged else None
-        """What the log gets first."""
+        """The part that the log gets first."""
         self.ack: Ack | None = None
-        """The log's, of that."""
+        """The log's answer to that part."""
         self.each: list[Outcome | None] = [None] * len(rows_in_log)
-        """What became of each; None: it is in the log with no row."""
+        """Outcome of each operation; None: it is in the log with no row."""
         self.told: list[dict[str, Future[SinkOutcome]]] = [{} for _ in rows_in_log]
-        """Of each what becomes of it in its sinks."""
+        """For each operation the outcomes by sink."""
 
     def logged(self, ack: Ack) -> None:
-        """The log has its part, but for what it refuses."""
+        """Note that the log has its part, except what it refuses."""
         assert self.local is not None
         self.ack = ack
         counts = [self._rows_in_log[number] for number in self._logged]
@@ -255,9 +262,10 @@ class _Routed:
             self.each[number] = part
 
     def note(self) -> WriteOps | None:
-        """Operations that have a number in a session, or a key, and all whose rows sinks have taken: numbers that the log doesn't hear of, it would wait for.
+        """Return operations to note in the log: they have an identity, and sinks have taken all their rows.
 
-        It hears of them last: what it has heard of is told as there.
+        Otherwise the log would wait for their numbers. It gets them last, because operations that it knows count as
+        taken.
         """
         keys = self.ops.keys
         if keys is None:
@@ -267,7 +275,7 @@ class _Routed:
 
 
 def _routed(ops: Submitted) -> _Routed | None:
-    """Operations apart; None where they are the log's alone."""
+    """Return the operations split by destination; None if all go to the log."""
     if not isinstance(ops, WriteOps):
         return None
     tables: dict[str | None, list[TableRows]] = {}
@@ -285,7 +293,7 @@ def _routed(ops: Submitted) -> _Routed | None:
 
 
 def _rows_of_each(tables: Sequence[TableRows], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """How many rows each of so many operations has in tables."""
+    """Return how many rows each of `count` operations has in the tables."""
     found = np.zeros(count, dtype=np.int64)
     for table in tables:
         found += np.bincount(table.rows.column("__operation").to_numpy(), minlength=count)
@@ -293,7 +301,7 @@ def _rows_of_each(tables: Sequence[TableRows], count: int) -> np.ndarray[Any, np
 
 
 def _chosen(ops: WriteOps, numbers: Sequence[int]) -> WriteOps:
-    """Some operations, at least one, with what tells them apart."""
+    """Return some operations, at least one, with their identities."""
     count = ops.operations.num_rows
     if len(numbers) == count:
         return ops
@@ -309,7 +317,7 @@ def _chosen(ops: WriteOps, numbers: Sequence[int]) -> WriteOps:
 def _failure(
     logged: Outcome | None, succeeded: dict[str, Any], failed: Mapping[str, MillstreamError]
 ) -> MillstreamError:
-    """What an operation's caller is told that some sinks failed: never the error of one alone where a part of it was taken."""
+    """Return the error for an operation that some sinks failed: never one sink's error if a part was taken."""
     in_log = logged.given if isinstance(logged, Repeated) else logged
     if isinstance(in_log, Ack) and in_log.seqs.count:
         offsets = {str(int(shard)): list(map(int, span)) for shard, span in in_log.offsets.items()}
@@ -317,7 +325,7 @@ def _failure(
     in_part = [name for name, error in failed.items() if TOOK in error.details]
     if not succeeded and not in_part:
         return next(iter(failed.values()))
-    # Many errors of sinks mean that nothing was taken, and who hears them tries again.
+    # Many errors of sinks mean that nothing was taken, and callers retry them.
     took = ", ".join([*succeeded, *(f"{name} (in part)" for name in in_part)])
     error = PartialWrite(
         f"{took} took the write, {', '.join(failed)} didn't: "

@@ -1,7 +1,7 @@
 """The hash of a key: the same for ever, on every machine, whatever Arrow type holds the values.
 
 A key is a row's values in some columns, in their order. Its hash is XXH64, chained: `h = 0`; for each value
-`h = XXH64(bytes, seed = h + tag)`. Bytes and tag of a value follow from what it is, never from how wide the column is:
+`h = XXH64(bytes, seed = h + tag)`. Bytes and tag of a value depend on the value, never on the width of its column:
 
 | value | tag | bytes |
 | --- | --- | --- |
@@ -15,7 +15,7 @@ A key is a row's values in some columns, in their order. Its hash is XXH64, chai
 | moment or local time | 7 | 8, microseconds since 1970, as a whole number |
 | decimal | 8 | ASCII: its digits without trailing zeros, `e`, the exponent: `-12.50` is `-125e-1`, 0 is `0e0` |
 
-Keys have a shard by this hash: to change any of it is to move all rows of all streams.
+A key's shard follows from this hash: to change any of it is to move all rows of all streams.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _EXACT: Final = Context(prec=100)
 
 
 def key_hashes(columns: Sequence[pa.Array | pa.ChunkedArray]) -> Hashes:
-    """The hash of each row's key.
+    """Return the hash of each row's key.
 
     Args:
-        columns: the key's, in their order; at least one; of equal length.
+        columns: the key's columns, in order; at least one; of equal length.
 
     Raises:
-        InvalidRoute: a column is of a type that rows can't be told apart by: a list, for example.
+        InvalidRoute: a column has a type that can't distinguish rows: a list, for example.
     """
     hashes = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
@@ -56,7 +56,7 @@ def key_hashes(columns: Sequence[pa.Array | pa.ChunkedArray]) -> Hashes:
 
 
 def is_hashable(kind: pa.DataType) -> bool:
-    """Whether a column of this type may be one of a key's."""
+    """Return whether a column of this type may be part of a key."""
     t = pa.types
     if t.is_dictionary(kind):
         return is_hashable(kind.value_type)
@@ -70,12 +70,12 @@ def is_hashable(kind: pa.DataType) -> bool:
 
 
 def _add(column: pa.Array | pa.ChunkedArray, hashes: Hashes) -> None:
-    # Here, not above: what never hashes needs no machine code.
+    # Imported here: a process that never hashes needs no machine code.
     from millstream.routing._xxh64 import hash_bytes, hash_longs
 
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):  # of no rows
+        if isinstance(column, pa.ChunkedArray):  # without rows
             return
     if not is_hashable(column.type):
         raise InvalidRoute(f"rows can't be told apart by a column of type {column.type}", type=str(column.type))
@@ -90,7 +90,7 @@ def _add(column: pa.Array | pa.ChunkedArray, hashes: Hashes) -> None:
 
 
 def _canonical(column: pa.Array) -> tuple[int, Hashes | tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """A column's tag, and its values as eight bytes each or as bytes with offsets; of nulls anything."""
+    """Return a column's tag, and its values as eight bytes each or as bytes with offsets; nulls have any value."""
     t, kind = pa.types, column.type
     if t.is_null(kind):
         return _WHOLE, np.zeros(len(column), dtype=np.uint64)
@@ -113,7 +113,7 @@ def _canonical(column: pa.Array) -> tuple[int, Hashes | tuple[npt.NDArray[np.uin
 
 
 def _plain(column: pa.Array) -> npt.NDArray[Any]:
-    """The values of a column of fixed width; of nulls 0."""
+    """Return the values of a column of fixed width; 0 for nulls."""
     found = column if column.null_count == 0 else pc.fill_null(column, pa.scalar(0, column.type))
     return np.ascontiguousarray(found.to_numpy(zero_copy_only=False))
 
@@ -123,7 +123,7 @@ def _longs(column: pa.Array) -> Hashes:
 
 
 def _pieces(column: pa.Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Bytes and offsets of a column of text or bytes."""
+    """Return bytes and offsets of a column of text or bytes."""
     wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     width = np.dtype(np.int64 if wide else np.int32)
     _, offsets, data = column.buffers()

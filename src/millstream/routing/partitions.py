@@ -2,12 +2,12 @@
 
 A template is text with holes:
 
-- `{column}` is that column's value; `{created_at:%Y-%m-%d}` a moment's or a date's year, month …, in UTC;
+- `{column}` is that column's value; `{created_at:%Y-%m-%d}` a timestamp's or a date's year, month …, in UTC;
 - `%Y-%m-%d` outside of braces is that of the column `time`;
 - `{__table}` is the table's name, `schema.table`.
 
-Directives are `%Y %m %d %H %M %S %j`, and `%%` is a percent sign. In values `~` stands for null, and what could be mistaken for something
-else is percent-encoded: two values never make one partition. Long ones are cut, with a hash behind them.
+Directives are `%Y %m %d %H %M %S %j`, and `%%` is a percent sign. In values `~` stands for null, and ambiguous
+characters are percent-encoded: two values never make one partition. Long values are cut, with a hash appended.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from millstream.model.schema import TableSchema
 from millstream.routing.hashing import is_hashable, key_hashes
 
 TIME_COLUMN: Final = "time"
-"""Whose moments directives outside of braces are."""
+"""The column for directives outside of braces."""
 PARTITIONS_MAX: Final = 1000
-"""Of one call: each is an entry of the log's directory, with numbers of its own."""
+"""Most partitions of one call: each is an entry of the log's directory, with numbers of its own."""
 _TABLE: Final = "__table"
 _VALUE_CHARS_MAX: Final = 100
 _DIRECTIVES: Final = {"Y": 86400, "m": 86400, "d": 86400, "j": 86400, "H": 3600, "M": 60, "S": 1}
-"""Of each, the seconds within which it stays the same, or 86400."""
+"""For each directive, the seconds within which it stays the same, or 86400."""
 _UNITS_COUNTED_MAX: Final = 4096
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.:+ -]")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -46,19 +46,19 @@ Codes: TypeAlias = npt.NDArray[np.int64]
 class _Hole:
     column: str
     moment: str | None = None
-    """The directives, where it is a moment's."""
+    """The directives, for a timestamp's hole."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionTemplate:
-    """A template that can be read. Made by `parse`."""
+    """A valid template. Made by `parse`."""
 
     text: str
     _parts: tuple[str | _Hole, ...]
 
     @classmethod
     def parse(cls, text: str) -> PartitionTemplate:
-        """Read a template; `UsageError` says what is wrong with it."""
+        """Read a template; raise `UsageError` with what is wrong with it."""
         parts: list[str | _Hole] = []
         for piece in re.split(r"(\{[^{}]*\}|%.)", text):
             if piece.startswith("{"):
@@ -78,15 +78,16 @@ class PartitionTemplate:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that it takes values of, each once."""
+        """The columns whose values it takes, each once."""
         holes = (part.column for part in self._parts if isinstance(part, _Hole))
         return tuple(dict.fromkeys(column for column in holes if column != _TABLE))
 
     def partitions(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[list[str], Codes]:
-        """The partitions of some rows, in order of their names, and for each row which of them it belongs to.
+        """Return the partitions of some rows, in order of their names, and for each row the index of its own.
 
         Raises:
-            InvalidRoute: the table lacks a column, or its type has no place in a template; or there are more than `PARTITIONS_MAX`.
+            InvalidRoute: the table lacks a column, or its type can't be in a template; or there are more than
+                `PARTITIONS_MAX`.
         """
         names, codes = [""], np.zeros(rows.num_rows, dtype=np.int64)
         for part in self._parts:
@@ -134,7 +135,7 @@ def _unreadable(text: str, what: str) -> UsageError:
 
 
 def _joined(parts: Sequence[str | _Hole]) -> list[str | _Hole]:
-    """Directives that follow one another outside of braces, with what stands between them, are one hole."""
+    """Return the parts with adjacent directives outside of braces, and the text between them, joined into one hole."""
     made: list[str | _Hole] = []
     for at, part in enumerate(parts):
         before = made[-1] if made else None
@@ -152,7 +153,7 @@ def _joined(parts: Sequence[str | _Hole]) -> list[str | _Hole]:
 
 
 def _values(text: str, hole: _Hole, schema: TableSchema, rows: pa.RecordBatch) -> tuple[list[str], Codes]:
-    """The texts of a hole, and for each row which of them is its own."""
+    """Return the texts of a hole, and for each row the index of its own."""
     if hole.column not in rows.schema.names:
         raise InvalidRoute(
             f"{schema.full_name} has no column {hole.column}, of which its partitions {text!r} are",
@@ -179,7 +180,7 @@ def _values(text: str, hole: _Hole, schema: TableSchema, rows: pa.RecordBatch) -
 
 
 def _moments(column: pa.Array, moment: str) -> tuple[list[str], Codes]:
-    """As `_values`: moments are cut to the least unit that shows, so that each is spelled once."""
+    """Do the same as `_values`: timestamps are truncated to the least unit shown, so that each is formatted once."""
     unit = min((_DIRECTIVES[d] for d in re.findall(r"%(.)", moment) if d != "%"), default=86400)
     if pa.types.is_date(column.type):
         whole, least = column.cast(pa.date32()).cast(pa.int32()).cast(pa.int64()), max(1, unit // 86400)
@@ -198,7 +199,7 @@ def _moments(column: pa.Array, moment: str) -> tuple[list[str], Codes]:
     names = [_written(value, unit, moment) for value in found.tolist()]
     if unknown is None:
         return names, codes
-    # What stands in for nulls is one of the values: it may have no rows of its own, which `partitions` doesn't mind.
+    # The placeholder for nulls is one of the values: it may have no rows of its own, which `partitions` allows.
     return [*names, "~"], np.where(unknown, len(names), codes)
 
 
@@ -206,7 +207,7 @@ def _written(value: int, unit: int, moment: str) -> str:
     try:
         when = _EPOCH + timedelta(seconds=value * unit)
     except OverflowError:
-        return f"~{value * unit}"  # a year that calendars here don't have
+        return f"~{value * unit}"  # a year beyond Python's calendar
     parts = {
         "Y": f"{when.year:04d}", "m": f"{when.month:02d}", "d": f"{when.day:02d}", "H": f"{when.hour:02d}", "M": f"{when.minute:02d}",
         "S": f"{when.second:02d}", "j": f"{when.timetuple().tm_yday:03d}", "%": "%",
@@ -239,7 +240,7 @@ def _encoded(value: str) -> str:
 
 
 def _combined(names: list[str], codes: Codes, values: list[str], of_row: Codes) -> tuple[list[str], Codes]:
-    """What two holes make together; only what rows have."""
+    """Return the combined texts of two holes; only those that rows have."""
     if len(values) == 1:
         return [name + values[0] for name in names], codes
     if len(names) == 1:

@@ -2,10 +2,10 @@
 
 `status = 'bot' and (score >= 0.5 or country in ('de', 'fr')) and not note is null`
 
-Comparisons are of a column and a literal: `=`, `!=`, `<>`, `<`, `<=`, `>`, `>=`, `in (…)`, `not in (…)`, `is null`, `is not null`; they
-are joined by `and`, `or`, `not` and parentheses. Literals are numbers, 'text' (a quote in it doubled), true and false. Names are quoted
-by `"…"` where they must be. As in SQL, what is compared with null is unknown, and only what is true matches. A column that the table
-hasn't is null in all rows.
+Comparisons are of a column and a literal: `=`, `!=`, `<>`, `<`, `<=`, `>`, `>=`, `in (…)`, `not in (…)`, `is null`,
+`is not null`. They are joined by `and`, `or`, `not` and parentheses. Literals are numbers, 'text' (a quote in it
+doubled), true and false. Names are quoted by `"…"` where necessary. As in SQL, a comparison with null is unknown, and
+only true matches. A column that the table lacks is null in all rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Test: TypeAlias = Callable[[Rows], Any]
 
 @dataclass(frozen=True)
 class Predicate:
-    """A predicate that can be read. Made by `parse`."""
+    """A valid predicate. Made by `parse`."""
 
     text: str
     columns: tuple[str, ...]
@@ -51,16 +51,16 @@ class Predicate:
 
     @classmethod
     def parse(cls, text: str) -> Predicate:
-        """Read a predicate; `UsageError` says where it makes no sense."""
+        """Read a predicate; raise `UsageError` with the position of an error."""
         reader = _Reader(text)
         test = reader.whole()
         return cls(text, tuple(dict.fromkeys(reader.columns)), test)
 
     def matches(self, rows: pa.RecordBatch) -> pa.BooleanArray:
-        """For each row whether it is true.
+        """Return for each row whether the predicate is true.
 
         Raises:
-            InvalidRoute: a literal isn't of its column's type; nothing can be said of any row.
+            InvalidRoute: a literal isn't of its column's type; nothing is known about any row.
         """
         found = self._test(rows)
         if isinstance(found, pa.Scalar):
@@ -69,7 +69,7 @@ class Predicate:
 
 
 class _Reader:
-    """A recursive descent: one method a level of binding."""
+    """A recursive descent parser: one method for each level of precedence."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -219,7 +219,10 @@ def _tokens(text: str) -> list[tuple[str, str, int]]:
 
 
 def _literal_of(value: Any, kind: pa.DataType) -> pa.Scalar:
-    """A literal as a value that the column can be compared with. `ArrowException`, `TypeError`, `ValueError` where there is none."""
+    """Return a literal as a value of the column's type.
+
+    `ArrowException`, `TypeError`, `ValueError` if there is none.
+    """
     t = pa.types
     if isinstance(value, bool) != t.is_boolean(kind):
         raise TypeError("of another kind")

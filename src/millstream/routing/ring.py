@@ -1,7 +1,8 @@
-"""Which shard has a key, and who leads that: one map from the hashes of keys to shards, as a ring, as ranges, or all to one.
+"""The shard of a key, and its leader: one map from the hashes of keys to shards, as a ring, as ranges, or all to one.
 
-All three are the same thing: points on the circle of 64-bit hashes, each with an owner. A hash belongs to the first point at or
-behind it; behind the last one the circle begins anew. So the map is total: every key has exactly one shard, whatever the points.
+All three have the same form: points on the circle of 64-bit hashes, each with an owner. A hash belongs to the first
+point at or after it; after the last point the circle begins again. So the map is total: every key has exactly one
+shard, whatever the points.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ VIRTUAL_NODES: Final = 128
 _LAST: Final = 2**64 - 1
 _BUCKETS_BITS_MAX: Final = 16
 _NOBODY: Final = LeaderMap()
-"""Nobody is known to lead."""
+"""The map without a known leader."""
 
 Shards: TypeAlias = npt.NDArray[np.int64]
 
@@ -31,7 +32,7 @@ class ShardRouter:
     """The shard of every key. Made by `single`, `ring` or `ranges`; immutable."""
 
     def __init__(self, points: Hashes, owners: Shards, leaders: LeaderMap = _NOBODY) -> None:
-        """Args: points of the circle, rising, at least one; the shard of each; who leads them."""
+        """Args: points of the circle, rising, at least one; the shard of each; the map of their leaders."""
         if not len(points) or len(points) != len(owners) or (points[1:] <= points[:-1]).any():
             raise AssertionError("a router's points rise, and each has an owner")
         self.points, self.owners, self.leaders = points, owners, leaders
@@ -43,16 +44,16 @@ class ShardRouter:
 
     @classmethod
     def single(cls, shard: ShardId) -> Self:
-        """All keys on one shard."""
+        """Return a router of all keys to one shard."""
         return cls(np.array([_LAST], dtype=np.uint64), np.array([shard], dtype=np.int64))
 
     @classmethod
     def ring(cls, shards: Sequence[ShardId], *, virtual_nodes: int = VIRTUAL_NODES) -> Self:
-        """Keys by hash: of n + 1 shards the last has keys that n of them gave up, about 1/(n + 1) of all, and nothing else moved.
+        """Return a router by hash: a shard added to n gets about 1/(n + 1) of all keys, and no other key moves.
 
         Args:
-            shards: at least one. Where a shard's points lie follows from its number alone.
-            virtual_nodes: points of each, from 1.
+            shards: at least one. A shard's points follow from its number alone.
+            virtual_nodes: number of points of each, from 1.
         """
         numbers = np.repeat(np.array(shards, dtype=np.int64), virtual_nodes)
         places = np.tile(np.arange(virtual_nodes, dtype=np.int64), len(shards))
@@ -64,11 +65,11 @@ class ShardRouter:
 
     @classmethod
     def ranges(cls, starts: Sequence[int], shards: Sequence[ShardId]) -> Self:
-        """Hashes by ranges: shard n has those from start n to below the next one's, the last one those up to and with 2**64 - 1.
+        """Return a router by ranges of hashes: shard n from start n to below the next, the last up to 2**64 - 1.
 
         Args:
             starts: rising, the first 0, below 2**64.
-            shards: of each.
+            shards: the shard of each range.
         """
         if not starts or starts[0] != 0:
             raise AssertionError("the first range begins at 0")
@@ -77,22 +78,22 @@ class ShardRouter:
 
     @property
     def shards(self) -> tuple[ShardId, ...]:
-        """Those that have keys, in order."""
+        """The shards that have keys, in order."""
         return tuple(ShardId(int(shard)) for shard in np.unique(self.owners))
 
     def shards_of(self, hashes: Hashes) -> Shards:
-        """The shard of each key, by its hash."""
+        """Return the shard of each key, by its hash."""
         from millstream.routing._splitting import owners_of
 
         found: Shards = owners_of(hashes, self.points, self.owners, self._buckets, self._shift)
         return found
 
     def led_by(self, leaders: LeaderMap) -> ShardRouter:
-        """The same places, as a map of leaders has them."""
+        """Return the same router with another map of leaders."""
         return ShardRouter(self.points, self.owners, leaders)
 
     def leader_of(self, shard: ShardId) -> Leadership | None:
-        """Who leads a shard, where that is known: where to write what belongs there."""
+        """Return the leader of a shard, if it is known: writes to the shard go there."""
         return self.leaders.leader_of(shard)
 
     def __eq__(self, other: object) -> bool:

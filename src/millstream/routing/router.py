@@ -1,7 +1,7 @@
-"""From rules and rows to places: which shard and partition of the log each row goes to, and which sinks beside it.
+"""From rules and rows to places: the shard and partition of the log for each row, and its sinks.
 
-Whole columns at a time; order within each place is the rows' own. It is a pure function of the rules, the ring in force and the
-rows, but for counts of what went where.
+Works on whole columns; order within each place is the rows' own. It is a pure function of the rules, the ring in
+force and the rows, except for the counts of rows by target.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from millstream.routing.ring import ShardRouter
 from millstream.routing.rules import DEVNULL, HashRing, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
 
 ENTRIES_MAX: Final = 4096
-"""Of one call, shards times partitions: each is an entry of the log's directory."""
+"""Most entries of one call, shards times partitions: each is an entry of the log's directory."""
 _NOWHERE: Final = -1
 _BY_RING: Final = -2
 _TABLES_KNOWN_MAX: Final = 10_000
 _CODES_COUNTED_MAX: Final = 1 << 16
 
 Places: TypeAlias = npt.NDArray[np.int64]
-"""A shard a row; -1: none."""
+"""The shard of each row; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where rows go."""
+    """The destinations of rows."""
 
     shards: ShardId | Places
-    """One for all of them; else one a row."""
+    """One shard for all rows; or one for each row."""
     sinks: Mapping[str, npt.NDArray[np.int64] | None]
-    """By name, which rows, by number; None: all."""
+    """By name of the sink, the numbers of its rows; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The rule that takes rows, or might."""
+    """A rule that takes rows, or might."""
 
     number: int | None
-    """Its place among the rules, from 1; None: no rule, but what is behind them."""
+    """Its place among the rules, from 1; None: the default after the rules."""
     why: str
     target: Target
     where: str | None = None
@@ -59,7 +59,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _TableRules:
-    """What concerns one version of a table."""
+    """The rules for one version of a table."""
 
     specific: tuple[tuple[SpecificTarget, Target], ...]
     rest: Target | None
@@ -71,12 +71,12 @@ class Router:
     """The places of a stream's rows, under rules and one ring.
 
     Args:
-        rules: as configured; None: none are, and each table lies on its shard.
-        shard_of_table: the shard that the configuration gives a table, by `schema.table`; None where it gives none. Looked at behind the
-            rules and in front of the ring.
+        rules: the configured rules; None: there are none, and each table lies on its shard.
+        shard_of_table: returns the configured shard of a table, by `schema.table`; None if it has none. It applies
+            after the rules and before the ring.
         partitions: templates, by `schema.table`.
-        ring: the one in force, where rules have one.
-        era: its number; entries bear it.
+        ring: the ring in force, if the rules have one.
+        era: the number of its era, which entries have.
 
     Concurrency: any number of threads.
     """
@@ -95,26 +95,26 @@ class Router:
         self.ring = ring
         self._counting = threading.Lock()
         self.counts: Counter[str] = Counter()
-        """Rows by where they went: `shard:N`, or a sink's name."""
+        """Rows by destination: `shard:N`, or a sink's name."""
         self._shard_of_table = shard_of_table
         self._partitions = dict(partitions or {})
         self._known: dict[tuple[TableId, SchemaVersion, str], _TableRules] = {}
 
     def with_ring(self, ring: ShardRouter, *, era: int) -> Router:
-        """The same rules under another ring."""
+        """Return a router with the same rules and another ring."""
         other = Router(self.rules, shard_of_table=self._shard_of_table, partitions=self._partitions, ring=ring, era=era)
         other.counts, other._counting = self.counts, self._counting
         return other
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
-        """The entries of rows' operations: for the log by shard and partition, then those for sinks (`TableRows.sink`).
+        """Return the rows' entries: for the log by shard and partition, then for sinks (`TableRows.sink`).
 
         Args:
-            schema: of the rows' table.
-            rows: in its `append_row_schema`.
+            schema: schema of the rows' table.
+            rows: rows in its `append_row_schema`.
 
         Raises:
-            NoRouteMatches: of some rows no rule says anything.
+            NoRouteMatches: no rule takes some of the rows.
             InvalidRoute: the rules can't be followed for this table.
             TableCaptured: its rows come from PostgreSQL: they lie whole on one shard.
         """
@@ -128,12 +128,12 @@ class Router:
         return tuple(entries)
 
     def check(self, schema: TableSchema, rows: pa.RecordBatch) -> None:
-        """Raise as `place` would, of a table that isn't as yet, or not with these columns. Nothing is counted, and nothing kept of it."""
+        """Raise as `place` would, for a table or columns that don't exist so far. Nothing is counted or remembered."""
         like = Router(self.rules, shard_of_table=self._shard_of_table, partitions=self._partitions, ring=self.ring)
         like.place(schema, rows)
 
     def place_anew(self, ops: WriteOps) -> WriteOps:
-        """Operations that were placed under another ring, under this one; in partitions of another's making they stay."""
+        """Return operations that were placed under another ring, placed under this one; given partitions stay."""
         of_table: dict[tuple[TableId, SchemaVersion], list[TableRows]] = {}
         for entry in ops.tables:
             of_table.setdefault((entry.schema.table_id, entry.schema.version), []).append(entry)
@@ -150,7 +150,7 @@ class Router:
         return replace(ops, tables=tuple(placed))
 
     def _placed_anew(self, schema: TableSchema, entries: Sequence[TableRows], partition: str | None) -> list[TableRows]:
-        """The entries that rows of entries of one table are now; in that partition, where there is one."""
+        """Return entries of one table, placed again; in the given partition, if there is one."""
         rows = pa.concat_batches([entry.rows for entry in entries])
         numbers = [rows.column(name).to_numpy() for name in ("__index", "__operation")]
         whole = rows.take(pa.array(np.lexsort(numbers)))
@@ -161,10 +161,10 @@ class Router:
         with self._counting:
             self.counts[target] += rows
 
-    # --- where ---------------------------------------------------------------------------------------------------
+    # --- places --------------------------------------------------------------------------------------------------
 
     def plan(self, schema: TableSchema, rows: pa.RecordBatch) -> Plan:
-        """Where rows go; raises as `place`. Nothing is counted."""
+        """Return the destinations of rows; raises as `place`. Nothing is counted."""
         of_table = self._rules_of(schema)
         left: npt.NDArray[np.bool_] | None = None
         """Rows that no rule has taken; None: all of them."""
@@ -235,7 +235,7 @@ class Router:
     # --- rules of a table ----------------------------------------------------------------------------------------
 
     def explain(self, schema: TableSchema, row: pa.RecordBatch | None = None) -> list[Chosen]:
-        """What takes a row of a table; without a row all that may, in the order in which they are tried. Raises as `place`."""
+        """Return the rules that take a row of a table; without a row every rule that may, in order. Raises as `place`."""
         of_table = self._rules_of(schema)
         found: list[Chosen] = []
         numbers = {id(rule): n for n, rule in enumerate(_specific(self.rules), 1)}
@@ -291,7 +291,7 @@ class Router:
         return _TableRules(tuple((rule, rule.to) for rule in specific), rest, columns, self._partitions.get(name))
 
     def _rest(self, schema: TableSchema, name: str) -> tuple[Target | None, tuple[str, ...]]:
-        """Where rows go that no rule takes, and the columns that a ring spreads them by."""
+        """Return the target of rows that no rule takes, and the columns by which a ring spreads them."""
         ring: HashRing | None = self.rules.hash_ring if isinstance(self.rules, ShardConfig) else None
         columns = () if ring is None else ring.columns_for(name, schema.key)
         if isinstance(self.rules, RoutingConfig):
@@ -304,7 +304,7 @@ class Router:
     # --- entries -------------------------------------------------------------------------------------------------
 
     def _entries(self, schema: TableSchema, rows: pa.RecordBatch, shards: ShardId | Places) -> list[TableRows]:
-        """The log's entries: by shard and partition, where a key goes from one partition to another stretch by stretch."""
+        """Yield the log's entries by shard and partition, and by stretches if a key changes its partition."""
         if not isinstance(shards, int) and (shards == _NOWHERE).any():
             kept = np.flatnonzero(shards != _NOWHERE)
             shards, rows = shards[kept], _numbered_anew(_taken(rows, kept))
@@ -342,7 +342,7 @@ def _specific(rules: RoutingRules | None) -> tuple[SpecificTarget, ...]:
 
 
 def _check_ring(schema: TableSchema, columns: Sequence[str], *, has_ring: bool) -> None:
-    """`InvalidRoute` where a ring can't spread a table's rows."""
+    """Raise `InvalidRoute` if a ring can't spread a table's rows."""
     if not has_ring or not columns:
         raise InvalidRoute(
             f"a rule has rows of {schema.full_name} go to the hash ring, "
@@ -377,7 +377,7 @@ def _check_ring(schema: TableSchema, columns: Sequence[str], *, has_ring: bool) 
 
 
 def _check_keys_stay(schema: TableSchema, specific: Sequence[SpecificTarget], rest: Target | None) -> None:
-    """`InvalidRoute` where predicates over other columns than the key's could put one key's rows on several shards."""
+    """Raise `InvalidRoute` if predicates over columns outside the key could put one key's rows on several shards."""
     if not schema.key:
         return
     locals_of = [(rule.to, rule.matcher.where) for rule in specific]
@@ -398,7 +398,7 @@ def _check_keys_stay(schema: TableSchema, specific: Sequence[SpecificTarget], re
 
 
 def _coded(shards: Places) -> tuple[list[int], Places]:
-    """The shards that there are, in order, and for each row the place of its own among them."""
+    """Return the shards that occur, in order, and for each row the index of its own."""
     counts = np.bincount(shards)
     numbers = np.flatnonzero(counts)
     if len(numbers) == 1:
@@ -409,7 +409,10 @@ def _coded(shards: Places) -> tuple[list[int], Places]:
 
 
 def _in_stretches(schema: TableSchema, rows: pa.RecordBatch, codes: Places, count: int) -> Places:
-    """Codes that keep a key's rows in order: entries are numbered one behind the other, so a key that goes to another partition begins new ones."""
+    """Return codes that keep a key's rows in order.
+
+    Entries are numbered one after the other, so a key that changes its partition begins new ones.
+    """
     from millstream.routing._splitting import stretches
 
     hashes = key_hashes([rows.column(name) for name in schema.key])
@@ -418,10 +421,10 @@ def _in_stretches(schema: TableSchema, rows: pa.RecordBatch, codes: Places, coun
 
 
 def in_key_order(tables: Sequence[TableRows]) -> list[TableRows]:
-    """Entries that were placed before, some of which may have become one, so that numbers keep each key's order again.
+    """Return entries that were placed before, and may have been merged, so that numbers keep each key's order again.
 
     Args:
-        tables: of each table, version, shard and partition one entry, in `append_row_schema`.
+        tables: one entry for each table, version, shard and partition, in `append_row_schema`.
     """
     alike: dict[tuple[TableId, SchemaVersion, ShardId], list[TableRows]] = {}
     for table in tables:
@@ -442,7 +445,7 @@ def in_key_order(tables: Sequence[TableRows]) -> list[TableRows]:
 
 
 def _groups(schema: TableSchema, codes: Places, *, entries_max: int | None = ENTRIES_MAX) -> list[tuple[int, Places]]:
-    """The rows of each code, in order of the codes."""
+    """Yield the rows of each code, in order of the codes."""
     from millstream.routing._splitting import rows_by_group
 
     if int(codes.max()) < _CODES_COUNTED_MAX:
@@ -465,7 +468,10 @@ def _groups(schema: TableSchema, codes: Places, *, entries_max: int | None = ENT
 
 
 def _taken(rows: pa.RecordBatch, at: Places) -> pa.RecordBatch:
-    """Some rows, in that order. Columns of nothing but nulls, as most that the log adds are, are made anew: taking lists is dear."""
+    """Return some rows, in that order.
+
+    Columns of nulls only, as most added columns are, are created new: taking lists is slow.
+    """
     places = pa.array(at)
     columns = [
         pa.nulls(len(at), column.type) if column.null_count == rows.num_rows else column.take(places)
@@ -475,7 +481,7 @@ def _taken(rows: pa.RecordBatch, at: Places) -> pa.RecordBatch:
 
 
 def _numbered_anew(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows of which others went elsewhere, with indexes from 0 in each operation."""
+    """Return rows, of which others went elsewhere, with indexes from 0 in each operation."""
     operation = rows.column("__operation").to_numpy()
     first = np.flatnonzero(np.diff(operation, prepend=-1))
     counts = np.diff(first, append=len(operation))

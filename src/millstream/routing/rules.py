@@ -1,4 +1,4 @@
-"""Routing rules as values: what takes which rows, and where it takes them."""
+"""Routing rules as values: which rows a rule takes, and where it sends them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from millstream.routing.predicate import Predicate
 from millstream.routing.ring import VIRTUAL_NODES
 
 DEVNULL: Final = "devnull"
-"""The sink that drops rows, by name alone."""
+"""The sink that drops rows; known by its name alone."""
 RING: Final = "ring"
-"""As a target: whatever shard the hash ring gives a row."""
+"""As a target: the shard that the hash ring gives a row."""
 SHARD_PREFIX: Final = "shard:"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a rule takes rows: at most one place in the log, and any number of sinks beside it."""
+    """The target of a rule: at most one place in the log, and any number of sinks."""
 
     shard: ShardId | None = None
-    """This one."""
+    """This shard."""
     ring: bool = False
-    """The one of the hash ring."""
+    """The shard that the hash ring gives."""
     sinks: tuple[str, ...] = ()
-    """By name; none at all, and no shard: rows are dropped."""
+    """Names of the sinks; none at all, and no shard: rows are dropped."""
 
     @classmethod
     def parse(cls, *words: str) -> Target:
-        """Read `shard:N`, `ring`, `devnull` or names of sinks. `UsageError` where they make no sense together."""
+        """Read `shard:N`, `ring`, `devnull` or names of sinks. `UsageError` if they contradict each other."""
         shard: ShardId | None = None
         ring = False
         sinks: list[str] = []
@@ -70,16 +70,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Matcher:
-    """Which rows a rule is for."""
+    """Selects the rows of a rule."""
 
     table: re.Pattern[str]
-    """The whole of `schema.table`, without quotes, must match."""
+    """Pattern that the whole of `schema.table`, without quotes, must match."""
     where: Predicate | None = None
-    """Of the rows of those tables, only these."""
+    """Condition on the rows of those tables; None: all of them."""
 
     @classmethod
     def parse(cls, table: str, where: str | None = None) -> Matcher:
-        """Read a regular expression and a predicate. `UsageError` where one makes no sense."""
+        """Read a regular expression and a predicate. `UsageError` if one is invalid."""
         try:
             pattern = re.compile(table)
         except (re.error, RecursionError, OverflowError) as error:
@@ -87,7 +87,7 @@ class Matcher:
         return cls(pattern, None if where is None else Predicate.parse(where))
 
     def is_for(self, table: str) -> bool:
-        """Whether it is for rows of a table, all or some."""
+        """Return whether it selects rows of a table, all or some."""
         return self.table.fullmatch(table) is not None
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Matcher:
 
 @dataclass(frozen=True)
 class SpecificTarget:
-    """A rule: what it matches goes there."""
+    """A rule: rows that match go to the target."""
 
     matcher: Matcher
     to: Target
@@ -104,22 +104,22 @@ class SpecificTarget:
 
 @dataclass(frozen=True, slots=True)
 class HashRing:
-    """What rows are spread by that no rule takes."""
+    """The spread of rows that no rule takes."""
 
     columns: tuple[str, ...] = ()
-    """Of any table; none: its key."""
+    """Columns for any table; none: its key."""
     columns_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of some tables, by `schema.table`, instead of those."""
+    """Columns for some tables, by `schema.table`, instead of those."""
     virtual_nodes: int = VIRTUAL_NODES
 
     def columns_for(self, table: str, key: tuple[str, ...]) -> tuple[str, ...]:
-        """The columns that a table's rows are spread by; none: the ring says nothing of them."""
+        """Return the columns by which a table's rows are spread; none: the ring doesn't place them."""
         return self.columns_of.get(table, self.columns or key)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """All rows go to one place."""
+    """All rows go to one target."""
 
     to: Target
 
@@ -131,9 +131,9 @@ class ShardConfig:
     specific_targets: tuple[SpecificTarget, ...] = ()
     hash_ring: HashRing | None = None
     shards: tuple[ShardId, ...] = (ShardId(0),)
-    """Those that the ring spreads rows over."""
+    """Shards over which the ring spreads rows."""
     ignore_errors: frozenset[str] = frozenset()
-    """Sinks that may fail: it is counted, and the write goes on."""
+    """Sinks that may fail: the failure is counted, and the write goes on."""
 
 
 RoutingRules: TypeAlias = RoutingConfig | ShardConfig

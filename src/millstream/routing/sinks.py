@@ -1,4 +1,4 @@
-"""Sinks beside the log's shards: write buffers, as routing feeds them."""
+"""Sinks in addition to the log's shards: write buffers that routing feeds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from millstream.routing.ring import ShardRouter
 
 _TABLE_COLUMN: Final = "table"
 TOOK: Final = "took"
-"""Of a sink's error: what it has taken of the operation all the same."""
+"""Detail of a sink's error: the part of the operation that it took."""
 
 
 def took_part(error: MillstreamError, what: object) -> MillstreamError:
-    """The error of a sink that has taken a part of an operation: who sends all of it again has that part twice."""
-    told = copy(error)  # others may have been given the same one
+    """Return the error of a sink that took a part of an operation: a caller that repeats it stores that part twice."""
+    told = copy(error)  # other operations may have the same error
     told.details[TOOK] = what
     told.__cause__ = error
     return told
@@ -37,13 +37,13 @@ _Sent: TypeAlias = list[tuple[ShardId, Future[BufferMeta] | MillstreamError]]
 
 
 class BufferSink:
-    """A write buffer as a sink (`ports.RecordSink`): rows of one key go to one of its shards, a table without a key whole to one.
+    """A write buffer as a sink (`ports.RecordSink`): rows of a key go to one shard, a table without a key to one.
 
     Args:
-        buffer: which; closed with the sink.
+        buffer: the buffer; closed with the sink.
 
     Raises:
-        BufferUnavailable, BufferMissing: its shards can't be told.
+        BufferUnavailable, BufferMissing: its shards can't be listed.
     """
 
     def __init__(self, buffer: BufferWriting) -> None:
@@ -51,13 +51,13 @@ class BufferSink:
         self._ring = ShardRouter.ring(buffer.shards())
 
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
-        """As `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
+        """Implement `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
         placed = replace(ops, tables=tuple(part for table in ops.tables for part in self._parts(table)))
         sent = [self._send(op, deadline_s) for op in single_operations(placed)]
         return [_outcome(parts) for parts in sent]
 
     def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
-        """Hand an operation's parts to the buffer. One that it doesn't take stands there with the reason."""
+        """Send an operation's parts to the buffer. A part that it refuses has the error as its answer."""
         parts: _Sent = []
         for shard, part in parts_of_shards(op).items():
             try:
@@ -67,7 +67,7 @@ class BufferSink:
         return parts
 
     def close(self) -> None:
-        """As `ports.RecordSink`."""
+        """Implement `ports.RecordSink`."""
         self._buffer.close()
 
     def _parts(self, table: TableRows) -> list[TableRows]:
@@ -85,7 +85,7 @@ class BufferSink:
 
 
 def _outcome(parts: _Sent) -> SinkOutcome:
-    """What became of an operation, once all its parts have their answers."""
+    """Return the outcome of an operation, once all its parts have their answers."""
     offsets: dict[str, int] = {}
     failed: MillstreamError | None = None
     for shard, answer in parts:
@@ -97,5 +97,5 @@ def _outcome(parts: _Sent) -> SinkOutcome:
             failed = failed or error
     if failed is None:
         return {"offsets": offsets}
-    # What is stored of it stays so: who sends it again knows it by its write id, or has it twice.
+    # The stored part stays: a caller that repeats the operation finds it by its write id, or stores it twice.
     return took_part(failed, offsets) if offsets else failed
