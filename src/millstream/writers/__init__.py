@@ -1,1 +1,1 @@
-"""Who writes a home's streams: the owner, an application that appends, or one writer among several."""
+"""The processes that write a home's streams: the owner, an application that appends, or one writer among several."""

@@ -1,4 +1,4 @@
-"""`append` of an open home: through the process that writes its streams, or as that process where there is none."""
+"""`append` of an open home: through the process that writes its streams, or as that process if there is none."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ _Made = TypeVar("_Made")
 _ASK_S: Final = 30.0
 _TRY_EVERY_S: Final = 0.05
 _LOOK_EVERY_S: Final = 0.2
-"""How often a process that writes only because nobody else did looks whether `millstream run` wants to."""
+"""How often a process that writes only because no other did checks whether `millstream run` wants the role."""
 _RESHARDED_WITHIN_S: Final = 60.0
 """How long a change of the ring may take: a commit group, new segments, and a catalog that must answer."""
 _STARTS_WITHIN_S: Final = 30.0
-"""How long a process that has the writer's role may take until it listens: recovery, or a supervisor that starts it anew."""
+"""How long a process with the writer's role may take until it listens: recovery, or a restart by its supervisor."""
 
 
 def append_socket(home: Home, writer: str | None) -> Path:
-    """Where the writer of a home listens for appends."""
+    """Return the socket on which the writer of a home listens for appends."""
     return home.make_socket_folder() / f"{writer_role(writer)}.sock"
 
 
@@ -66,13 +66,13 @@ _OPEN_HERE: Final[weakref.WeakSet[HomeAppender]] = weakref.WeakSet()
 
 
 class HomeAppender:
-    """Appends to a home's streams, in whatever process that has to be done. Made by the first append of an `OpenHome`.
+    """Appends to a home's streams, in whichever process writes them. The first append of an `OpenHome` makes it.
 
     Args:
-        home: whose streams.
+        home: the home whose streams take the rows.
         open_other: opens the homes that its sinks are.
 
-    Concurrency: any number of threads. A forked child begins by itself.
+    Concurrency: any number of threads. A forked child starts with its own.
     """
 
     def __init__(self, home: Home, open_other: OpenOther) -> None:
@@ -85,11 +85,11 @@ class HomeAppender:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        """Held to change what is below."""
+        """Guards the attributes below."""
         self._closed = False
         self._client: AppendClient | None = None
         self._clients_of_loops: dict[asyncio.AbstractEventLoop, AsyncAppendClient] = {}
-        """The same way for tasks."""
+        """The clients for tasks, by event loop."""
         self._own: _OwnWriter | None = None
         self._pid = os.getpid()
 
@@ -114,15 +114,15 @@ class HomeAppender:
         return valid.told(outcome)
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
-        """As `Appender.append_batch`, in whatever process writes. Raises `UnknownStream`, `HomeBusy` beside."""
+        """Append as `Appender.append_batch`, in the process that writes. Also raises `UnknownStream`, `HomeBusy`."""
         return self._through(stream, lambda way: way.append_batch(stream, batch, deadline_s=deadline_s))
 
     def session(self, stream: str, name: str, *, deadline_s: float = _ASK_S) -> SessionFacts:
-        """As `Appender.session`, likewise."""
+        """Return the session as `Appender.session`, from the process that writes."""
         return self._through(stream, lambda way: way.session(stream, name, deadline_s=deadline_s))
 
     def _through(self, stream: str, call: Callable[[AppendClient | _OwnWriter], _Made]) -> _Made:
-        """What whoever writes gives; waits for it where it has just gone, or begins."""
+        """Call the current writer and return its result; retry while a writer starts or hands over."""
         _written(self._home, stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
@@ -132,14 +132,14 @@ class HomeAppender:
                 way = self._way()
                 return call(way)
             except (WriterClosed, HomeBusy):
-                # Nothing of it was appended: who wrote is gone, has failed or just begins.
+                # Nothing of the batch was appended: the writer is gone, has failed or is just starting.
                 self._forget(way)
                 if self._closed or time.monotonic() > give_up_s:
                     raise
                 time.sleep(_TRY_EVERY_S)
 
     def reshard(self, stream: str, shards: int) -> dict[str, Any]:
-        """Spread a stream's rows over another number of shards, in whatever process that has to be done; see `StreamRouting.reshard`.
+        """Reshard a stream as `StreamRouting.reshard`, in the process that writes.
 
         Raises:
             UnknownStream, ReshardRefused, DiskFull …: as there.
@@ -155,7 +155,8 @@ class HomeAppender:
                     return way.reshard(stream, shards)
                 return self._reshard_there(stream, shards)
             except (WriterClosed, HomeBusy):
-                # Who writes is gone, or just begins; asked again, a change that was made is told as none.
+                # The writer is gone, or just starting. A repeated request whose change was already made
+                # reports no change.
                 if self._closed or time.monotonic() > give_up_s:
                     raise
                 self._forget(self._client)
@@ -175,7 +176,7 @@ class HomeAppender:
     async def append_batch_async(
         self, stream: str, batch: AppendBatch, *, deadline_s: float
     ) -> list[Appended | MillstreamError]:
-        """As `append_batch`, for a task of any event loop, which goes on meanwhile."""
+        """Append as `append_batch`, for a task of any event loop; the loop isn't blocked."""
         _written(self._home, stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
@@ -202,7 +203,7 @@ class HomeAppender:
             self._begin()
 
     def _client_here(self) -> AsyncAppendClient:
-        """The running event loop's; those of loops that have ended are let go."""
+        """Return the running event loop's client, and drop the clients of loops that have ended."""
         loop = asyncio.get_running_loop()
         with self._lock:
             for other in [other for other in self._clients_of_loops if other.is_closed()]:
@@ -214,17 +215,17 @@ class HomeAppender:
             return found
 
     def _ready_way(self) -> AppendClient | _OwnWriter | None:
-        """`_way`, where finding it out takes no time."""
+        """Return `_way` if that is known without waiting."""
         with self._lock:
             if self._closed or (self._own is not None and self._own.has_ended):
                 return None
             return self._own or self._client
 
     def close(self) -> None:
-        """Where this process writes the home's streams, it is done with that."""
+        """Stop writing the home's streams, if this process does."""
         if self._pid != os.getpid():
             return
-        # Broken off in its midst, it can be called again.
+        # If it is interrupted, it can be called again.
         self._closed = True
         undisturbed(self._close)
 
@@ -260,7 +261,7 @@ class HomeAppender:
         return self._own
 
     def _is_written(self) -> bool:
-        """Whether another process is the writer, or begins to be it."""
+        """Return whether another process is the writer, or is becoming it."""
         role = writer_role(self._writer)
         return bool(holder(self._home.run_folder, role)) or will_write(self._home, self._writer)
 
@@ -272,7 +273,7 @@ class HomeAppender:
 
 
 def _written(home: Home, stream: str) -> StreamConfig:
-    """A stream to write to. Raises as `Home.written_stream`; `ReadOnly`, `Fenced` where another node leads it."""
+    """Return a stream to write to. Raises as `Home.written_stream`; `ReadOnly`, `Fenced` if another node leads it."""
     found = home.written_stream(stream)
     if home.config.replication.nodes:
         Roles(home).check_leads(stream)
@@ -280,18 +281,21 @@ def _written(home: Home, stream: str) -> StreamConfig:
 
 
 def will_write(home: Home, writer: str | None) -> bool:
-    """Whether `millstream run` or `millstream capture run` of this writer's name is there: it writes, or is about to.
+    """Return whether `millstream run` or `millstream capture run` of this writer's name writes, or is about to.
 
-    Not a job (`run --until-caught-up`) whose capture hasn't begun or is done: its pipeline goes on alone.
+    A job (`run --until-caught-up`) whose capture hasn't begun or is done doesn't count: its pipeline goes
+    on alone.
     """
     owner, run = (holder(home.run_folder, role) for role in ("owner", "run"))
     return any(facts and facts.get("writer") == writer for facts in (owner, {} if run.get("job") else run))
 
 
 class _OwnWriter:
-    """The home's streams, written by this process, for itself and for others that find its socket.
+    """The home's streams, written by this process for itself and for others that find its socket.
 
-    It ends by itself when `millstream run` begins: that one writes then, and this process through it. Who waits for other machines still, goes on waiting.
+    It ends when `millstream run` starts. From then on that process writes, and this one appends through
+    it.
+    Callers that still wait for other machines go on waiting.
 
     Raises:
         HomeBusy: another process has just taken the role, and doesn't listen yet.
@@ -306,7 +310,7 @@ class _OwnWriter:
         self._writer = writer
         self._ended = threading.Event()
         self._goes_on = False
-        """Whether another process of this machine writes from here on."""
+        """Whether another process of this machine takes over the writing."""
         self._closing = threading.Lock()
         self._lock = threading.Lock()
         self._streams: dict[str, tuple[contextlib.ExitStack, StreamWriter]] = {}
@@ -330,34 +334,34 @@ class _OwnWriter:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it takes no more."""
+        """Return whether it takes no more appends."""
         return self._ended.is_set()
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
-        """As `Appender.append_batch`."""
+        """Append as `Appender.append_batch`."""
         return self.appender_of(stream).append_batch(batch, deadline_s=deadline_s)
 
     def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
-        """As `Appender.session`."""
+        """Return the session as `Appender.session`."""
         return self.appender_of(stream).session(name, deadline_s=deadline_s)
 
     def opened_appender_of(self, stream: str) -> Appender | None:
-        """The stream's, where its log is open and takes appends; None where `appender_of` has to see to that."""
+        """Return the stream's appender if its log is open and takes appends; None if `appender_of` has to open it."""
         if self.has_ended:
             return None
         found = self._streams.get(stream)
         return None if found is None or found[1].log.failure() is not None else found[1].appender
 
     def appender_of(self, stream: str) -> Appender:
-        """The stream's; as `writer_of`."""
+        """Return the stream's appender; raises as `writer_of`."""
         return self.writer_of(stream).appender
 
     def reshard(self, stream: str, shards: int) -> dict[str, Any]:
-        """As `StreamRouting.reshard`."""
+        """Reshard as `StreamRouting.reshard`."""
         return self.writer_of(stream).routing.reshard(shards)
 
     def writer_of(self, stream: str) -> StreamWriter:
-        """The stream's, whose log is opened where it isn't, or anew where it has failed."""
+        """Return the stream's writer. Opens its log if it isn't open, and reopens it if it has failed."""
         with self._lock:
             if self.has_ended:
                 raise WriterClosed("this process writes the home no more")
@@ -371,7 +375,7 @@ class _OwnWriter:
             return found[1]
 
     def facts(self) -> dict[str, Any]:
-        """What `millstream status` asks for: by stream, its `routing`; from memory."""
+        """Return the facts for `millstream status`, from memory: the `routing` of each stream."""
         return {
             "streams": {name: {"routing": writer.routing.facts()} for name, (_, writer) in list(self._streams.items())}
         }
@@ -384,7 +388,7 @@ class _OwnWriter:
         return self._streams[stream]
 
     def close(self) -> None:
-        """Answer those who wait, and give the role back."""
+        """Answer the waiting callers, and give the role back."""
         with self._closing:
             self._ended.set()
             self._opened.close()
@@ -403,7 +407,7 @@ class _OwnWriter:
     def _step_aside(self) -> None:
         roles = Roles(self._home)
         while not self._ended.wait(_LOOK_EVERY_S):
-            # Where both are so, nobody here goes on with what waits.
+            # If both hold, no process here continues what is waiting.
             if not all(roles.leads_surely(stream) for stream in list(self._streams)):
                 logger.info("another node leads from here on", home=str(self._home.path))
                 self._ends_as("another node leads from here on")
@@ -413,13 +417,13 @@ class _OwnWriter:
                 self._goes_on = True
                 self._ends_as("another process writes from here on", goes_on=True)
                 break
-        # Also what a broken-off `close` has begun.
+        # Also ends what an interrupted `close` has begun.
         self.close()
 
 
 @atexit.register
 def _close_all() -> None:
-    """An application that ends without a word: who waits for it is answered, and the role is free at once."""
+    """Answer waiting callers and free the role at once when an application exits without closing."""
     for appender in list(_OPEN_HERE):
         with contextlib.suppress(MillstreamError):
             appender.close()

@@ -1,18 +1,22 @@
-"""A stream that reads from a write buffer: its operations go into the stream's log, each exactly once through all restarts.
+"""A stream that reads from a write buffer: each operation enters the stream's log exactly once, through all restarts.
 
-Where in the buffer the log has got to is durable with the rows themselves: each shard of the buffer is a *source* of the stream, and each
-operation tells the log, as capture's transactions do, that it has reached the offset behind it (`WriteOps.reached`). So nothing has to be
-agreed between two stores. What puts no row into the log (dropped by a rule, sent again, no operation) moves nothing there: that it was passed is
-noted in the catalog (`passed`), together with what the log had reached, and holds for a log that has as much. Else a buffer that has dropped
-such items would seem to have lost what was never taken.
+The log's place in the buffer is durable with the rows themselves. Each shard of the buffer is a *source*
+of the stream. Each operation records, as capture's transactions do, that the log has reached the offset
+after it (`WriteOps.reached`). So no two stores have to agree.
+An item that puts no row into the log (dropped by a rule, a repeated write, no operation) moves no
+position there. The catalog notes that it was passed (`passed`), together with the position that the log
+had reached; the note holds for a log that has reached as much. Without it, a buffer that has dropped such
+items would seem to have lost unread ones.
 
-Who was left without an answer sends a write again under its session and number, or its key, and the buffer may have both. The second one within
-`AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before. Other rows
-under the same id are another write: the buffer has acknowledged them.
+A client without an answer sends a write again under its session and number, or its key, and the buffer
+may hold both. The second one within `AGAIN_WITHIN` offsets of its shard is left out. That depends only on
+the buffer's content, so a restart decides the same. Other rows under the same id are another write: the
+buffer has acknowledged them.
 
-A table that can't take rows (its key was configured otherwise, a column's type clashes, no rule takes them) is held: from that operation on its
-rows are left out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended: at the next start, or when
-somebody asks for it (`ask_again`), and the reader begins anew.
+A table that can't take rows (its key was configured differently, a column's type clashes, no rule takes
+them) is held. From that operation on its rows are left out, by partition, and other tables go on.
+`protocol.buffer_replay` computes which operations are read again once the table is mended: at the next
+start, or on request (`ask_again`), which restarts the reader.
 """
 
 from __future__ import annotations
@@ -60,21 +64,21 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.buffer")
 
 _WAIT_S: Final = 0.2
-"""How long a reader waits for more before it looks whether it is to stop."""
+"""How long a reader waits for more items before it checks whether it has to stop."""
 _LOOK_S: Final = 2.0
-"""How often it is looked whether the buffer is the same one, and whether a held table is asked for."""
+"""How often to check that the buffer is still the same one, and whether a held table is requested."""
 _NOTE_PASSED_S: Final = 2.0
-"""How often it is noted, at the most, what was passed: a write of the catalog a shard."""
+"""Shortest time between two notes of passed items: each is a catalog write per shard."""
 AGAIN_WITHIN: Final = 4096
-"""Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
+"""Offsets of a shard within which a repeated write is recognized. A start reads as many: a second or two at most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
-"""Operations handed to the log and not durable yet, a shard."""
+"""Size in bytes of a shard's operations that were handed to the log and aren't durable yet."""
 _AGAIN: Final = "again"
-"""Of the fact that a part is held: somebody has asked for it."""
+"""Key of a held part's fact: a retry was requested."""
 _TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
-"""The last is the digest of an application's rows, where its sender made one."""
+"""The columns that identify a write; the last is the digest of an application's rows, if its sender made one."""
 _UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
-"""What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
+"""Errors about one table's rows and nothing else. InvalidValue is a `CodecError`."""
 
 
 @dataclass(slots=True)
@@ -82,28 +86,28 @@ class ShardProgress:
     """How far a shard of the buffer is in the log."""
 
     place: BufferOffset
-    """All below is in the log, or puts nothing there; but for what is held."""
+    """Everything below is in the log or puts nothing there, except held parts."""
     end: BufferOffset
-    """Of the buffer, when it was last looked."""
+    """End of the buffer's shard, when it was last checked."""
     taken: int = 0
-    """Operations since the start of this process."""
+    """Number of operations taken since this process started."""
     repeated: int = 0
-    """Writes that were sent again, and left out."""
+    """Number of repeated writes that were left out."""
     undecodable: int = 0
-    """Items that held no operation, likewise."""
+    """Number of items that held no operation and were left out."""
 
 
 @dataclass(slots=True)
 class TakingProgress:
-    """What is known of a stream that reads from a buffer."""
+    """Progress of a stream that reads from a buffer."""
 
     buffer: str
     shards: dict[ShardId, ShardProgress] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
-    """Why tables are held, by name."""
+    """Why each held table is held, by name."""
 
     def facts(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the facts, JSON-able."""
         return {
             "name": self.buffer,
             "role": "reads",
@@ -125,12 +129,12 @@ class BufferTaking:
     """Takes a buffer's operations into a stream's log.
 
     Args:
-        buffer: where they are.
+        buffer: the buffer to read.
         name: what the buffer is called.
-        catalog: of the home.
-        stream: whose log.
+        catalog: the home's.
+        stream: the stream that the log belongs to.
         log: its writer.
-        taker: makes them ours.
+        taker: makes the operations this stream's own.
     """
 
     def __init__(
@@ -153,25 +157,26 @@ class BufferTaking:
         self._failed: MillstreamError | Exception | None = None
         self._lock = threading.Lock()
         self._ends: tuple[threading.Event, ...] = ()
-        """Set when it is to stop."""
+        """Events that stop it when set."""
 
     def run(self, stop: threading.Event, *, until_caught_up: bool = False, tell: Callable[[], None]) -> None:
-        """Take operations until it is stopped; with `until_caught_up`, until what the buffer had at the call is in the log.
+        """Take operations until stopped; with `until_caught_up`, until the log has what the buffer had at the call.
 
         Raises:
             BufferReplaced: the buffer isn't the one that was read before.
             CatalogError: the log was written with another catalog.
-            BufferTruncated: it ends before what was read of it.
-            BufferOffsetGone: it has dropped what wasn't taken yet.
-            BufferUnavailable, BufferMissing, BufferRefused: as the buffer says.
-            UnsupportedFormat: a newer Millstream wrote into it; nothing is passed over.
-            OutOfOrder, DiskFull, AppendOutcomeUnknown …: as the log says. Begin again at what the log has reached.
+            BufferTruncated: the buffer ends before the position already read.
+            BufferOffsetGone: the buffer has dropped items that weren't taken yet.
+            BufferUnavailable, BufferMissing, BufferRefused: as the buffer raises them.
+            UnsupportedFormat: a newer Millstream wrote into the buffer; nothing is passed over.
+            OutOfOrder, DiskFull, AppendOutcomeUnknown …: as the log raises them. Start again at the
+                position that the log has reached.
         """
         while self._run(stop, until_caught_up=until_caught_up, tell=tell):
             logger.info("a table of the buffer that was held is asked for", buffer=self._name)
 
     def _run(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> bool:
-        """Take operations, as `run`; whether it ended to begin anew."""
+        """Take operations, as `run`; return whether it ended in order to restart."""
         self._check_identity()
         shards = self._buffer.shards()
         replay = self._plan(shards)
@@ -212,11 +217,12 @@ class BufferTaking:
                 reader.close()
         if self._failed is not None:
             if isinstance(self._failed, BufferTruncated | BufferOffsetGone):
-                self._check_identity()  # it says more, where it says anything
+                self._check_identity()  # reports further progress, if there is any
             raise self._failed
         return asked and not stop.is_set()
 
-    # --- where to begin --------------------------------------------------------------------------------------------
+    # --- where to begin
+    # --------------------------------------------------------------------------------------------
 
     def _check_identity(self) -> None:
         known, found = self._catalog.fact(self._scope, "identity"), self._buffer.identity()
@@ -237,7 +243,7 @@ class BufferTaking:
             )
 
     def _plan(self, shards: tuple[ShardId, ...]) -> Replay:
-        """What the log says, and what is held."""
+        """Return the plan from the log's positions and the held parts."""
         facts = self._catalog.facts(self._scope)
         checkpoints = []
         for shard in shards:
@@ -260,27 +266,27 @@ class BufferTaking:
         return any(isinstance(fact, dict) and _AGAIN in fact for fact in self._catalog.facts(self._scope).values())
 
     def _source(self, shard: ShardId, part: Part | None = None) -> SourceId:
-        """The number by which the log knows a shard of the buffer, or a held part of one."""
+        """Return the number by which the log knows a shard of the buffer, or a held part of one."""
         told = self._name if part is None else f"{self._name}/{part.table}/{part.partition or ''}"
         return self._catalog.resolve_source(self._stream, OF_A_BUFFER, told, int(shard))
 
     def _reader(self, shard: ShardId, replay: Replay) -> ShardReader:
-        """A reader of a shard at its own place; what isn't there any more is said by name."""
+        """Return a reader of a shard at its start position; raises a typed error if items there are gone."""
         reader = self._buffer.reader(shard)
         start = replay.start(shard)
         if start == BUFFER_START:
-            # At the smallest offset that there was when it was first looked at.
+            # Begin at the smallest offset that existed when the shard was first read.
             began = self._catalog.fact(self._scope, f"began/{shard}")
             if began is None:
                 self._catalog.put_fact(self._scope, f"began/{shard}", int(reader.place))
             elif began < reader.place:
-                reader.seek(BufferOffset(began))  # what was dropped meanwhile is said when it is read
+                reader.seek(BufferOffset(began))  # items dropped since then are reported on reading
             return reader
         try:
-            # What it had must be there still, also where it begins with what was held.
+            # The items that it had must still exist, even if it starts with held ones.
             reader.seek(replay.end(shard))
             reader.seek_earliest()
-            # What lies before it is looked at, not taken; where the start itself is gone, that is said.
+            # Items before the start are only looked at. If the start itself is gone, that raises.
             reader.seek(min(start, max(reader.place, BufferOffset(start - AGAIN_WITHIN))))
         except BufferSeekBeyondEnd as error:
             reader.close()
@@ -329,23 +335,23 @@ class BufferTaking:
     # --- what `_ShardTaking` needs ---------------------------------------------------------------------------------
 
     def submit(self, op: WriteOps) -> Future[Ack]:
-        """Hand it to the log."""
+        """Hand the operation to the log."""
         return self._log.submit(op)
 
     def leaves_others(self) -> bool:
-        """Whether it was stopped, and only other machines are waited for, which the stream asks for."""
+        """Return whether it was stopped and the log is written: only other machines are waited for."""
         return any(end.is_set() for end in self._ends) and self._log.is_written()
 
     def make_ours(self, table: TableRows) -> tuple[TableRows, ...]:
-        """As `OperationTaker.taken`."""
+        """Transform as `OperationTaker.taken`."""
         return self._taker.taken(table)
 
     def source(self, shard: ShardId, part: Part | None = None) -> SourceId:
-        """As `_source`."""
+        """Return the number as `_source`."""
         return self._source(shard, part)
 
     def reached(self, source: SourceId) -> BufferOffset:
-        """Up to where the log has what it knows by that number."""
+        """Return the position that the log has reached for that source."""
         return BufferOffset(self._log.reached().get(source, Lsn(BUFFER_START)))
 
     def hold(self, part: Part, offset: BufferOffset, why: MillstreamError) -> None:
@@ -366,26 +372,28 @@ class BufferTaking:
         )
 
     def passed(self, shard: ShardId, place: BufferOffset, *, behind: BufferOffset) -> None:
-        """Note durably that nothing of a shard below a place is lacking in a log that has reached `behind`."""
+        """Note durably that a log which has reached `behind` lacks nothing of a shard below a place."""
         self._catalog.put_fact(self._scope, f"passed/{shard}", {"behind": int(behind), "place": int(place)})
 
     def release(self, part: Part) -> None:
-        """Note durably that a part has all that it lacked."""
+        """Note durably that a part lacks nothing."""
         self._catalog.drop_fact(self._scope, _fact_name(part))
         logger.info("a table of the buffer has what it lacked", buffer=self._name, table=part.table)
 
 
 def facts_scope(stream: StreamId, buffer: str) -> str:
-    """The catalog's scope of what a stream notes of the buffer that it reads from."""
+    """Return the catalog's scope for a stream's notes on the buffer that it reads from."""
     return f"buffer/{stream}/{buffer}"
 
 
 def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
-    """Ask for a held table: what it lacks is taken within seconds where a reader runs, else when it starts. False where it isn't held.
+    """Request a held table; return False if it isn't held.
+
+    A running reader takes the missing rows within seconds, others at their start.
 
     Args:
-        catalog: of the home.
-        scope: as `facts_scope` gives it.
+        catalog: the home's.
+        scope: as `facts_scope` returns it.
         table: `schema.table`, quoted where it must be.
     """
     wanted = parse_qualified_name(table)
@@ -413,24 +421,27 @@ class _ShardTaking:
         }
         """Parts that were held, and are taken again."""
         self._handed = {source: taking.reached(source) for source in (self._source, *self._catching_up.values())}
-        """How far each source will be once all that was handed to the log is durable."""
+        """The position of each source once everything handed to the log is durable."""
         self._held: set[Part] = set()
         self._start = replay.start(reader.shard)
         self._recent: OrderedDict[tuple[object, ...], BufferOffset] = OrderedDict()
-        """The last writes that can be told apart, by what tells them, with where they lie last; oldest first."""
+        """The last position of each recent identified write, oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
         self._noted = replay.place(reader.shard)
-        """What was noted as passed, or begun with."""
+        """The position last noted as passed, or the start."""
         self._noted_s = time.monotonic()
 
     def step(self) -> bool:
-        """Take the next operation; whether there was one. Raises what taking it, or one before it, has met."""
+        """Take the next operation; return whether there was one.
+
+        Raises the error of this operation or of one before it.
+        """
         try:
             found = self._reader.read(wait_s=0.0 if self._in_flight else _WAIT_S)
         except BufferedOpUndecodable as error:
             if isinstance(error.__cause__, UnsupportedFormat):
-                raise error.__cause__ from error  # a newer Millstream's: not to be passed over
+                raise error.__cause__ from error  # a newer Millstream's: must not be skipped
             if error.details["offset"] < self._start:
                 return True
             self._progress.undecodable += 1
@@ -445,18 +456,18 @@ class _ShardTaking:
         return True
 
     def drain(self) -> None:
-        """Wait until all that was handed to the log is durable; raises what it says."""
+        """Wait until everything handed to the log is durable; raises the log's errors."""
         while self._in_flight:
             self._await_one()
 
     def settle(self) -> None:
-        """Drain, and release what was held where all of it that lies below the shard's own place is taken."""
+        """Drain, and release held parts whose items below the shard's own position are all taken."""
         self.drain()
         if self._reader.place >= self._replay.place(self._reader.shard):
             self._release()
 
     def note_passed(self, *, at_once: bool = False) -> None:
-        """Note where the reader is, if the log won't say so by itself; from time to time, or at once."""
+        """Note the reader's position if the log doesn't record it: from time to time, or at once."""
         place = self._reader.place
         if place <= max(self._noted, self._handed[self._source]):
             return
@@ -464,21 +475,22 @@ class _ShardTaking:
             return
         self.drain()
         self._noted_s = time.monotonic()
-        # An older note says too little, never too much: the next one makes up for it.
+        # An older note claims too little, never too much; the next one catches up.
         with contextlib.suppress(CatalogError, DiskFull):
             self._taking.passed(self._reader.shard, place, behind=self._handed[self._source])
             self._noted = place
         self._progress.place = max(self._progress.place, place)
 
     def _is_repeated(self, found: BufferedOp) -> bool:
-        """Whether the same write lies a little before; from now on it is known."""
+        """Return whether the same write lies a little before; remember this one."""
         offset = found.meta.offset
         while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
             self._recent.popitem(last=False)
         told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
         if told[0] is None and told[2] is None:
             return False
-        # From the last one on, not from the first: a reader that begins between them may not see that one.
+        # Count from the last occurrence, not the first: a reader that starts between them may not see the
+        # first.
         is_repeated = told in self._recent
         self._recent[told] = offset
         self._recent.move_to_end(told)
@@ -536,7 +548,7 @@ class _ShardTaking:
         future, size, offset = self._in_flight[0]
         while not wait([future], timeout=_WAIT_S).done:
             if self._taking.leaves_others():
-                self._in_flight.clear()  # durable here: who begins anew goes on behind it
+                self._in_flight.clear()  # durable here: a restart continues after it
                 return
         self._in_flight.popleft()
         self._in_flight_bytes -= size
@@ -544,7 +556,7 @@ class _ShardTaking:
         self._progress.place = max(self._progress.place, BufferOffset(offset + 1))
 
     def _release(self) -> None:
-        """What was held has all that lies below the shard's own place: from here on it goes with the others."""
+        """Release the held parts that have everything below the shard's own position: they continue with the others."""
         if self._catching_up:
             self.drain()
         for part in self._catching_up:

@@ -1,4 +1,4 @@
-"""Appends of a stream that writes to a buffer, or reads from one; and the buffer that a configuration means."""
+"""Appends of a stream that writes to a buffer or reads from one, and the buffer that a configuration names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from millstream.ports import ApplicationLog, BufferWriting, WriteBuffer
 
     _Sent = list[tuple[ShardId, Future[BufferMeta]]]
-    """An operation's parts, and their answers."""
+    """An operation's parts, with their answers."""
 
 ENTRY_POINTS: Final = "millstream.buffers"
 _OURS: Final = ("log", "kafka", "redis")
@@ -47,17 +47,17 @@ _REPLICATION: Final = "replication.factor"
 
 
 def buffer_name(stream: str, config: BufferConfig) -> str:
-    """What a stream's buffer is called: its topic, what its keys begin with, or its folder."""
+    """Return the name of a stream's buffer: its topic, the prefix of its keys, or its folder."""
     return config.location if config.kind == "log" else config.name or f"millstream_{stream}"
 
 
 def open_buffer(home: Home, stream: str, config: BufferConfig) -> WriteBuffer:
-    """The buffer that is configured; raises as the buffers do."""
+    """Open the configured buffer; raises as the buffers do."""
     return open_buffer_in(home.path, buffer_name(stream, config), config)
 
 
 def open_buffer_in(folder: Path, name: str, config: BufferConfig) -> WriteBuffer:
-    """As `open_buffer`, of a folder where relative ones begin."""
+    """Open a buffer as `open_buffer`; relative folders start at `folder`."""
     create_shards = config.shards if config.create else None
     if config.kind == "kafka":
         from millstream.buffers.kafka import KafkaBuffer, KafkaOptions
@@ -103,7 +103,7 @@ def open_buffer_in(folder: Path, name: str, config: BufferConfig) -> WriteBuffer
 
 
 def _factory(kind: str) -> Any:
-    """What makes buffers of a kind that isn't ours. `ConfigError` where no package has it."""
+    """Return the factory for buffers of a kind that isn't built in. `ConfigError` if no package has it."""
     found = entry_points(group=ENTRY_POINTS)
     for one in found:
         if one.name == kind:
@@ -117,18 +117,18 @@ def _factory(kind: str) -> Any:
 
 
 class AppenderToBuffer(Appender):
-    """An appender whose operations go into a write buffer, in place of the log; it answers as that one does.
+    """An appender whose operations go into a write buffer instead of the log; its answers have the same form.
 
-    An answer's offsets are the buffer's: of each shard, where the operation lies and the place behind it. Numbers come when somebody
-    takes it into a log.
+    An answer's offsets are the buffer's: for each shard, the operation's offset and the one after it.
+    Sequence numbers are assigned when a reader takes the operation into a log.
 
     Args:
-        catalog: as of `Appender`.
-        stream: likewise.
-        log: likewise; nothing of the stream's is written to it.
-        writer: likewise.
-        rules: likewise.
-        buffer: where operations go.
+        catalog: as in `Appender`.
+        stream: as in `Appender`.
+        log: as in `Appender`; nothing of the stream's is written to it.
+        writer: as in `Appender`.
+        rules: as in `Appender`.
+        buffer: takes the operations.
         buffer_name: what it is called.
 
     Concurrency: any number of threads and event loops.
@@ -151,7 +151,10 @@ class AppenderToBuffer(Appender):
         self._start: Final = StreamToken.scalar(stream, Seq(0))
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:  # noqa: ARG002 (as the appender's)
-        """Refuse: a session that took "nothing" for an answer would begin anew, with numbers that it has used. `SessionsNotKnown`, always."""
+        """Always raise `SessionsNotKnown`.
+
+        A session that was told "nothing yet" would restart with numbers it has already used.
+        """
         raise SessionsNotKnown(
             f"what session {name} wrote lies in write buffer {self._buffer_name}, and how far it is isn't known here",
             session=name,
@@ -159,7 +162,10 @@ class AppenderToBuffer(Appender):
         )
 
     def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
-        """As `Appender.append_batch`; the offsets are the buffer's. `BufferUnavailable`, `BufferOutcomeUnknown` … as the buffer says."""
+        """Append as `Appender.append_batch`; the offsets are the buffer's.
+
+        Raises the buffer's errors: `BufferUnavailable`, `BufferOutcomeUnknown` ….
+        """
         give_up_s = _give_up_s(deadline_s)
         prepared = self.prepare(batch)
         self._check_level(prepared)
@@ -168,7 +174,10 @@ class AppenderToBuffer(Appender):
     async def append_prepared(
         self, prepared: PreparedBatch, *, deadline_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """As `append_batch`, of what `prepare` has made; `append_batch_async` ends here too. A thread hands the operations over, and none waits for the answers."""
+        """Append as `append_batch`, with the result of `prepare`; `append_batch_async` ends here too.
+
+        One thread hands the operations over, and no thread waits for the answers.
+        """
         give_up_s = _give_up_s(deadline_s)
         self._check_level(prepared)
         sent = await asyncio.to_thread(self._send_all, prepared, deadline_s)
@@ -180,7 +189,7 @@ class AppenderToBuffer(Appender):
         return self._answers(prepared, sent, give_up_s)
 
     def _check_level(self, prepared: PreparedBatch) -> None:
-        """`AckLevelUnavailable` where more is asked for than that the buffer has the rows."""
+        """Raise `AckLevelUnavailable` if the batch asks for more than that the buffer has the rows."""
         if prepared.acks is not None and prepared.acks != LOCAL:
             raise AckLevelUnavailable(
                 f"the rows go to write buffer {self._buffer_name}, which has other guarantees than {prepared.acks}; nothing was appended",
@@ -197,7 +206,10 @@ class AppenderToBuffer(Appender):
     def _answers(
         self, prepared: PreparedBatch, sent: Sequence[_Sent], give_up_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """What became of each request; waits for the answers that aren't there yet. `WriterClosed` where the buffer was closed before all of them."""
+        """Return the result of each request; waits for missing answers.
+
+        `WriterClosed` if the buffer was closed before all of them.
+        """
         outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
         for place, count, parts in zip(prepared.places, prepared.counts, sent, strict=True):
             found = self._answer(count, parts, give_up_s)
@@ -206,12 +218,12 @@ class AppenderToBuffer(Appender):
             outcomes[place] = found
         sent_ones = [outcomes[place] for place in prepared.places]
         if sent_ones and all(isinstance(outcome, WriterClosed) for outcome in sent_ones):
-            # As a log says it, so that who keeps this appender asks for another one.
+            # Raise the log's error, so that the holder of this appender requests another one.
             raise WriterClosed(f"write buffer {self._buffer_name} was closed; nothing was stored")
         return [outcomes[place] for place in range(prepared.requests)]
 
     def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
-        """Hand an operation's parts to the buffer. One that it doesn't take is a future that has failed."""
+        """Hand an operation's parts to the buffer. A part that it refuses is a failed future."""
         parts: _Sent = []
         for shard, part in parts_of_shards(op).items():
             try:
@@ -258,7 +270,7 @@ def _left_s(give_up_s: float | None) -> float | None:
 
 
 class AppenderOfReader(Appender):
-    """The appender of a stream that reads from a write buffer: it refuses, by name."""
+    """The appender of a stream that reads from a write buffer: it refuses appends, and names the buffer."""
 
     def __init__(
         self,
@@ -276,7 +288,7 @@ class AppenderOfReader(Appender):
         self._stream_name = stream_name
 
     def prepare(self, batch: AppendBatch) -> PreparedBatch:
-        """Refuse. `StreamReadsBuffer`, always."""
+        """Always raise `StreamReadsBuffer`."""
         raise StreamReadsBuffer(
             f"stream {self._stream_name} takes its rows from write buffer {self._buffer_name}; {batch.table} can't be appended to it",
             stream=self._stream_name,

@@ -1,7 +1,7 @@
-"""A catalog that is older than its log takes over what the log has, before anything new gets a number.
+"""A catalog that is older than its log takes over the log's entries before anything new gets a number.
 
-How far a log was looked through stands in the catalog: a backup that is put back says so of its own moment, and what came behind it is
-looked through again. A log that goes on by itself costs a look at its newest segments.
+The catalog records how far a log was read. A restored backup has that position as of its own time, and
+everything after it is read again. A log that continues normally costs a look at its newest segments.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ logger = structlog.get_logger("millstream.writers")
 _SCOPE: Final = "logged"
 _NOTED: Final = "segments"
 _SEGMENTS_AGAIN_MAX: Final = 8
-"""So many segments are looked through again rather than noted down: that costs a transaction."""
+"""Up to this many segments are read again instead of noted: a note costs a transaction."""
 
 
 def adopt_log(
     catalog: Catalog, stream: StreamId, folder: str, sources: Collection[SourceId], *, from_buffer: bool = False
 ) -> None:
-    """Have the catalog know the tables, schemas and sources that the stream's log has.
+    """Enter the tables, schemas and sources of the stream's log in the catalog.
 
-    Call it while the shards are this process's, and before anything new is written.
+    Call it while this process holds the shards, and before anything new is written.
 
     Args:
         catalog: the home's.
         stream: the log's.
         folder: its folder, `data/wal/<stream>`.
-        sources: whose positions the log bears (`LogWriter.reached`).
+        sources: the sources whose positions the log holds (`LogWriter.reached`).
         from_buffer: whether the stream takes its operations from a write buffer.
 
     Raises:
-        CatalogOlder: the catalog has something else under a number of the log's; or it lacks a source of a stream that reads a write buffer, so that
-            operations would be taken twice. Nothing was changed.
+        CatalogOlder: the catalog has something else under a number of the log's. Or it lacks a source of
+            a stream that reads a write buffer, so that operations would be taken twice. Nothing was
+            changed.
     """
     scope = f"{_SCOPE}/{stream}"
     noted: dict[str, int] = catalog.fact(scope, _NOTED, {})
@@ -65,12 +66,12 @@ def adopt_log(
         ends[str(int(shard))] = int(segments[-1].base_offset)
         upto = Offset(noted.get(str(int(shard)), 0))
         if upto > segments[-1].base_offset:
-            upto = Offset(0)  # it isn't the log that was looked through
+            upto = Offset(0)  # another log than the one read before
         for segment in segments:
             if segment.base_offset < upto:
                 continue
             looked += 1
-            with contextlib.suppress(MillstreamError):  # readers tell the damage; other segments have their tables
+            with contextlib.suppress(MillstreamError):  # readers report the damage; other segments have their tables
                 for schema in schemas_in(files, shard, segment):
                     versions[schema.table_id, schema.version] = schema
                     shards[schema.table_id] = shard

@@ -1,7 +1,9 @@
-"""The owner: the one process that writes a home's streams. It captures, appends and drops what nobody needs any more.
+"""The owner: the one process that writes a home's streams.
 
-Each stream has a writer and a thread of its own. One that fails for good is reported, and the others go on; one that
-may recover is begun again.
+It captures, appends and drops segments that are no longer needed.
+
+Each stream has a writer and a thread of its own. A stream that fails for good is reported, and the others
+go on; a stream that may recover is restarted.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ logger = structlog.get_logger("millstream.owner")
 _BACKOFF_FIRST_S: Final = 0.5
 _BACKOFF_MAX_S: Final = 30.0
 _WELL_S: Final = 10.0
-"""After it got on for so long, or with another cause, the waits begin with the shortest again."""
+"""After this long without an error, or with another cause, the waits start again with the shortest."""
 _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "reached": 0,
     "tables": [],
@@ -74,7 +76,7 @@ _ATTEMPTS_OF_A_JOB: Final = 5
 
 
 class OwnedStream:
-    """One stream of the owner; all but `run` may be looked at from any thread."""
+    """One stream of the owner; any thread may read everything except `run`."""
 
     def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig, open_other: OpenOther) -> None:
         self.name: Final = name
@@ -85,36 +87,36 @@ class OwnedStream:
         self.writer: StreamWriter | None = None
         self.progress: CaptureProgress | None = None
         self.taking: TakingProgress | None = None
-        """Of one that reads from a write buffer."""
+        """Progress, if the stream reads from a write buffer."""
         self.facts_at_end: dict[str, Any] | None = None
-        """How it ended, JSON-able: as `run_owner` gives it back."""
+        """The stream's final facts, JSON-able, as `run_owner` returns them."""
         self.error: MillstreamError | None = None
-        """Why it waits, or was given up; None while it gets on."""
+        """Why the stream waits or was given up; None while it makes progress."""
         self.gave_up = False
         self.crash: Exception | None = None
         """A broken invariant: our bug, which ends the process."""
         self.others_done: Final = threading.Event()
-        """Set when no stream captures any more."""
+        """Set when no stream captures any longer."""
         self.since_s = time.time()
         self._attempt = 0
         self._failed_by = ""
         """The code of the error that `_attempt` counts."""
         self._well_since_s: float | None = None
-        """Since when capture has got on, on the monotonic clock."""
+        """When capture began to make progress, on the monotonic clock."""
         self._kept = KeptVectors(home)
         self._unheard: str | None = None
-        """Why a region was not heard, as it was told."""
+        """Why a region couldn't be heard, as last reported."""
 
     def run(
         self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
     ) -> None:
-        """Capture until it ends by itself, is stopped, or can't go on. Never raises what is in our tree of errors.
+        """Capture until caught up, stopped, or unable to continue. Never raises an error of our tree.
 
         Args:
             stop: ends it.
-            until_caught_up: whether it ends by itself.
+            until_caught_up: whether it ends once caught up.
             tell: called when there is progress.
-            supervised: whether a supervisor says the last error: said twice it would look like two.
+            supervised: whether a supervisor reports the last error, so that it isn't reported twice.
         """
         roles = Roles(self.home)
         while True:
@@ -149,7 +151,10 @@ class OwnedStream:
     def _wait_for_lead(
         self, roles: Roles, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
     ) -> bool:
-        """Wait until this node leads the stream; False where it is to end before. A job doesn't wait: there is nothing to capture here."""
+        """Wait until this node leads the stream; return False if it has to end before.
+
+        A job doesn't wait: there is nothing to capture here.
+        """
         while not roles.leads(self.name):
             if until_caught_up:
                 self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": True}
@@ -173,14 +178,17 @@ class OwnedStream:
         tell: Callable[[], None],
         supervised: bool,
     ) -> None:
-        """Capture, and let applications append meanwhile, also while the source is away. Raises where the writer has failed."""
+        """Capture, and let applications append at the same time, also while the source is away.
+
+        Raises if the writer has failed.
+        """
         if self.config.buffer is not None and self.config.buffer.role == "reads":
             self._take_from_buffer(writer, self.config.buffer, stop, until_caught_up=until_caught_up, tell=tell)
             return
         if self.config.source is None:
             self._gets_on(writer)
             tell()
-            # Of a job: for as long as the others take, so that applications can append meanwhile.
+            # A job goes on for as long as the other streams take, so that applications can append.
             while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
                 self._hear_regions(writer)
             self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
@@ -200,7 +208,10 @@ class OwnedStream:
                 return
 
     def _hear_regions(self, writer: StreamWriter) -> None:
-        """Have what is written here be later than what has come from other regions. A clock that is wrong elsewhere stops nothing here."""
+        """Make later writes here newer than everything received from other regions.
+
+        A wrong clock elsewhere stops nothing here.
+        """
         try:
             hear_regions(self.home, self.name, self.config, writer.log)
         except MillstreamError as error:
@@ -219,7 +230,7 @@ class OwnedStream:
         until_caught_up: bool,
         tell: Callable[[], None],
     ) -> None:
-        """Take what others have put into the stream's buffer."""
+        """Take the operations that others have put into the stream's buffer."""
         name = buffer_name(self.name, config)
         told_s = 0.0
 
@@ -242,13 +253,14 @@ class OwnedStream:
         self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
 
     def _again(self, error: MillstreamError, stop: threading.Event, *, until_caught_up: bool, supervised: bool) -> bool:
-        """What to do about an error: whether to begin again, having waited; else the stream is given up, or was stopped."""
+        """Handle an error: wait and return whether to restart; otherwise the stream is given up, or was stopped."""
         was_well = self._well_since_s is not None and time.monotonic() - self._well_since_s >= _WELL_S
         self._attempt = 1 if was_well or error.code != self._failed_by else self._attempt + 1
         self._failed_by = error.code
         self._waits(error)
         mends_itself = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, DiskFull)
-        # A job ends with what somebody has to do at the source; a service goes on once that is done.
+        # A job ends with an error that needs work at the source; a service continues once that work is
+        # done.
         if isinstance(error, SourceError) and not until_caught_up:
             mends_itself = mends_itself or error.mends_at_source
         patient = mends_itself and not (until_caught_up and self._attempt >= _ATTEMPTS_OF_A_JOB)
@@ -274,17 +286,17 @@ class OwnedStream:
         return not stop.wait(wait_s)
 
     def _gets_on(self, writer: StreamWriter) -> None:
-        """It does what it is there for: what kept it from that is over."""
+        """Note that the stream makes progress again: the cause of its wait is over."""
         if self._well_since_s is None:
             self.error, self._well_since_s = None, time.monotonic()
             forget_given_up(self.catalog, writer.stream)
 
     def _waits(self, error: MillstreamError) -> None:
-        """It doesn't get on, and why: what was known of its progress is out of date."""
+        """Note that the stream waits, and why: its known progress is out of date."""
         self.error, self.progress, self._well_since_s = error, None, None
 
     def facts(self) -> dict[str, Any]:
-        """What is known of it now, JSON-able."""
+        """Return the current facts, JSON-able."""
         progress, writer = self.progress, self.writer
         return {
             "stream": self.name,
@@ -299,7 +311,7 @@ class OwnedStream:
         }
 
     def _buffer_facts(self) -> dict[str, Any] | None:
-        """Of the write buffer, where there is one."""
+        """Return the write buffer's facts, if there is one."""
         if self.config.buffer is None:
             return None
         if self.taking is not None:
@@ -307,7 +319,7 @@ class OwnedStream:
         return {"name": buffer_name(self.name, self.config.buffer), "role": self.config.buffer.role}
 
     def drop_old_segments(self) -> None:
-        """Let go of segments that nobody needs and that are too old or too many."""
+        """Drop segments that are no longer needed and are too old or too many."""
         writer = self.writer
         if writer is None:
             return
@@ -315,7 +327,7 @@ class OwnedStream:
         merges = merge_needs(self.catalog, self.name, writer.stream, self.config, self._kept)
         swept = sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log, merges)
         if is_for_sessions(swept):
-            writer.log.copy_sessions()  # the next round lets go of it
+            writer.log.copy_sessions()  # the next round drops it
 
     def _capture(
         self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
@@ -339,7 +351,10 @@ class OwnedStream:
 
 
 def _replication_now(home: Home) -> ReplicationConfig:
-    """Who may follow, by the file as it is: `serve` may have been started anew with another one. As it was, where it can't be read."""
+    """Return who may follow, from the current file: `serve` may have restarted with another one.
+
+    If it can't be read, the previous settings.
+    """
     with contextlib.suppress(MillstreamError):
         return Home(home.path, needs_source=False).config.replication
     return home.config.replication
@@ -347,7 +362,7 @@ def _replication_now(home: Home) -> ReplicationConfig:
 
 @contextlib.contextmanager
 def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator[threading.Event]:
-    """An event that is set with `stop`, and once this node leads the stream no more."""
+    """Return an event that is set with `stop`, and once this node no longer leads the stream."""
     if not home.config.replication.nodes:
         yield stop
         return
@@ -378,11 +393,12 @@ def run_owner(
     """Own a home until told to stop, or until all its streams have caught up.
 
     Args:
-        home: whose configured streams to capture.
-        lifeline: says when to stop, and hears progress.
+        home: the home whose configured streams to capture.
+        lifeline: signals when to stop, and receives progress.
         open_other: opens the homes that its sinks are.
-        until_caught_up: end when all that the sources had committed at the call is durable and copied.
-        on_progress: called about once a second a stream, from their threads.
+        until_caught_up: end when everything that the sources had committed at the call is durable and
+            copied.
+        on_progress: called about once a second per stream, from the streams' threads.
 
     Returns:
         By stream: `caught_up`, `set_aside`, `paused`, `slot`, `slot_holds_bytes`, `tables`.
@@ -402,7 +418,8 @@ def run_owner(
             patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5,
             writer=home.config.writer.name,
         ),
-        # An application that has written meanwhile steps aside, once it has answered those who wait.
+        # An application that has been writing gives up the role, once it has answered its waiting
+        # callers.
         RoleLock.take(home.run_folder, writer_role(home.config.writer.name), patience_s=LOCK_PATIENCE_S),
         home.open_catalog() as catalog,
         watched_catalog(home, lifeline),
@@ -463,12 +480,12 @@ def run_owner(
 
 
 def _appender_of(streams: dict[str, OwnedStream], name: str) -> Appender:
-    """What applications append to a stream by; raises as `_writer_of`."""
+    """Return a stream's appender for applications; raises as `_writer_of`."""
     return _writer_of(streams, name).appender
 
 
 def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:
-    """Who writes a stream; `WriterClosed` while it begins."""
+    """Return a stream's writer; `WriterClosed` while it starts."""
     stream = streams.get(name)
     if stream is None:
         raise UnknownStream(f"the process that writes has no stream {name}: it was started before there was one")
@@ -491,7 +508,7 @@ def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifel
         for thread in threads:
             thread.join(0.2)
         for stream in streams:
-            # The last one's error is this process's own, and told as such.
+            # The last stream's error is this process's own, and reported as such.
             others = any(thread.is_alive() for thread in threads)
             if others and stream.gave_up and stream.error is not None and stream.name not in reported:
                 reported.add(stream.name)
@@ -505,7 +522,7 @@ def _keep_retention(stream: OwnedStream, done: threading.Event) -> None:
         except MillstreamError as error:
             logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
         except Exception:
-            # Our bug. Keeping too much harms less than ending, and the next round may get by it.
+            # Our bug. Keeping too much does less harm than ending, and the next round may succeed.
             logger.exception("retention failed, and is tried again", stream=stream.name)
 
 

@@ -1,7 +1,8 @@
-"""A stream's routing as it runs: from the configuration to rules, the ring in force, and `reshard`.
+"""A stream's routing at run time: from the configuration to rules, the ring in force, and `reshard`.
 
-The number of shards that the ring spreads rows over stands in the catalog, never in the configuration alone: it changes by `reshard`, at a
-cut. What else the configuration says of the ring (its columns, its virtual nodes) is taken over when the log is opened, which is a cut as well.
+The catalog holds the number of shards that the ring spreads rows over, never the configuration alone:
+`reshard` changes it, at a cut. The ring's other settings (its columns, its virtual nodes) take effect
+when the log is opened, which is a cut as well.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ logger = structlog.get_logger("millstream.routing")
 SHARDS_MAX: Final = 1024
 _ASK_AGAIN_S: Final = 0.2
 _UNDECIDED_MAX_S: Final = 30.0
-"""How long appends wait for a catalog that doesn't say whether a new ring is recorded."""
+"""How long appends wait for a catalog that can't confirm whether a new ring is recorded."""
 
 
 def plain_name(table: str) -> str:
-    """A table as rules know it: `schema.table` without quotes. `UsageError` where the text is no name."""
+    """Return a table's name as rules know it: `schema.table` without quotes. `UsageError` if the text is no name."""
     namespace, name = parse_qualified_name(table)
     return f"{namespace}.{name}"
 
 
 def rules_of(config: StreamConfig, first: ShardId = ShardId(0)) -> RoutingRules | None:
-    """A stream's rules; `UsageError` where one can't be read. Shards are counted from the writer's first."""
+    """Return a stream's rules; `UsageError` if one can't be parsed. Shards are counted from the writer's first."""
     routing = config.routing
     if routing is None:
         return None
@@ -78,7 +79,7 @@ def _target(words: tuple[str, ...], first: ShardId) -> Target:
 
 
 def ring_of(routing: RoutingSection | None) -> HashRing | None:
-    """The hash ring that is configured, if one is."""
+    """Return the configured hash ring, if there is one."""
     found = None if routing is None else routing.hash_ring
     if found is None:
         return None
@@ -87,12 +88,12 @@ def ring_of(routing: RoutingSection | None) -> HashRing | None:
 
 
 def templates_of(config: StreamConfig) -> dict[str, PartitionTemplate]:
-    """The partition templates of a stream's tables."""
+    """Return the partition templates of a stream's tables."""
     return {plain_name(table): PartitionTemplate.parse(text) for table, text in config.partitions.items()}
 
 
 def router_of(config: StreamConfig, first: ShardId, era: RingEra | None) -> Router:
-    """The router of a stream under the ring of an era, over that one's columns."""
+    """Return the router of a stream under the ring of an era, over that ring's columns."""
     ring = None if era is None else ring_router(era)
     rules = rules_of(config, first)
     if era is not None and isinstance(rules, ShardConfig):
@@ -107,12 +108,15 @@ def router_of(config: StreamConfig, first: ShardId, era: RingEra | None) -> Rout
 
 
 def ring_router(era: RingEra) -> ShardRouter:
-    """The ring of an era."""
+    """Return the ring of an era."""
     return ShardRouter.ring([ShardId(n) for n in range(era.shards)], virtual_nodes=era.virtual_nodes)
 
 
 def wanted_era(config: StreamConfig, newest: RingEra | None) -> RingEra | None:
-    """The era that a stream's writer begins with: the newest, one with the ring that is configured now, or none without a ring."""
+    """Return the era that a stream's writer starts with.
+
+    It is the newest, one with the ring that is configured now, or none without a ring.
+    """
     ring = ring_of(config.routing)
     if ring is None:
         return None
@@ -128,7 +132,7 @@ def wanted_era(config: StreamConfig, newest: RingEra | None) -> RingEra | None:
 
 
 def shards_to_open(catalog: Catalog, stream: StreamId, config: StreamConfig) -> list[ShardId]:
-    """The shards that a stream's only writer needs: those configured, and those of the ring in force."""
+    """Return the shards that a stream's only writer needs: the configured ones, and those of the ring in force."""
     newest = None if ring_of(config.routing) is None else RingEras(catalog, stream).newest()
     return [ShardId(n) for n in range(max(config.log.shards, 0 if newest is None else newest.shards))]
 
@@ -150,16 +154,17 @@ class StreamRouting:
         first_shard: ShardId,
         is_shared: bool,
     ) -> None:
-        """Take over what is configured.
+        """Take over the configured routing.
 
         Raises:
-            ConfigError: it is one of several writers and has a hash ring; or a captured table is to be hashed or partitioned.
+            ConfigError: the stream is one of several writers' and has a hash ring; or a captured table is
+                to be hashed or partitioned.
         """
         self._eras = RingEras(catalog, stream)
         self._stream, self._name, self._config, self._log = stream, name, config, log
         self._is_shared = is_shared
         self.ignored: Mapping[str, int] = {}
-        """Writes that went on though a sink failed them, by sink."""
+        """Number of writes that went on although a sink failed, by sink."""
         _refuse_captured(catalog, stream, name, config)
         era = None
         if ring_of(config.routing) is not None:
@@ -181,7 +186,7 @@ class StreamRouting:
         self.router = router_of(config, first_shard, era)
 
     def facts(self) -> dict[str, Any]:
-        """Of each sink, `devnull` among them, how many `rows` went there and how many of its `ignored_errors` there were; JSON-able."""
+        """Return for each sink, including `devnull`, its `rows` and its `ignored_errors`; JSON-able."""
         rows = {to: count for to, count in self.router.counts.copy().items() if not to.startswith(SHARD_PREFIX)}
         return {
             "sinks": {
@@ -191,11 +196,11 @@ class StreamRouting:
         }
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
-        """As `Router.place`, by the ring in force."""
+        """Place rows as `Router.place`, by the ring in force."""
         return self.router.place(schema, rows)
 
     def check(self, schema: TableSchema, rows: pa.RecordBatch) -> None:
-        """As `Router.check`, by the ring in force."""
+        """Check rows as `Router.check`, by the ring in force."""
         self.router.check(schema, rows)
 
     def reshard(self, shards: int) -> dict[str, Any]:
@@ -205,9 +210,10 @@ class StreamRouting:
             JSON-able: `era`, `shards`, `before`, `token` (the cut), and whether anything `changed`.
 
         Raises:
-            ReshardRefused: it can't be; nothing was changed.
-            DiskFull, WriterClosed, AppendOutcomeUnknown, CatalogError …: it wasn't done, or (of the last two) the writer has failed: then
-                the catalog says which ring is in force when it is opened again.
+            ReshardRefused: the change isn't possible; nothing was changed.
+            DiskFull, WriterClosed, AppendOutcomeUnknown, CatalogError …: it wasn't done. After the last
+                two the writer may have failed: then the catalog decides which ring is in force when it is
+                opened again.
         """
         era = check_reshard(self._name, self._config, self._era, shards, is_shared=self._is_shared)
         if era is self._era:
@@ -232,7 +238,11 @@ class StreamRouting:
         return self._facts(done[0], before=before.shards, changed=True)
 
     def _recorded(self, era: RingEra) -> RingEra:
-        """Record an era. An error leaves open whether it is: then the catalog is asked, and nothing is written meanwhile."""
+        """Record an era.
+
+        If an error leaves it open whether it is recorded, ask the catalog, and write nothing until it
+        answers.
+        """
         try:
             return self._eras.begin(era)
         except MillstreamError as error:
@@ -263,7 +273,7 @@ class StreamRouting:
 
 
 def _refuse_captured(catalog: Catalog, stream: StreamId, name: str, config: StreamConfig) -> None:
-    """`ConfigError` where the configuration names a captured table that it can't route."""
+    """Raise `ConfigError` if the configuration names a captured table that it can't route."""
     if config.source is None:
         return
     ring = None if config.routing is None else config.routing.hash_ring
@@ -280,7 +290,7 @@ def _refuse_captured(catalog: Catalog, stream: StreamId, name: str, config: Stre
 
 
 def check_reshard(name: str, config: StreamConfig, era: RingEra | None, shards: int, *, is_shared: bool) -> RingEra:
-    """The era that would begin, or the one in force where that has as many shards; `ReshardRefused` where it can't be."""
+    """Return the era that would begin, or the current one if it has as many shards; raises `ReshardRefused`."""
 
     def refused(what: str, hint: str) -> ReshardRefused:
         return ReshardRefused(f"stream {name} can't be spread over {shards} shards: {what}", hint=hint, stream=name)
@@ -314,7 +324,7 @@ def check_reshard(name: str, config: StreamConfig, era: RingEra | None, shards: 
 
 
 def named_shards(config: StreamConfig) -> list[tuple[str, int]]:
-    """What the configuration puts on a shard by number, in words, and that number."""
+    """Return the configuration's settings that name a shard by number, in words, each with that number."""
     found = [(f"table {table} ([streams.S.shards])", shard) for table, shard in config.shards.items()]
     rules = rules_of(config)
     targets: Mapping[str, Target] = {}
@@ -326,7 +336,7 @@ def named_shards(config: StreamConfig) -> list[tuple[str, int]]:
 
 
 class _OwnShards:
-    """The shard that the configuration gives a table by name: any table's where no routing is configured."""
+    """The shard that the configuration assigns to a table by name; one for all tables if no routing is configured."""
 
     def __init__(self, config: StreamConfig, first: ShardId) -> None:
         self._shard: Callable[[str], ShardId] = shard_of(config, first)

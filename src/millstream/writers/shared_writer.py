@@ -1,9 +1,11 @@
-"""One of several writers of a stream: registered in the catalog, kept alive among the others, and heir of those that died.
+"""One of several writers of a stream: registered in the catalog, kept alive among the others, and heir of dead ones.
 
-A home's processes may each write to its streams, each to shards of its own in the one folder; what they share is the catalog, which
-lies in PostgreSQL then. A thread beside each writer tells the others where it stands, lets readers pass what others were given while it
-is idle, and recovers the shards of writers of this folder whose leases have run out. Writers call out to each other when they have
-shown something, so that an idle one asks the catalog at once and not at its next turn; what is called may get lost.
+Several processes of a home may each write to its streams, each to its own shards in the one folder. They
+share the catalog, which is in PostgreSQL then. Each writer has a thread that publishes its position, lets
+readers pass numbers given to others while it is idle, and recovers the shards of this folder's writers
+whose leases have expired.
+A writer announces to the others when it has made something readable, so that an idle one asks the catalog
+at once and not at its next turn. Announcements may get lost.
 """
 
 from __future__ import annotations
@@ -47,25 +49,26 @@ EMBEDDED_HINT: Final = (
     "Name a PostgreSQL database in `[catalog] url`, and `millstream catalog move`; or take `[writer]` away."
 )
 FOLLOW_EVERY_S: Final = 0.5
-"""How often an idle writer that hears nothing lets readers pass what others were given: half of the second that is promised."""
+"""How often an idle writer without announcements lets readers pass numbers given to others: half of the
+promised second."""
 _TELL_EVERY_S: Final = 0.05
-"""How often a busy writer calls out to the others."""
+"""How often a busy writer announces its position."""
 _ASKING_SHARE: Final = 0.1
-"""How much of its time a writer that hears others all the time spends on asking where they stand."""
+"""Share of its time that a writer with constant announcements spends on asking the catalog for positions."""
 _SIGNS_A_LEASE: Final = 4
 _TRIES: Final = 3
-"""A catalog that is slow once has had something else to do."""
+"""Number of tries: a catalog that is slow once may just have been busy."""
 _SLOW_START_S: Final = 1.0
 _LOOK_S: Final = 0.05
 _PATIENCE_S: Final = 10.0
-"""How long a process that holds a shard, and isn't one that was fenced, is waited for."""
+"""How long to wait for a process that holds a shard and wasn't fenced."""
 _AGAIN_S: Final = 30.0
-"""When shards that couldn't be recovered are tried again."""
+"""When to retry shards that couldn't be recovered."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriterPlace:
-    """Whose log, where, and how it is written."""
+    """The place and the options of a writer's log."""
 
     stream: StreamId
     folder: str
@@ -80,7 +83,7 @@ class SharedWriter:
         log: what appends.
         name: this writer's.
         writer: its number.
-        shards: where it writes.
+        shards: the shards it writes.
     """
 
     def __init__(
@@ -114,26 +117,28 @@ class SharedWriter:
         options: LogOptions | None = None,
         announcements: Announcements | None = None,
     ) -> Self:
-        """Register, wait for the incarnation before where it still may answer, recover its shards, and begin.
+        """Register, wait while the previous incarnation may still answer, recover its shards, and begin.
 
         Args:
             catalog: in PostgreSQL.
-            stream: whose writer.
-            folder: of its log.
+            stream: the stream to write.
+            folder: the folder of its log.
             name: the writer's: the same name gets the same shards again.
-            location: tells folders apart, of all machines that share the catalog: the home's id, which moves with its folder.
+            location: distinguishes folders among all machines that share the catalog: the home's id,
+                which moves with its folder.
             lease_s: how long the writer lives without a sign.
             shard_count: how many shards it has.
-            first_shard: the first of them. None: behind those of the writers that were there before, if they have as many each.
+            first_shard: the first of them. None: after those of the earlier writers, if they have as many
+                each.
             options: how the log is written.
-            announcements: how writers call out to each other; through the catalog if not given.
+            announcements: how writers notify each other; through the catalog if not given.
 
         Raises:
             LeaseTooShort: the catalog answers too slowly for it.
             WriterNameTaken: a writer of that name has its log elsewhere.
             ShardTaken: one of the shards is another writer's.
             ShardLocked: another process holds the folder or a shard, and goes on holding it.
-            SequenceUnusable: somebody has changed the numbers in the catalog.
+            SequenceUnusable: the numbers in the catalog were changed from outside.
             CorruptWal, DiskFull …: as `LogWriter.open`.
         """
         store = store_of(catalog, stream, lease_s)
@@ -158,7 +163,7 @@ class SharedWriter:
         return cls(log, name, registration.writer, shards, keeper, store)
 
     def close(self) -> None:
-        """Write what waits, tell the others that nothing is undecided, and go."""
+        """Write the waiting operations, publish that nothing is undecided, and deregister."""
         self._keeper.stop()
         self.log.close()
         self._store.close()
@@ -171,12 +176,14 @@ class SharedWriter:
 
 
 class _Caller:
-    """A thread that calls out what a writer has shown, and hears the others. What it waits for holds up nobody else.
+    """A thread that announces a writer's readable position, and receives the others'.
+
+    Its waits hold up no other thread.
 
     Args:
         log: the writer.
-        registration: of this incarnation.
-        announcements: how writers call out to each other; closed with the thread.
+        registration: this incarnation's.
+        announcements: how writers notify each other; closed with the thread.
     """
 
     def __init__(self, log: LogWriter, registration: Registration, announcements: Announcements) -> None:
@@ -184,23 +191,23 @@ class _Caller:
         self._registration = registration
         self._announcements = announcements
         self._known = log.persisted_upto()
-        """The greatest position that was called out, by whomever."""
+        """The greatest position that any writer has announced."""
         self._done = threading.Event()
         self._called = threading.Event()
         threading.Thread(target=self._run, name="writer-calls", daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread, when it comes back from where it waits."""
+        """End the thread, when it returns from its wait."""
         self._done.set()
         self._called.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when somebody has called out more than this writer knows, or after that many seconds."""
+        """Return when a writer has announced more than this one knows, or after that many seconds."""
         self._called.wait(timeout_s)
         self._called.clear()
 
     def known_at_most(self, newest: Seq) -> None:
-        """Nobody was given more: who said so was wrong."""
+        """Cap the announced position: no writer was given more, so a greater announcement was wrong."""
         self._known = min(self._known, newest)
 
     def _run(self) -> None:
@@ -220,16 +227,16 @@ class _Caller:
 
 
 class WriterKeeper:
-    """The thread that keeps a writer alive, and looks after those that died.
+    """The thread that keeps a writer alive, and recovers the shards of dead ones.
 
     Args:
         log: the writer.
-        store: of the stream's numbers.
-        registration: of this incarnation.
+        store: holds the stream's numbers.
+        registration: this incarnation's.
         name: the writer's.
-        location: the folder's: of writers that have their logs elsewhere nothing can be recovered here.
+        location: the folder's. Writers that have their logs elsewhere can't be recovered here.
         place: the folder.
-        announcements: how writers call out to each other; closed with the thread.
+        announcements: how writers notify each other; closed with the thread.
     """
 
     def __init__(
@@ -249,22 +256,22 @@ class WriterKeeper:
         self._place = place
         self._every_s = min(FOLLOW_EVERY_S, place.lease_s / _SIGNS_A_LEASE)
         self._asked_s = time.monotonic()
-        """When the catalog answered the last time."""
+        """When the catalog last answered."""
         self._inherits_from_s = 0.0
-        """Until then nobody is taken for dead."""
+        """Time before which no writer is taken for dead."""
         self._failed_s: dict[str, float] = {}
-        """When somebody's shards couldn't be recovered."""
+        """When a writer's shards couldn't be recovered, by writer."""
         self._done = threading.Event()
         self._heir: threading.Thread | None = None
-        """Recovers what the dead left, which may take longer than a lease."""
+        """Recovers dead writers' shards, which may take longer than a lease."""
         self._told: dict[str, str] = {}
-        """What was said of whom: once is enough."""
+        """The last message about each writer, so that it is logged once."""
         self._caller = _Caller(log, registration, announcements)
         self._thread = threading.Thread(target=self._run, name=f"writer-{name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, once what it recovers is recovered."""
+        """End the thread, once its current recovery is done."""
         self._done.set()
         self._caller.stop()
         self._thread.join()
@@ -280,11 +287,11 @@ class WriterKeeper:
                 return
             now_s = time.monotonic()
             asks_at_s = now_s + self._every_s
-            # Called all the time, it asks a tenth of the time.
+            # With constant announcements, it spends a tenth of the time on asking.
             self._done.wait(min(self._every_s, (now_s - asked_s) / _ASKING_SHARE))
 
     def _ask(self) -> bool:
-        """Give a sign, follow the others, and look after those that died; False where this writer has ended."""
+        """Renew the lease, follow the others, and recover dead ones; return False if this writer has ended."""
         try:
             view = self._log.follow() or self._store.view()
         except StaleEpoch as error:
@@ -298,7 +305,8 @@ class WriterKeeper:
             return False
         now_s = time.monotonic()
         if now_s - self._asked_s > self._place.lease_s / 2:
-            # The catalog was away, or this process stood still: others, too, get a lease's time to give a sign.
+            # The catalog was away, or this process was suspended: other writers, too, get a lease's time
+            # to give a sign.
             self._inherits_from_s = now_s + self._place.lease_s
         self._asked_s = now_s
         self._told.pop("catalog", None)
@@ -359,22 +367,22 @@ def _begin(
             known = error.details.get("epoch", 0)
             if "writer" in error.details or above >= known:
                 raise
-            # The shards were this writer's, so that nobody newer writes: the catalog is older than the log.
+            # The shards were this writer's, so no newer writer exists: the catalog is older than the log.
             above = Epoch(known)
         except MillstreamError:
             if registration.given_to == 0:
-                # It has nothing anywhere: nobody has to wait for it.
+                # It has no log anywhere: no reader has to wait for it.
                 with suppress(MillstreamError):
                     store.settle(registration.writer, registration.epoch)
             raise
 
 
 def inherit(store: PostgresSequenceStore, place: WriterPlace, dead: WriterEntry) -> None:
-    """Recover what a dead writer of this folder left: its whole groups belong to the log, the rest of its numbers never will be.
+    """Recover a dead writer's log in this folder: its whole groups stay, its other numbers will never exist.
 
     Raises:
-        WriterAlive: its lease runs.
-        StaleEpoch: nothing of it is undecided.
+        WriterAlive: its lease hasn't expired.
+        StaleEpoch: it left nothing undecided.
         CorruptWal, DiskFull …: as `LogWriter.open`.
     """
     taken = store.take_over(dead.writer)
@@ -385,7 +393,7 @@ def inherit(store: PostgresSequenceStore, place: WriterPlace, dead: WriterEntry)
 def _open_log(
     store: PostgresSequenceStore, place: WriterPlace, registration: Registration, shards: tuple[ShardId, ...]
 ) -> LogWriter:
-    """Open the log under a registration; waits for as long as the incarnation before may still answer its callers."""
+    """Open the log under a registration; waits for as long as the previous incarnation may still answer its callers."""
     from millstream.wal.writing.sequence_allocator import SharedNumbers
     from millstream.wal.writing.writer import LogWriter
 
@@ -413,7 +421,7 @@ def _open_log(
 
 @contextmanager
 def _kept_alive(numbers: SharedNumbers, lease_s: float) -> Iterator[None]:
-    """Renew the lease meanwhile: to recover a long log, or to wait for the folder, may take longer."""
+    """Renew the lease during the block: recovery of a long log, or the wait for the folder, may outlast it."""
     done = threading.Event()
 
     def renew() -> None:
@@ -435,7 +443,7 @@ def _kept_alive(numbers: SharedNumbers, lease_s: float) -> Iterator[None]:
 
 
 def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
-    """How long the catalog takes to answer, s; `LeaseTooShort` where that takes too much of the lease, each of some times."""
+    """Return the catalog's response time in seconds; `LeaseTooShort` if it takes too much of the lease in every try."""
     round_trip_s = math.inf
     for _ in range(_TRIES):
         asked = time.monotonic()
@@ -457,7 +465,7 @@ def _announcements_of(catalog: Catalog, stream: StreamId) -> PostgresAnnouncemen
 
 
 def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:
-    """The numbers that a stream's writers share; `ConfigError` where the catalog can't be shared."""
+    """Return the numbers that a stream's writers share; `ConfigError` if the catalog can't be shared."""
     from millstream.catalog.sequencing import PostgresSequenceStore
 
     refuse_embedded(catalog)
@@ -465,6 +473,6 @@ def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequ
 
 
 def refuse_embedded(catalog: Catalog) -> None:
-    """`ConfigError` where the catalog can't be shared by writers."""
+    """Raise `ConfigError` if writers can't share the catalog."""
     if catalog.database.address is None:
         raise ConfigError(EMBEDDED, hint=EMBEDDED_HINT)

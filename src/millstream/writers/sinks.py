@@ -1,4 +1,7 @@
-"""A stream's sinks beside its log, from the configuration: opened by the first rows that go there, and again where that failed."""
+"""A stream's sinks next to its log, from the configuration.
+
+The first rows for a sink open it; a failed open is retried.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,16 @@ if TYPE_CHECKING:
     from millstream.ports import RecordSink, SinkOutcome
 
 OpenOther: TypeAlias = "Callable[[Path | str, str | None], HomeCalls]"
-"""Opens a home in a folder, or the one behind an address with a token. What opens homes writes them too, so it is handed in."""
+"""Opens a home in a folder, or the one at an address with a token. It is handed in: the code that opens
+homes also writes them."""
 
 _APPEND_DEADLINE_S: Final = 60.0
 _TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
-"""Of an operation; the last is the digest of its rows."""
+"""The fields that identify an operation; the last is the digest of its rows."""
 
 
 def sinks_of(home: Home, name: str, config: StreamConfig, open_other: OpenOther) -> dict[str, RecordSink]:
-    """A stream's sinks by name; nothing is opened yet."""
+    """Return a stream's sinks by name; nothing is opened yet."""
     routing = config.routing
     if routing is None:
         return {}
@@ -54,7 +58,7 @@ def _maker(home: Home, stream: str, config: SinkConfig, open_other: OpenOther) -
 
 
 class LazySink:
-    """A sink that is opened when rows come: one that is away keeps nobody from opening the stream.
+    """A sink that is opened when rows come: an unavailable sink doesn't prevent the stream from opening.
 
     Concurrency: any number of threads.
     """
@@ -65,7 +69,7 @@ class LazySink:
         self._sink: RecordSink | None = None
 
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
-        """As `ports.RecordSink`; raises what opening it raises."""
+        """Append as `ports.RecordSink`; also raises the errors of opening the sink."""
         with self._lock:
             if self._sink is None:
                 self._sink = self._make()
@@ -73,7 +77,7 @@ class LazySink:
         return sink.append(ops, deadline_s=deadline_s)
 
     def close(self) -> None:
-        """As `ports.RecordSink`."""
+        """Close as `ports.RecordSink`."""
         with self._lock:
             sink, self._sink = self._sink, None
         if sink is not None:
@@ -81,12 +85,12 @@ class LazySink:
 
 
 class OtherStream:
-    """A stream of another Millstream (`ports.RecordSink`): each operation is one there too, told apart as it is here.
+    """A stream of another Millstream (`ports.RecordSink`): each operation is one there, with the same identity.
 
     Args:
-        home: the other one.
-        stream: its name there.
-        origin: what no other stream has that sends there.
+        home: the other home.
+        stream: the stream's name there.
+        origin: distinguishes this stream from others that send there.
     """
 
     def __init__(self, home: HomeCalls, stream: str, *, origin: str) -> None:
@@ -94,10 +98,10 @@ class OtherStream:
         self._stream = stream
         self._origin = origin
         self._knows_keys = True
-        """Whether the other stream can tell writes apart: one with several writers can't."""
+        """Whether the other stream can recognize repeated writes: one with several writers can't."""
 
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
-        """As `ports.RecordSink`. Behind an operation that failed by no fault of its own none is tried."""
+        """Append as `ports.RecordSink`. After an operation that failed through no fault of its own, none is tried."""
         outcomes: list[SinkOutcome] = []
         stopped: MillstreamError | None = None
         for op in single_operations(ops):
@@ -131,21 +135,21 @@ class OtherStream:
             except SessionsNeedOneWriter:
                 self._knows_keys = False
             except DedupWindowExpired:
-                return None  # it is there, and where isn't known any more
+                return None  # it is there, but its position is no longer known
         return self._home.append(self._stream, table, rows, deadline_s=deadline_s)
 
     def _key_of(self, op: WriteOps, place: int) -> str | None:
-        """The same whenever the operation is sent again, and no other one's; None where nothing tells it apart."""
+        """Return a key that is the same on each resend and unique to the operation; None if nothing identifies it."""
         told = [op.operations.column(name)[0].as_py() for name in _TOLD_BY]
         if told[0] is None and told[2] is None:
             return None
         return f"routed-{blake2b(repr((self._origin, *told, place)).encode(), digest_size=20).hexdigest()}"
 
     def close(self) -> None:
-        """As `ports.RecordSink`."""
+        """Close as `ports.RecordSink`."""
         self._home.close()
 
 
 def _says_something(rows: pa.Table, column: str) -> bool:
-    """Whether a column has a value: one without is no column of the other stream's yet."""
+    """Return whether a column has a value: a column without one isn't created in the other stream yet."""
     return bool(rows.column(column).null_count < rows.num_rows)

@@ -1,4 +1,4 @@
-"""The writer of a home's stream: the only one, or one of several, as the configuration says; with what applications append by."""
+"""The writer of a home's stream: the only one, or one of several, as configured; with its appender for applications."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StreamWriter:
     first_shard: ShardId
     appender: Appender
     name: str | None
-    """Of one among several."""
+    """The writer's name, if it is one among several."""
     routing: StreamRouting
 
 
@@ -73,25 +73,26 @@ def stream_writer(
     """Become a stream's writer, for the block: a new epoch, the shards' locks, recovery.
 
     Args:
-        home: whose stream.
+        home: the home that has the stream.
         catalog: the home's.
         name: the stream's.
         config: the stream's.
         open_other: opens the homes that its sinks are.
-        check: raises where this process may not write the stream after all.
+        check: raises if this process may not write the stream after all.
 
     Raises:
-        ConfigError: the stream has several writers, and the configuration says of none that it is this one; or it says so, and the catalog is
-            embedded.
+        ConfigError: the stream has several writers, and this process isn't configured as one of them; or
+            it is, and the catalog is embedded.
         ShardLocked: another process holds a shard, and goes on holding it.
-        LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, of one among several.
+        LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, for one
+            among several.
         ReadOnly, Fenced: another node leads the stream.
         CorruptWal, DiskFull …: as `LogWriter.open`.
-        CatalogOlder: the catalog has something else under a number that stands in the log.
-        MergeUnsuitable: a table can't merge as the configuration says.
-        OtherRegion: the log is another region's than the configuration says.
+        CatalogOlder: the catalog has something else under a number of the log's.
+        MergeUnsuitable: a table can't merge as configured.
+        OtherRegion: the log belongs to another region than the configured one.
     """
-    # Before the first write: this node may have been away while another was promoted.
+    # Before the first write: another node may have been promoted while this one was away.
     hear_of_promotions(home, name)
     Roles(home).check_leads(name)
     stream = resolve_stream(home, catalog, name)
@@ -109,9 +110,10 @@ def stream_writer(
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
         adopt_log(catalog, stream, str(home.wal_folder(name)), log.reached(), from_buffer=_reads_buffer(config))
-        # Once more, with the shards' locks: who has meanwhile been promised that this node writes no more waits for these, and for nothing else.
+        # Check again, now with the shards' locks: a node that was promised in the interval that this one
+        # writes no more waits for these locks, and for nothing else.
         Roles(home).check_leads(name)
-        with contextlib.suppress(ClockSkew, OtherRegion):  # the owner tells of it, again and again
+        with contextlib.suppress(ClockSkew, OtherRegion):  # the owner reports it repeatedly
             hear_regions(home, name, config, log)
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         rules, buffer = _table_rules(config, routing, first_shard), config.buffer
@@ -164,7 +166,7 @@ def _with_sinks(
     open_other: OpenOther,
     opened: contextlib.ExitStack,
 ) -> ApplicationLog:
-    """What applications' operations go to: the log, with the sinks beside it where there are any."""
+    """Return the target of applications' operations: the log, with the sinks next to it if there are any."""
     sinks = sinks_of(home, name, config, open_other)
     if not sinks or config.routing is None:
         return log
@@ -175,12 +177,12 @@ def _with_sinks(
 
 
 def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
-    """What makes operations out of a write buffer the stream's own: by its rules, on its shards."""
+    """Return the taker that makes a write buffer's operations the stream's own: by its rules, on its shards."""
     return OperationTaker(catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard))
 
 
 def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:
-    """A stream's id: that of the log that is there, where there is one."""
+    """Return a stream's id: the existing log's, if there is one."""
     from millstream.wal.reader import StreamReader
 
     folder = home.wal_folder(name)
@@ -230,7 +232,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
                 high_water=AcksReader(RealFiles(), str(home.acks_file(name)), stream),
             )
         except StaleEpoch as error:
-            # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.
+            # The shards' locks were ours, so no newer writer exists: the catalog is older than the log.
             if above >= error.details.get("epoch", 0):
                 raise
             above = Epoch(error.details["epoch"])
@@ -245,15 +247,15 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
 def take_over(
     home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, *, reserved: Seq
 ) -> GroupNumber:
-    """Recover a log that another node has written, under an epoch of this one's, and write nothing; returns its last commit group.
+    """Recover another node's log under an epoch of this node, and write nothing; return its last commit group.
 
     Args:
-        home: whose stream.
+        home: the home that has the stream.
         catalog: the home's, which has the stream's rows.
         stream: its id.
         name: its name.
         config: its configuration.
-        reserved: numbers up to it may have been given out: what is written from now on lies above.
+        reserved: numbers up to it may have been given out; later writes get greater ones.
 
     Raises:
         ShardLocked, CorruptWal, DiskFull …: as `LogWriter.open`.

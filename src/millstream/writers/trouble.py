@@ -1,4 +1,4 @@
-"""Why a stream doesn't get on: from the process that writes it while that runs, else from what it left in the catalog."""
+"""Why a stream makes no progress: from the process that writes it, or from its notes if it has ended."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ _GIVEN_UP: Final = "given_up"
 
 
 def note_given_up(catalog: Catalog, name: str, error: MillstreamError) -> None:
-    """Remember why a stream was given up, for when its process has ended; a catalog that can't be written changes nothing."""
+    """Record why a stream was given up, for after its process has ended; an unwritable catalog is ignored."""
     with contextlib.suppress(MillstreamError):
         catalog.put_fact(_scope(catalog.stream(name).id), _GIVEN_UP, error.as_dict())
 
 
 def forget_given_up(catalog: Catalog, stream: StreamId) -> None:
-    """It gets on again, or somebody has decided what is to be done; a catalog that can't be written changes nothing."""
+    """Clear the record: the stream makes progress, or an operator has decided.
+
+    An unwritable catalog is ignored.
+    """
     with contextlib.suppress(MillstreamError):
         if catalog.fact(_scope(stream), _GIVEN_UP) is not None:
             catalog.drop_fact(_scope(stream), _GIVEN_UP)
 
 
 def capture_trouble(catalog: Catalog, stream: StreamId, live: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Why a stream isn't captured; None where it is, or was told to stop.
+    """Return why a stream isn't captured; None if it is, or was told to stop.
 
     Args:
         catalog: the home's.
-        stream: which.
-        live: what the process says that writes it; None where none runs.
+        stream: the stream's id.
+        live: the facts of the process that writes it; None if none runs.
 
     Returns:
-        The error's `code`, `message`, `hint`, `retry` and `details`, and `gave_up`: whether it isn't tried again by itself.
+        The error's `code`, `message`, `hint`, `retry` and `details`, and `gave_up`: whether it isn't
+        retried automatically.
     """
     error = catalog.fact(_scope(stream), _GIVEN_UP) if live is None else live.get("error")
     return {**error, "gave_up": live is None or bool(live.get("gave_up"))} if error else None
 
 
 def troubles(home: Home) -> list[dict[str, Any]]:
-    """The troubles of streams: each with `stream`, `part`, `code`, `message`, `hint`, `gave_up`.
+    """Return the troubles of streams: each with `stream`, `part`, `code`, `message`, `hint`, `gave_up`.
 
-    Asks the processes that run and the catalog, not the lake. A catalog that can't be read tells nothing.
+    Asks the running processes and the catalog, not the lake. A catalog that can't be read yields nothing.
     """
     owner, pipeline = ((ask(home, role, "status") or {}).get("streams", {}) for role in ("owner", "pipeline"))
     found = [(name, "pipeline", facts.get("error")) for name, facts in pipeline.items()]

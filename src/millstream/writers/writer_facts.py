@@ -1,4 +1,4 @@
-"""What is known of the writers that share a stream: for `writers`, `status`, `doctor`, and for who means to own one alone."""
+"""Facts about the writers that share a stream: for `writers`, `status`, `doctor`, and for a sole owner's checks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ if TYPE_CHECKING:
 
 
 def writers_of(catalog: Catalog, stream: StreamId) -> list[WriterEntry]:
-    """The writers that share a stream; none where one owns it."""
+    """Return the writers that share a stream; empty if one owns it."""
     if catalog.database.address is None:
         return []
     return [entry for entry in store_of(catalog, stream, 0.0).writers() if entry.location]
 
 
 def writer_facts(home: Home, catalog: Catalog, stream: StreamId) -> dict[str, Any]:
-    """The writers that share a stream, JSON-able.
+    """Return the writers that share a stream, JSON-able.
 
     Returns:
-        `newest`: the greatest number given to any of them; `persisted_upto`: what linear readers of all their logs may read.
-        `writers`: of each its `number` in tokens, `name`, `state` (`alive`, `recovering`; `expired`: its lease has run out and nobody has recovered its log; `stopped`; `forgotten`), `epoch`, `position`,
-        how many numbers `behind` the newest that is, and the `location` of its log: this home's folder, or another home's id. Empty where one writer
-        owns the stream.
+        `newest`: the greatest number given to any of them; `persisted_upto`: the number up to which
+            linear readers of all their logs may read.
+        `writers`: for each its `number` in tokens, `name`, `state`, `epoch`, `position`, how many numbers
+            `behind` the newest that is, and the `location` of its log (this home's folder, or another
+            home's id).
+        The states are `alive`, `recovering`, `expired` (its lease has expired and its log isn't
+        recovered), `stopped`, `forgotten`. Empty if one writer owns the stream.
     """
     here = home.identity().id
     entries = writers_of(catalog, stream)
@@ -63,23 +66,23 @@ def writer_facts(home: Home, catalog: Catalog, stream: StreamId) -> dict[str, An
 
 
 def list_writers(home: Home, stream: str | None) -> dict[str, Any]:
-    """`writer_facts` of a stream of a home, with the `stream`'s name; `UnknownStream` where there is none."""
+    """Return `writer_facts` of a stream of a home, with the `stream`'s name; `UnknownStream` if there is none."""
     with home.open_catalog() as catalog:
         name = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
         return {"stream": name, **writer_facts(home, catalog, catalog.stream(name).id)}
 
 
 def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]:
-    """Give up what a dead writer left undecided; where its log lies in this home, recover it instead.
+    """Give up a dead writer's undecided numbers; if its log is in this home, recover it instead.
 
     Returns:
-        What linear readers may read up to from now on, and whether its log was recovered.
+        The number up to which linear readers may read from now on, and whether its log was recovered.
 
     Raises:
         UnknownWriter: the stream has none of that name.
-        WriterAlive: its lease runs.
+        WriterAlive: its lease hasn't expired.
         StaleEpoch: it left nothing undecided.
-        CorruptWal, DiskFull, ShardLocked …: its log lies here, and can't be recovered; nothing is given up.
+        CorruptWal, DiskFull, ShardLocked …: its log is here, and can't be recovered; nothing is given up.
     """
     with home.open_catalog() as catalog:
         row = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
@@ -113,7 +116,7 @@ def _state(entry: WriterEntry, *, is_expired: bool) -> str:
 
 
 def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
-    """`ConfigError` where a stream has several writers, for a process that means to be its only one."""
+    """Raise `ConfigError` if a stream has several writers, for a process that wants to be its only one."""
     others = writers_of(catalog, stream)
     if others:
         known = ", ".join(entry.name for entry in others)
@@ -125,7 +128,10 @@ def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
 
 
 def refuse_to_capture(catalog: Catalog, stream: StreamId, name: str, writer: str) -> None:
-    """`ConfigError` where another one of a stream's writers captures: its log says how far, and its shards hold the tables."""
+    """Raise `ConfigError` if another of a stream's writers captures.
+
+    That writer's log has the source's position, and its shards hold the tables.
+    """
     captures = catalog.fact(f"capture/{stream}", "writer", default=writer)
     if captures != writer:
         raise ConfigError(
@@ -135,20 +141,20 @@ def refuse_to_capture(catalog: Catalog, stream: StreamId, name: str, writer: str
 
 
 def note_capturing_writer(catalog: Catalog, stream: StreamId, writer: str) -> None:
-    """From now on this one captures."""
+    """Record this writer as the one that captures."""
     catalog.put_fact(f"capture/{stream}", "writer", writer)
 
 
 def examine_writers(home: Home, stream: str) -> str:
-    """Look whether this home's process can be the writer of a stream that it is to be; nothing is changed.
+    """Check whether this home's process can be the configured writer of a stream; nothing is changed.
 
     Returns:
-        What was found, in a line.
+        The finding, in a line.
 
     Raises:
         ConfigError: several writers need a name each, and a catalog that they share.
         LeaseTooShort: the catalog takes too long to answer for `[writer] lease`.
-        SequenceUnusable: somebody has changed the sequence of the stream's numbers.
+        SequenceUnusable: the sequence of the stream's numbers was changed from outside.
         CatalogError …: the catalog can't be asked.
     """
     from millstream.catalog import examine_catalog
@@ -173,7 +179,7 @@ def examine_writers(home: Home, stream: str) -> str:
 
 
 def _examine_stream(home: Home, catalog: Catalog, stream: StreamId, name: str, own: str) -> str:
-    """Look at a stream that has writers, or will have; for whom its readers wait, as the end of a line."""
+    """Check a stream that has or will have writers; return which ones its readers wait for, as a line's end."""
     refuse_to_capture(catalog, stream, name, own)
     store_of(catalog, stream, 0.0).check()
     waits = [
@@ -185,6 +191,6 @@ def _examine_stream(home: Home, catalog: Catalog, stream: StreamId, name: str, o
 
 
 def refuse_embedded_catalog(home: Home) -> None:
-    """As `refuse_embedded`, before there is a catalog: one that nobody can use isn't made."""
+    """Check as `refuse_embedded`, before there is a catalog: an unusable one isn't made."""
     if home.catalog_address() is None:
         raise ConfigError(EMBEDDED, hint=EMBEDDED_HINT)
