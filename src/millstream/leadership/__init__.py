@@ -1,1 +1,1 @@
-"""Who leads a stream: roles, promises, and what other nodes answer."""
+"""Leadership of a stream: roles, promises, and other nodes' answers."""

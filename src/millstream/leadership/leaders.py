@@ -1,7 +1,8 @@
-"""Where a stream is written: a node's own role, and the map that the catalog keeps of who has led.
+"""Where a stream is written: a node's own role, and the map of leaders that the catalog keeps.
 
-The role (`roles`) is the one truth, and what every write is checked against. The catalog's map is made of roles and never the other way round: nobody leads,
-follows or is fenced by what stands there. What it adds is what this node hasn't heard of yet, where nodes share a catalog.
+The role (`roles`) is authoritative, and every write is checked against it. The catalog's map is derived
+from roles, never the other way round: no node leads, follows or is fenced by the map. If nodes share a
+catalog, the map adds what this node hasn't heard of yet.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.leaders")
 
 _PATIENCE_S = 2.0
-"""How long a catalog is waited for that nothing rests on."""
+"""How long to wait for a catalog that nothing depends on."""
 
 
 def leaders_of(home: Home, name: str, catalog: Catalog | None = None) -> LeaderMap:
-    """Who has led a stream, and whom to write to last: by this node's role, and by the catalog where that knows more; nobody where the home is no node.
+    """Return who has led a stream, and whom to write to last; empty if the home is no node.
+
+    It comes from this node's role, and from the catalog if that knows more.
 
     Args:
-        home: whose.
+        home: the node's home.
         name: the stream's.
-        catalog: the home's, where it is open; None: it is asked if it answers at once.
+        catalog: the home's, if it is open; None: it is asked if it answers at once.
 
     Raises:
         RoleUnreadable: the role's file is damaged.
@@ -47,13 +50,17 @@ def leaders_of(home: Home, name: str, catalog: Catalog | None = None) -> LeaderM
     leads = leader_by(fact, me, known)
     if leads is None:
         return known
-    # By this node's word alone, where that is of the version: whom it follows a person may have said.
+    # The version comes from this node's role alone: an operator may have set whom it follows.
     others = [one for one in known.leaderships if one.since < leads.since]
     return LeaderMap.of((*others, leads))
 
 
 def leader_facts(home: Home, leaders: LeaderMap) -> dict[str, Any] | None:
-    """Who leads, JSON-able: `node`, its Flight `address` where the configuration has one, whether that is `here`, and the `epoch` and `behind` of its promotion."""
+    """Return the leader, JSON-able.
+
+    `node`, its Flight `address` if configured, whether it is `here`, and its promotion's `epoch` and
+    `behind`.
+    """
     leads = leaders.newest
     if leads is None:
         return None
@@ -68,7 +75,10 @@ def leader_facts(home: Home, leaders: LeaderMap) -> dict[str, Any] | None:
 
 
 def note_leaders(home: Home, name: str, catalog: Catalog | None = None) -> None:
-    """Have the catalog know what this node does of who has led a stream. Where it doesn't answer that is told and waits for the next time: nothing rests on it."""
+    """Note in the catalog what this node knows of the stream's leaders.
+
+    If it doesn't answer, log that and wait for the next time: nothing depends on it.
+    """
     try:
         stream = _stream_id(home, name)
         if stream is None or not home.has_catalog():
@@ -103,7 +113,7 @@ def _noted(home: Home, name: str, catalog: Catalog | None) -> LeaderMap:
 
 
 def _stream_id(home: Home, name: str) -> StreamId | None:
-    """By the log itself: a follower's catalog doesn't know the stream before it is promoted."""
+    """Return the id from the log itself: a follower's catalog doesn't have the stream before a promotion."""
     try:
         marks = durable_marks(RealFiles(), str(home.wal_folder(name)))
     except (LogError, FileNotFoundError):

@@ -1,6 +1,6 @@
-"""What nodes ask of one another beside shipments: how somebody stands with a stream, and a promise. Over Flight's `DoAction`, as JSON.
+"""Calls between nodes in addition to shipments: a stream's state, and a promise. Over Flight's `DoAction`, as JSON.
 
-Who asks needs the right to admin the stream there, as a follower does.
+The caller needs the right to admin the stream there, as a follower does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 ACTION: Final = "millstream-node"
 _ANSWER_BYTES_MAX: Final = 1 << 20
 _EPOCHS: Final = 1 << 62
-"""More than there will ever be, and room for later ones above the highest: a promise can't be taken back."""
+"""Upper bound of epochs, with room above for later ones: a promise can't be taken back."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """How a node stands with a stream."""
+    """A node's state of a stream."""
 
     node: NodeName
     fact: RoleFact
@@ -46,19 +46,20 @@ class NodeState:
     """The last commit group that it has, whole and durable."""
     persisted_upto: Seq
     is_candidate: bool = False
-    """A promotion goes on there."""
+    """Whether a promotion goes on there."""
     home: str = ""
-    """Which home of that name answers: `instances.instance_of`. Empty: one of before that was said."""
+    """Id of the answering home (`instances.instance_of`). Empty: a version from before this field."""
     dropped_upto: Seq | None = None
-    """Up to where its log has let go of what there was; 0: it has all from the beginning. None: one of before that was said."""
+    """The number up to which its log has dropped records; 0: it has everything. None: a version from before this field.
+    """
 
     @property
     def rank(self) -> Rank:
-        """How much it has of what was acknowledged."""
+        """Return how much acknowledged data it has."""
         return self.fact.rank(self.group)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the state, JSON-able."""
         return {
             "node": self.node,
             "fact": json.loads(self.fact.to_json()),
@@ -71,7 +72,7 @@ class NodeState:
 
     @classmethod
     def of_dict(cls, facts: Mapping[str, Any]) -> NodeState:
-        """What `as_dict` gave; `ShipmentUnreadable` where it is something else."""
+        """Parse the result of `as_dict`; `ShipmentUnreadable` if it is something else."""
         try:
             fact = RoleFact.from_json(json.dumps(facts["fact"]).encode())
             dropped = facts.get("dropped_upto")
@@ -89,7 +90,7 @@ class NodeState:
 
 
 def this_node(home: Home) -> NodeName:
-    """This node's name. `ConfigError` where the configuration gives it none."""
+    """Return this node's name. `ConfigError` if the configuration gives it none."""
     name = home.config.replication.node
     if name is None:
         raise ConfigError(
@@ -100,10 +101,10 @@ def this_node(home: Home) -> NodeName:
 
 
 def address_of(home: Home, node: str) -> LeaderAddress:
-    """Where a node's Flight server is, or another region's.
+    """Return the address of a node's Flight server, or of another region's.
 
     Raises:
-        UnknownNode: the configuration doesn't say.
+        UnknownNode: it isn't configured.
         ConfigError: the variable that has this node's token isn't set.
     """
     replication = home.config.replication
@@ -129,7 +130,7 @@ def address_of(home: Home, node: str) -> LeaderAddress:
 
 
 def told_by(address: LeaderAddress, node: str, error: MillstreamError) -> MillstreamError:
-    """What another node, or the way to it, made of a call, in words that fit here: whose token it is, and what to look at."""
+    """Rephrase an error of another node, or of the link, for this side: whose token it is, and what to check."""
     if isinstance(error, AccessError):
         return type(error)(
             f"node {node} refuses this one: {error.message}",
@@ -143,12 +144,13 @@ def told_by(address: LeaderAddress, node: str, error: MillstreamError) -> Millst
 
 
 def ask_node(home: Home, node: str, asked: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """A node's answer.
+    """Return a node's answer.
 
     Raises:
         UnknownNode: as `address_of`.
-        LinkLost: it can't be reached, or doesn't answer in time: what was asked of it may be done all the same.
-        Whatever of our tree of errors it raised.
+        LinkLost: it can't be reached, or doesn't answer in time: the request may be carried out all the
+            same.
+        MillstreamError: any error of our tree that the node raised.
     """
     import pyarrow.flight as fl
 
@@ -177,12 +179,12 @@ def ask_node(home: Home, node: str, asked: Mapping[str, Any], *, timeout_s: floa
 
 
 def state_of_node(home: Home, node: str, stream: str, *, timeout_s: float = 5.0) -> NodeState:
-    """How a node stands with a stream. Raises as `ask_node`."""
+    """Return a node's state of a stream. Raises as `ask_node`."""
     return NodeState.of_dict(ask_node(home, node, {"op": "state", "stream": stream}, timeout_s=timeout_s))
 
 
 def ask_promise(home: Home, node: str, stream: str, promise: Promise, claimant: str, *, timeout_s: float) -> NodeState:
-    """A node's promise, and how it stands once it has given it.
+    """Request a node's promise; return its state after giving it.
 
     Raises:
         Fenced: it has promised something higher.
@@ -194,7 +196,7 @@ def ask_promise(home: Home, node: str, stream: str, promise: Promise, claimant: 
 
 
 def promise_in(asked: Mapping[str, Any]) -> tuple[Promise, str]:
-    """The promise that a call asks for, and for which claimant. `UsageError` where it is none that a node could ever keep."""
+    """Return the promise that a call asks for, and its claimant. `UsageError` if no node could ever keep it."""
     epoch, node = asked.get("epoch"), asked.get("to")
     if type(epoch) is not int or not 0 < epoch < _EPOCHS or not isinstance(node, str):
         raise UsageError(f"epoch {epoch!r} of {node!r} is no promise")

@@ -1,6 +1,7 @@
-"""Whether another node was promoted, asked by who leads: a leader that was away, or cut off, wouldn't hear of it before somebody comes to it.
+"""The leader's check whether another node was promoted: a leader that was away or cut off isn't notified.
 
-That a node can't be asked means nothing: who leads goes on without the others, and they fence it when they meet.
+A node that can't be asked means nothing: the leader continues without the others, and they fence it when
+they meet.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.nodes")
 
 _ANSWERS_WITHIN_S: Final = 2.0
-"""What a start waits at most for nodes that are silent."""
+"""Longest wait of a start for silent nodes."""
 _EVERY_S: Final = 3.0
 
 
 def hear_of_promotions(home: Home, stream: str) -> bool:
-    """Ask the other nodes what they have promised, where this one leads; whether it still does.
+    """Ask the other nodes for their promises, if this one leads; return whether it still does.
 
-    What one of them has promised to another is noted here, durably: this node is fenced by it then.
+    A promise of theirs to another node is noted here durably, and fences this node.
 
     Raises:
         RoleUnreadable: whether it leads isn't known.
-        ConfigError: the variable that has this node's token isn't set, so that nobody would answer.
+        ConfigError: the variable that has this node's token isn't set, so no node would answer.
     """
     roles = Roles(home)
     fact = roles.of(stream)
@@ -65,7 +66,7 @@ def hear_of_promotions(home: Home, stream: str) -> bool:
 
 @contextmanager
 def hearing_of_promotions(home: Home) -> Iterator[None]:
-    """Ask again and again for the block, for all streams that are led here."""
+    """Ask repeatedly during the block, for all streams that are led here."""
     over = threading.Event()
 
     def ask() -> None:
@@ -86,5 +87,5 @@ def hearing_of_promotions(home: Home) -> Iterator[None]:
 
 
 def two_leaders(stream: str, node: str) -> TwoLeaders:
-    """What is said where this node leads and so does another, neither of them promoted."""
+    """Return the error if this node leads and another one does too, neither of them promoted."""
     return TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)

@@ -1,7 +1,7 @@
-"""Who leads a stream, as this node has it: durable facts, a file a stream, that every process of the home goes by.
+"""This node's view of who leads a stream: durable facts, a file per stream, that every process of the home goes by.
 
-`data/replication/STREAM/role.json` holds a `RoleFact`, and is replaced by name. A home without the file leads: it is alone. What the facts mean is
-`protocol.replication.roles`'.
+`data/replication/STREAM/role.json` holds a `RoleFact`, and is replaced by rename. A home without the file
+leads: it is alone. `protocol.replication.roles` defines what the facts mean.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from millstream.processes.child_process import Lifeline
 
 VERSIONS_NAME: Final = "documents.json"
-"""Beside it, at whoever has followed: which of the leader's documents are there."""
+"""File next to the role on a former or current follower: which of the leader's documents are there."""
 LOOK_EVERY_S: Final = 0.2
-"""How often a process looks whether its node still leads."""
+"""How often a process checks whether its node still leads."""
 
 
 class Roles:
-    """A home's roles. Cheap to ask again and again; any thread, any process."""
+    """A home's roles. Reads are cheap to repeat; any thread, any process."""
 
     def __init__(self, home: Home) -> None:
         self._home: Final = home
         self._known: dict[str, tuple[tuple[int, int, int], RoleFact]] = {}
 
     def of(self, stream: str) -> RoleFact:
-        """What is so now.
+        """Return the current fact.
 
         Raises:
             RoleUnreadable: the file is damaged; or it is gone, and this node has followed.
@@ -51,7 +51,7 @@ class Roles:
                 self._known[stream] = known
         except FileNotFoundError:
             if file.with_name(VERSIONS_NAME).exists():
-                # Without it this node would count as alone, and write beside the one that it follows.
+                # Without it this node would count as alone, and write in parallel with its leader.
                 raise RoleUnreadable(f"{file} is gone, and a leader's documents lie beside it") from None
             return RoleFact()
         except OSError as error:
@@ -61,25 +61,25 @@ class Roles:
         return known[1]
 
     def leads(self, stream: str) -> bool:
-        """Whether this node leads a stream."""
+        """Return whether this node leads a stream."""
         return self.of(stream).role is Role.LEADS
 
     def leads_surely(self, stream: str) -> bool:
-        """As `leads`; a node that can't read its role counts as one that doesn't. Who begins anew is told why."""
+        """Return as `leads`; an unreadable role counts as not leading. A restart raises the reason."""
         try:
             return self.leads(stream)
         except RoleUnreadable:
             return False
 
     def streams(self) -> list[str]:
-        """Those that have a file."""
+        """Return the streams that have a file."""
         return sorted(file.parent.name for file in (self._home.data / "replication").glob("*/role.json"))
 
     def check_leads(self, stream: str) -> None:
-        """Return where this node may write the stream.
+        """Return if this node may write the stream.
 
         Raises:
-            ReadOnly: it follows; `leader` says whom.
+            ReadOnly: it follows; `leader` names the node.
             Fenced: another node was promoted.
         """
         fact = self.of(stream)
@@ -97,7 +97,7 @@ class Roles:
         raise Fenced(f"this node leads stream {stream} no more: {leader} was promoted", **facts)
 
     def led_elsewhere(self, stream: str) -> str | None:
-        """Who leads a stream that this node doesn't, as text, with its address; None where this node leads, or can't read its role."""
+        """Return the other node that leads, with its address; None if this node leads or can't read its role."""
         try:
             fact = self.of(stream)
         except RoleUnreadable:
@@ -110,7 +110,7 @@ class Roles:
 
     @contextmanager
     def changing(self, stream: str) -> Iterator[Changing]:
-        """Change what is so, durably, one process at a time."""
+        """Change the fact, durably, one process at a time."""
         folder = self._home.role_file(stream).parent
         make_folder(folder)
         with open(folder / ".role.lock", "w", opener=open_private) as lock:
@@ -120,7 +120,7 @@ class Roles:
 
 @contextmanager
 def ending_with_lead(home: Home, lifeline: Lifeline) -> Iterator[None]:
-    """Have a part of a home end once this node leads a stream no more that it led when the block began; the supervisor starts it anew."""
+    """End a part of a home once this node loses the lead of a stream; the supervisor restarts the part."""
     roles = Roles(home)
     led = [name for name in home.config.streams if roles.leads_surely(name)]
     over = threading.Event()
@@ -148,7 +148,7 @@ class Changing:
         self.fact = fact
 
     def put(self, fact: RoleFact) -> None:
-        """Make it so, durably. A promise never shrinks."""
+        """Store the fact, durably. A promise never shrinks."""
         assert fact.promise >= self.fact.promise, "a promise never shrinks"
         if fact != self.fact or not self._file.exists():
             replace_file(self._file, fact.to_json())
@@ -156,5 +156,5 @@ class Changing:
 
 
 def replication_folder(home: Home, stream: str) -> Path:
-    """What a node keeps of a stream beside its log: its role, the leader's documents."""
+    """Return the folder of a node's role and its leader's documents, next to the log."""
     return home.data / "replication" / stream

@@ -1,1 +1,1 @@
-"""A home as one of several nodes: its logs shipped from it and to it, and who leads."""
+"""A home as one of several nodes: log shipping in both directions, and who leads."""

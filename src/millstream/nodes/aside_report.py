@@ -1,4 +1,4 @@
-"""What was set aside of a log, for people: its records as `wal cat` prints them, and how many of which table."""
+"""A report on what was set aside of a log: its records as `wal cat` prints them, and their number by table."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ REPORT: Final = "report.json"
 
 
 def write_report(stream: str, found: SetAside, folder: Path) -> Path:
-    """Write both files; returns the folder that they are in.
+    """Write both files; return the folder that they are in.
 
     Args:
         stream: its name.
-        found: what was set aside.
-        folder: where to make one; it may be there from a call that was cut short.
+        found: the part of the log that was set aside.
+        folder: the folder to make; an interrupted call may have made it already.
 
     Raises:
-        CorruptWal, OSError: it can't be read, or written; what was set aside is there all the same.
+        CorruptWal, OSError: the part can't be read, or the files can't be written; the part itself stays
+            set aside.
     """
     from millstream.export.records_json import Cat, to_json
     from millstream.wal.reader import StreamReader
@@ -49,6 +50,6 @@ def write_report(stream: str, found: SetAside, folder: Path) -> Path:
         "last_seq": int(reader.persisted_upto()),
         "bytes": found.size_bytes,
     }
-    # Last, and whole: where it is, the records are.
+    # Written last, and whole: if it exists, the records do too.
     replace_file(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
     return folder

@@ -1,7 +1,8 @@
-"""What an object store has more of a stream than this node: taken into the node's log, which nobody has open meanwhile.
+"""Fetches the part of a stream that an object store has and this node lacks into the node's log, which is closed.
 
-A follower comes here whose leader has dropped what it lacks, or who has nothing yet; and who is to be promoted. It can be broken off anywhere:
-the position is the log, and the next call goes on from there.
+It serves a follower that has nothing yet, or whose leader has dropped what the follower lacks; and a node
+that is to be promoted. It can be interrupted anywhere: the position is the log, and the next call
+continues there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def has_log(home: Home, stream: str) -> bool:
-    """Whether this node has anything of a stream's log."""
+    """Return whether this node has anything of a stream's log."""
     return any(home.wal_folder(stream).glob("*/*.wal"))
 
 
@@ -38,20 +39,22 @@ def fill(
     stop: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Fetched | None:
-    """Take what a store has more of what was acknowledged. What this node has and the store's history hasn't is set aside first.
+    """Fetch the acknowledged part that a store has and this node lacks.
+
+    The part of this node's log that the store's history doesn't have is set aside first.
 
     Args:
-        home: whose node.
+        home: the node's home.
         stream: its name.
         store: the store, for that stream.
-        stop: whether to break off.
-        tell: told how far it is, now and then.
+        stop: whether to interrupt it.
+        tell: called with the progress, now and then.
 
     Returns:
-        What came; None where the store has no more than this node: then nothing was changed.
+        The fetched part; None if the store has no more than this node: then nothing was changed.
 
     Raises:
-        As `fetch`, and `StoreUnavailable` where the store doesn't answer.
+        As `fetch`, and `StoreUnavailable` if the store doesn't answer.
     """
     roles, notes = Roles(home), FollowingNotes(home, stream)
     folder = home.wal_folder(stream)
@@ -67,7 +70,7 @@ def fill(
         parts_behind = fact.lineage.covered_by(group).common_with(lineage)[1]
         if parts_behind is not None:
             notes.set_aside(parts_behind)
-    # The store may have what too few followers have.
+    # The store may have groups that too few followers have.
     withholds = AckLevel.parse(home.config.streams[stream].acks).kind is AckKind.DURABLE
     found = fetch(store, stream, folder, upto=stored.group, withholds=withholds, stop=stop, tell=tell)
     notes.documents(
@@ -85,7 +88,7 @@ def fill(
 
 
 def _with_lineage(fact: RoleFact, found: Fetched) -> RoleFact:
-    """Reigns whose past is here now; who has led last may be more than this node has heard of."""
+    """Add the reigns whose log is here now; the last leader may be newer than this node has heard of."""
     last = found.lineage.last.promise
     if last > fact.promise:
         fact = fact.heard_of(last)

@@ -1,7 +1,7 @@
-"""The leader's catalog as a document that goes along with its logs, and what a promoted node takes out of it.
+"""The leader's catalog as a document that is shipped with its logs, and the part that a promoted node adopts.
 
-It is the embedded catalog's file, copied as SQLite copies it (also while it is written), without access tokens: those are a node's own. A
-catalog in PostgreSQL isn't sent: all nodes name the same database.
+It is the embedded catalog's file, copied by SQLite (also during writes), without access tokens: those are
+a node's own. A catalog in PostgreSQL isn't sent: all nodes name the same database.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 CATALOG: Final = "catalog"
 _AT_MOST_EVERY_S: Final = 1.0
 _BYTES_MAX: Final = 1 << 30
-"""Of one that is unpacked: what is larger is no catalog."""
+"""Largest unpacked size in bytes: a larger file is no catalog."""
 
 
 class CatalogDocument:
-    """A home's embedded catalog, copied where it has changed. Not for sharing between threads."""
+    """A home's embedded catalog, copied when it has changed. Not for sharing between threads."""
 
     def __init__(self, home: Home) -> None:
         self._file = home.catalog_file
@@ -41,7 +41,7 @@ class CatalogDocument:
         self._newest: Document | None = None
 
     def newest(self) -> Document | None:
-        """What it is now, or was a second ago; None where there is no embedded catalog.
+        """Return the catalog as of now or a second ago; None if there is no embedded catalog.
 
         Raises:
             CatalogError: it can't be read.
@@ -65,17 +65,17 @@ class CatalogDocument:
         return self._newest
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 def adopt_catalog(home: Home, data: bytes, streams: Collection[StreamId]) -> None:
-    """Take over what a leader's catalog had of some streams, in the place of what this home's has of them.
+    """Replace this home's catalog entries of some streams with the leader's.
 
     Raises:
-        ShipmentUnreadable: it is no catalog.
+        ShipmentUnreadable: the data is no catalog.
         CatalogError: this home's catalog has numbers that clash; or it can't be written.
     """
     with tempfile.TemporaryDirectory(dir=home.data, prefix=".adopted-") as folder:
@@ -113,5 +113,5 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _later_than(before: Document | None) -> int:
-    """A version that is above every one given before, in this process and, as clocks go, in others."""
+    """Return a version above every earlier one in this process and, as far as clocks agree, in others."""
     return max(time.time_ns() // 1000, 0 if before is None else before.version + 1)

@@ -1,4 +1,4 @@
-"""What a node that follows makes durable beside its log: its role, the leader's documents, and what it sets aside."""
+"""Durable state of a following node next to its log: its role, the leader's documents, set-aside tails."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ class FollowingNotes:
         self._wal_folder = home.wal_folder(name)
 
     def versions(self) -> dict[str, int]:
-        """Of the documents that are kept."""
-        # Damaged they count as none: the leader sends all of them again.
+        """Return the versions of the kept documents."""
+        # Damaged versions count as none: the leader sends all documents again.
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
             found = json.loads((self._folder / VERSIONS_NAME).read_bytes())
             return {str(name): int(version) for name, version in found.items()}
         return {}
 
     def document(self, name: str) -> bytes | None:
-        """One that is kept; None where none came."""
+        """Return a kept document; None if it never came."""
         with contextlib.suppress(FileNotFoundError):
             return (self._folder / f"{name}.document").read_bytes()
         return None
 
     def role(self, fact: RoleFact) -> None:
-        """As the port says.
+        """Note the role, as the port requires.
 
         Raises:
-            Fenced: another process of this home has given a higher promise meanwhile.
-            NodeNameTaken: it has given this one, to another home of the leader's name.
+            Fenced: another process of this home has given a higher promise since.
+            NodeNameTaken: it has given this promise to another home of the leader's name.
         """
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
@@ -80,28 +80,29 @@ class FollowingNotes:
             note_leaders(self._home, self._name)
 
     def check_promise(self, fact: RoleFact) -> None:
-        """As the port says."""
+        """Check the promise, as the port requires."""
         promise = self._roles.of(self._name).promise
         if promise > fact.promise:
             raise fenced_error(promise)
 
     def documents(self, documents: tuple[Document, ...]) -> None:
-        """As the port says."""
+        """Keep the documents, as the port requires."""
         for document in documents:
             replace_file(self._folder / f"{document.name}.document", document.data)
         versions = self.versions() | {one.name: one.version for one in documents}
         replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
 
     def forget_documents(self) -> None:
-        """Keep none of them any more."""
+        """Delete all kept documents."""
         (self._folder / VERSIONS_NAME).unlink(missing_ok=True)
         for document in self._folder.glob("*.document"):
             document.unlink()
 
     def set_aside(self, behind: GroupNumber) -> None:
-        """As the port says: into a folder that reads as a log by itself."""
+        """Set the tail aside, as the port requires: into a folder that is a readable log of its own."""
         files, folder = RealFiles(), str(self._wal_folder)
-        # Not by the time: a call that was cut short is repeated. Of two that were promoted with one number each may have had this node follow.
+        # Named by the promise, not by the time: an interrupted call is repeated. Two homes promoted with
+        # the same number may both have had this node follow.
         promise = self._roles.of(self._name).promise
         of = f"{promise.epoch}-{promise.node}" if promise.node else f"{promise.epoch}"
         aside = self._folder / f"aside-behind-{behind}-for-{of}"
@@ -116,7 +117,7 @@ class FollowingNotes:
         self._report(found)
 
     def _forget_sessions(self, first: Seq) -> None:
-        """Where they know writes of what was set aside: the log will come as far again, by others."""
+        """Drop the sessions that know writes of the tail set aside: other writes will get those numbers."""
         data = self.document(SESSIONS)
         if data is None or (covered_in(data) or Seq(0)) < first:
             return
@@ -126,7 +127,11 @@ class FollowingNotes:
         (self._folder / f"{SESSIONS}.document").unlink(missing_ok=True)
 
     def report_what_was_set_aside(self) -> None:
-        """Write the reports that are missing: who set it aside was killed in front of that, and another node has been promoted since."""
+        """Write missing reports.
+
+        A process that set a tail aside was killed before it wrote one, and another node has been promoted
+        since.
+        """
         for aside in sorted(self._folder.glob("aside-behind-*")):
             if aside.name.endswith(_REPORT) or (aside.with_name(aside.name + _REPORT) / REPORT).exists():
                 continue
@@ -143,9 +148,9 @@ class FollowingNotes:
             logger.warning("its records stand in a report", stream=self._name, folder=str(report))
 
     def lag(self, lag: Lag) -> None:
-        """As the port says."""
+        """Note the lag, as the port requires."""
         note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
 
     def let_go(self, leader_dropped: Seq) -> None:
-        """As the port says."""
+        """Drop old segments, as the port requires."""
         self._retention.look(leader_dropped)

@@ -63,16 +63,17 @@ _AGAIN_S: Final = 1.0
 
 
 def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str]) -> dict[str, RoleFact]:
-    """Note durably that this home follows a node in streams; nothing is taken yet.
+    """Note durably that this home follows a node in streams; nothing is fetched yet.
 
     Args:
-        home: whose.
-        leader: the node; None: whom it follows already, else the only other one.
-        streams: names; empty for all that are configured. Of other regions' logs (`shop@2`) the configuration says who leads them.
+        home: the home that follows.
+        leader: the node; None: the one it follows already, or the only other one.
+        streams: names; empty for all configured ones. For other regions' logs (`shop@2`) the
+            configuration names the leader.
 
     Raises:
         UnknownStream, UnknownNode, ConfigError: there is no such stream or node.
-        UsageError: it isn't said whom.
+        UsageError: no leader is named.
         ReplicationError: this node leads the stream, and the other one wasn't promoted.
     """
     me = this_node(home)
@@ -83,7 +84,7 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
     if streams and not own:
         return {}
     if leader is None and home.config.replication.regions and set(home.config.replication.nodes) <= {me}:
-        return {}  # other regions alone: whom to follow there, the configuration says
+        return {}  # other regions only: the configuration names their leaders
     found: dict[str, RoleFact] = {}
     roles = Roles(home)
     for stream in own or sorted(home.config.streams):
@@ -118,7 +119,7 @@ def _only_other(home: Home, me: NodeName, fact: RoleFact) -> NodeName:
 
 
 def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> RoleFact:
-    """The fact of one that led as one that doesn't: where it never wrote anything, or another node was promoted since."""
+    """Turn a leader's fact into a follower's, if it never wrote anything or another node was promoted since."""
     if not any(home.wal_folder(stream).glob("*/*.wal")):
         return replace(fact, role=Role.FENCED, leader=whom)
     theirs = state_of_node(home, whom, stream).fact
@@ -140,12 +141,13 @@ def follow_home(
     """Follow every stream that this node follows, until told to stop, or until it has everything.
 
     Returns:
-        By stream, what is known of it at the end.
+        The final facts by stream.
 
     Raises:
         HomeBusy: another process follows already.
         ConfigError: the home is no node, or the variable that has its token isn't set.
-        Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error, after the others have ended).
+        Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error,
+            after the others have ended).
     """
     this_node(home)
     home.loaded_config.node_token()
@@ -186,7 +188,7 @@ def follow_home(
 
 
 class _FollowedStream:
-    """One stream, by its role as that changes."""
+    """One stream, handled by its role as that changes."""
 
     def __init__(self, home: Home, copy: _Copy, stop: threading.Event) -> None:
         self._home = home
@@ -200,7 +202,7 @@ class _FollowedStream:
         self.crash: Exception | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What is known of it now, JSON-able."""
+        """Return the current facts, JSON-able."""
         follower = self._follower
         if follower is not None:
             self._told = follower.facts()
@@ -208,12 +210,12 @@ class _FollowedStream:
         with contextlib.suppress(RoleUnreadable):
             role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
-        # Who follows again has its own word of how that goes.
+        # A follower that runs again reports its own errors.
         error = told.get("error") if self.error is None or follower is not None else self.error.as_dict()
         return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
-        """Follow while this node does, and nobody promotes it."""
+        """Follow while this node's role is to follow, and it isn't promoted."""
         while not self._stop.is_set():
             is_done = True
             try:
@@ -237,9 +239,9 @@ class _FollowedStream:
             self._stop.wait(LOOK_EVERY_S)
 
     def _follow_or_fill(self, *, until_caught_up: bool) -> bool:
-        """Follow, and have from the object store what the leader has dropped; False where there is more to be done."""
+        """Follow, and fetch what the leader has dropped from the object store; return False if more remains."""
         fills = self._copy.only is None and self._home.config.replication.object_store is not None
-        # Who has nothing would get from the leader what that has kept, and nothing older.
+        # An empty node would get only what the leader has kept, and nothing older.
         if fills and not has_log(self._home, self._name) and not self._begin_filled():
             return False
         try:
@@ -254,9 +256,10 @@ class _FollowedStream:
         return True
 
     def _begin_filled(self) -> bool:
-        """Take what the object store has, before anything comes of the leader; False where it was interrupted.
+        """Fetch what the object store has, before anything comes from the leader; return False if it was interrupted.
 
-        Where the store can't be read, and the leader has let go of nothing yet, nothing is taken: all comes of the leader.
+        If the store can't be read, and the leader has dropped nothing yet, nothing is fetched: everything
+        comes from the leader.
         """
         try:
             return self._fill() is not None
@@ -291,7 +294,10 @@ class _FollowedStream:
                 self._told, self._follower = follower.facts(), None
 
     def _fill(self) -> bool | None:
-        """Take what the object store has more; whether it had anything. None: it was interrupted."""
+        """Fetch what the object store has and this node lacks; return whether it had anything.
+
+        None: it was interrupted.
+        """
         fact = self._roles.of(self._name)
         with (
             self._unless_told_else(lambda: fact) as ended,
@@ -306,7 +312,7 @@ class _FollowedStream:
 
     @contextlib.contextmanager
     def _unless_told_else(self, fact: Callable[[], RoleFact]) -> Iterator[threading.Event]:
-        """An event that is set once this node is to stop, promises more than the fact says, or is promoted."""
+        """Yield an event that is set once this node is to stop, promises more than the fact has, or is promoted."""
         ended, over = threading.Event(), threading.Event()
 
         def watch() -> None:
@@ -326,11 +332,14 @@ class _FollowedStream:
         try:
             yield ended
         finally:
-            over.set()  # it sees that at its next look, for which nobody has to wait
+            over.set()  # the follower sees it at its next look; no wait is needed
 
 
 def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
-    """What a role or a document that couldn't be made durable means: it is tried again, and stops no other stream."""
+    """Return our error for a role or document that couldn't be made durable: it is retried.
+
+    It stops no other stream.
+    """
     if isinstance(error, MillstreamError):
         return error
     if error.errno in NO_SPACE:
@@ -339,22 +348,22 @@ def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamErro
 
 
 def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:
-    """A follower of a stream that takes from one node and no other. Raises as `WalFollower`."""
+    """Make a follower of a stream that takes from one node only. Raises as `WalFollower`."""
     return _follower_of(home, replace(_own_copy(name), only=only), fact, notes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A log that another node leads, and where it lies here."""
+    """A log that another node leads, and its place here."""
 
     stream: str
-    """Its name there."""
+    """The log's name there."""
     log: str
-    """Its name here."""
+    """The log's name here."""
     follower: NodeName | None = None
-    """What this node is called over there; None: by its own name."""
+    """This node's name over there; None: its own name."""
     only: NodeName | None = None
-    """Whom it takes it from; None: who leads."""
+    """The node to take it from; None: the leader."""
 
 
 def _own_copy(name: str) -> _Copy:
@@ -362,7 +371,7 @@ def _own_copy(name: str) -> _Copy:
 
 
 def region_copies(home: Home) -> list[_Copy]:
-    """The logs of other regions that the configuration has followed; that they are is noted, where it wasn't."""
+    """Return other regions' logs that the configuration says to follow; new ones are noted as followed."""
     found = []
     roles = Roles(home)
     for name, config in sorted(home.config.streams.items()):
@@ -395,7 +404,7 @@ def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowingNotes)
 
 
 class _Connecting:
-    """A link to who leads: to the node that led last, else to one that says that it leads."""
+    """A link to the leader: to the node that led last, or to one that reports that it leads."""
 
     def __init__(self, home: Home, stream: str, only: NodeName | None) -> None:
         self._home = home
@@ -403,7 +412,7 @@ class _Connecting:
         self._only = only
 
     def connect(self, leader: NodeName, hello: Hello, timeout_s: float) -> tuple[NodeName, LeaderLink]:
-        """See `WalFollower`."""
+        """Connect; see `WalFollower`."""
         if self._only is not None:
             return self._only, self._link(self._only, hello, timeout_s)
         try:
@@ -439,15 +448,18 @@ class _Connecting:
 
 
 def logs_to_rebuild(home: Home, streams: Sequence[str], followed: Iterable[str]) -> list[str]:
-    """The logs that are meant by a rebuild: those that are named, other regions' too; else all that are followed of other nodes, or of other regions where there are none."""
+    """Return the logs of a rebuild: the named ones, other regions' too.
+
+    Without names: all logs that are followed from other nodes, or, if there are none, from other regions.
+    """
     return list(streams) or sorted(followed) or [copy.log for copy in region_copies(home)]
 
 
 def start_anew(home: Home, stream: str) -> Path | None:
-    """Set this node's copy of a stream aside whole, so that it is built anew; where it went, or None where there was none.
+    """Set this node's copy of a stream aside, so that it is rebuilt; return its new folder, None without a copy.
 
     Raises:
-        HomeBusy: somebody follows or writes here.
+        HomeBusy: another process follows or writes here.
         ReplicationError: this node leads the stream.
     """
     if Roles(home).of(stream).role is not Role.FOLLOWS:

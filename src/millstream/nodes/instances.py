@@ -1,4 +1,4 @@
-"""Which home this is among those that may have its node's name: a copy, or what it was copied from."""
+"""The identity of a home among those that may have its node's name: a copy, or the original of a copy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def instance_of(home: Home) -> str:
-    """A word that is the same for all processes of a home, through restarts of them, and another one for every copy.
+    """Return a word that is the same for all processes of a home, through their restarts, and differs for every copy.
 
-    It is drawn from where the home lies, on which machine since it was started: nothing in the home could tell a copy from what it was copied from. So another
-    word may still be the same home, moved; the same word is never another one. Empty where the home has no data folder yet.
+    It is derived from the home's path and the machine's boot: nothing in the home could tell a copy from
+    its original. So another word may still be the same home, moved; the same word is never another home.
+    Empty if the home has no data folder yet.
     """
     try:
         folder = home.data.stat()
@@ -25,7 +26,7 @@ def instance_of(home: Home) -> str:
 
 
 def boot_id() -> str:
-    """Which start of the machine this is; empty where the system doesn't say."""
+    """Return the id of the machine's boot; empty if the system doesn't provide one."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

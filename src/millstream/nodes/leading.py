@@ -1,8 +1,9 @@
-"""Ships what this home leads: part of `serve`, which has the Flight server that followers come to.
+"""Ships what this home leads: part of `serve`, which has the Flight server that followers connect to.
 
-A thread a stream goes by the stream's role: where this node leads it ships to all nodes; where it was fenced it gives what it has to whom it has
-promised that, so that nothing is lost of what was durable here; where it follows it says whom, but gives what it has to a candidate that it has
-promised to: that one may have less.
+Each stream has a thread that acts by the stream's role. If this node leads, it ships to all nodes. If it
+was fenced, it ships what it has to the node that it has promised to, so that nothing durable here is
+lost. If it follows, it names its leader, but ships what it has to a candidate that it has promised to:
+the candidate may have less.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _AGAIN_S: Final = 2.0
 
 
 class Shipping:
-    """A home's shippers, one a stream, while `serve` runs. Made where the home names itself a node.
+    """A home's shippers, one per stream, while `serve` runs. Made if the home names itself a node.
 
     Concurrency: any number of threads.
     """
@@ -68,7 +69,10 @@ class Shipping:
         self._streams = {name: _StreamShipping(home, name, self._ending) for name in home.config.streams}
 
     def start(self) -> None:
-        """Begin to ship, and to ask whether another node was promoted: one that was cut off is told by nobody, and nobody else may run here who asks."""
+        """Begin to ship, and to ask whether another node was promoted.
+
+        A node that was cut off isn't notified, and perhaps no other process here asks.
+        """
         self._hearing.enter_context(hearing_of_promotions(self._home))
         for stream in self._streams.values():
             stream.thread.start()
@@ -82,13 +86,13 @@ class Shipping:
             stream.transport.close()
 
     def facts(self) -> dict[str, Any]:
-        """By stream, what is known of its followers, JSON-able."""
+        """Return the known facts about followers by stream, JSON-able."""
         return {name: stream.facts() for name, stream in self._streams.items()}
 
     def serve_exchange(
         self, request: FollowRequest, reader: Any, writer: Any, *, cut: Callable[[], object], check: Callable[[], None]
     ) -> None:
-        """What Flight's `do_exchange` does with a follower: see `FlightTransport.serve_exchange`.
+        """Serve a follower in Flight's `do_exchange`: see `FlightTransport.serve_exchange`.
 
         Raises:
             UnknownStream: there is none of that name.
@@ -109,7 +113,7 @@ class Shipping:
 
 
 class _StreamShipping:
-    """One stream's, by its role as that changes."""
+    """The shipping of one stream, by its role as that changes."""
 
     def __init__(self, home: Home, name: str, ending: threading.Event) -> None:
         self._home = home
@@ -119,7 +123,7 @@ class _StreamShipping:
         self.transport: Final = FlightTransport(name)
         self.thread: Final = threading.Thread(target=self._run, name=f"shipping-{name}", daemon=True)
         self.candidate_came: Final = threading.Event()
-        """Where this node follows: somebody who stands for leader wants what it has."""
+        """Set on a following node when a candidate for leader wants its log."""
         self._shipper: WalShipper | None = None
         self._archiver: WalArchiver | None = None
 
@@ -134,7 +138,8 @@ class _StreamShipping:
         while not self._ending.is_set():
             try:
                 fact = self._roles.of(self._name)
-                # Without a log there is nothing to ship, and no need to make a stream of it: this node may follow yet.
+                # Without a log there is nothing to ship, and no stream needs to be created: this node may
+                # still follow.
                 is_wanted = fact.role is not Role.FOLLOWS or self.candidate_came.is_set()
                 if is_wanted and self._home.wal_folder(self._name).is_dir():
                     self._ship(fact)
@@ -192,7 +197,7 @@ class _StreamShipping:
             raise shipper.failure
 
     def _is_left(self, shipper: WalShipper) -> bool:
-        """Whether the candidate has come, and gone; it may come again."""
+        """Return whether the candidate has come and gone; it may come again."""
         followers = shipper.facts()
         if not followers or any(one["phase"] != Phase.APART for one in followers):
             return False
@@ -201,7 +206,7 @@ class _StreamShipping:
 
     @contextlib.contextmanager
     def _archiving(self, fact: RoleFact, shipper: WalShipper, documents: _Documents | _Kept) -> Iterator[WalArchiver]:
-        """The object store's part."""
+        """Ship to the object store during the block."""
         from millstream.nodes.stores import lineage_document, store_of
 
         archiver = WalArchiver(
@@ -221,7 +226,7 @@ class _StreamShipping:
 
 
 class _Documents:
-    """What goes along with a stream's log. Any thread."""
+    """The documents shipped with a stream's log. Any thread."""
 
     def __init__(self, home: Home, name: str) -> None:
         self._lock = threading.Lock()
@@ -240,7 +245,7 @@ class _Documents:
 
 
 class _Kept:
-    """What goes along where this node follows: the documents that its leader has sent. This home's own catalog hasn't what the log needs."""
+    """The documents shipped from a follower: its leader's. This home's own catalog lacks what the log needs."""
 
     def __init__(self, home: Home, name: str) -> None:
         notes = FollowingNotes(home, name)
@@ -251,7 +256,7 @@ class _Kept:
         return self._documents
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to close."""
 
 
 class _Notes:
@@ -277,7 +282,8 @@ class _Notes:
         try:
             self._hold(node, needed_from, position)
         except FollowerBehindRetention:
-            # What it needed then it has meanwhile, from here or from elsewhere: else reading would have told it so.
+            # It has the missing records by now, from here or from elsewhere: otherwise the read would
+            # have failed.
             self._catalog.release(self._stream, follower_holder(node))
             self._hold(node, needed_from, position)
 

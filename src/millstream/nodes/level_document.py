@@ -1,6 +1,7 @@
-"""What a leader's acknowledgements are worth, as a document that goes along with the log: its level, and the nodes that it counts.
+"""A leader's acknowledgement level and the nodes that it counts, as a document shipped with the log.
 
-A promotion goes by it: the candidate's own configuration may say something else, and what was acknowledged was so at the leader's level.
+A promotion goes by it: the candidate's own configuration may differ, and writes were acknowledged at the
+leader's level.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ LEVEL: Final = "level"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """At which level something was acknowledged, by which nodes."""
+    """The level at which something was acknowledged, and by which nodes."""
 
     level: AckLevel
     nodes: frozenset[NodeName]
 
     @classmethod
     def configured(cls, home: Home, stream: str) -> Terms:
-        """Those of a home's own."""
+        """Return the terms of a home's own configuration."""
         nodes = frozenset(NodeName(node) for node in home.config.replication.nodes)
         return cls(AckLevel.parse(home.config.streams[stream].acks), nodes)
 
     @classmethod
     def from_json(cls, data: bytes) -> Terms:
-        """What was kept. Damaged, it may have been the least of all levels."""
+        """Parse the kept document. If it is damaged, assume the lowest of all levels."""
         try:
             facts = json.loads(data)
             return cls(AckLevel.parse(str(facts["acks"])), frozenset(check_node_name(node) for node in facts["nodes"]))
@@ -43,11 +44,11 @@ class Terms:
             return cls(AckLevel(AckKind.LOCAL), frozenset())
 
     def document(self) -> Document:
-        """As it goes along; made once while a process ships."""
+        """Return the document as shipped; made once while a process ships."""
         facts = {"acks": str(self.level), "nodes": sorted(self.nodes)}
         return Document(LEVEL, time.time_ns() // 1000, json.dumps(facts).encode())
 
     def with_leaders(self, its: Terms) -> Terms:
-        """What a candidate goes by: all nodes of both, and of the levels the one that takes more promises."""
+        """Return a candidate's terms: all nodes of both, and the level that needs more promises."""
         nodes = self.nodes | its.nodes
         return Terms(max((self.level, its.level), key=lambda level: promises_wanted(level, len(nodes))), nodes)

@@ -1,4 +1,4 @@
-"""What `doctor` looks at where a home is a node: whether others can come to it, it can come to them, and one leads."""
+"""The checks of `doctor` for a node: whether it and other nodes can reach each other, and one leads."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _ANSWERS_WITHIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class NodeFinding:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     check: str
     message: str
     error: MillstreamError | None = None
-    """What is wrong, with what to do; None: all is well."""
+    """The error, and what to do; None: all is well."""
 
 
 def examine_nodes(home: Home) -> Iterator[NodeFinding]:
-    """Look at this node, at each other node and region, and at the object store; nothing where the home is no node.
+    """Check this node, each other node and region, and the object store; yield nothing if the home is no node.
 
-    Other nodes are asked, which takes a few seconds for each that doesn't answer. An object of its own is written into the store, read
-    and deleted; nothing else is changed.
+    Other nodes are asked, which takes a few seconds for each that doesn't answer. An object of its own is
+    written into the store, read and deleted; nothing else is changed.
     """
     replication = home.config.replication
     if replication.node is None:
@@ -72,7 +72,7 @@ def _own(home: Home) -> NodeFinding:
 
 
 def _taken_by_another(home: Home) -> NodeNameTaken | None:
-    """Whether another home answers where the others have this node: a copy, or what this one was copied from, which may both lead."""
+    """Return an error if another home answers at this node's address: a copy or an original, so both might lead."""
     node = this_node(home)
     stream = min(home.config.streams, default=None)
     with contextlib.suppress(MillstreamError):  # its server may not run, or it has no address here
@@ -97,7 +97,7 @@ def _other(home: Home, node: str, stream: str, *, is_region: bool) -> NodeFindin
 
 
 def _disagreement(home: Home, node: str, stream: str, state: NodeState) -> MillstreamError | None:
-    """What is wrong between this node and another one that answers."""
+    """Return what is wrong between this node and another one that answers."""
     own = Roles(home).of(stream)
     if state.node != node:
         return ConfigError(

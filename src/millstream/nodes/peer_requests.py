@@ -1,4 +1,4 @@
-"""What this node answers other nodes: how it stands with a stream, and its promises. Part of `serve`."""
+"""This node's answers to other nodes: its state of a stream, and its promises. Part of `serve`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from millstream.home.home import Home
 
 _ENDS_WITHIN_S: Final = 10.0
-"""How long this node's writer may take to end: the group that it is writing, and those who wait."""
+"""How long this node's writer may take to end: its current commit group, and the waiting callers."""
 _LOOK_EVERY_S: Final = 0.05
 
 
 def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to another node's call; who asks has the right to admin the stream.
+    """Return the answer to another node's call; the caller has the right to admin the stream.
 
     Raises:
         UnknownStream, UsageError: there is none of that name, or no such call.
-        UnknownNode: a node asks for a promise that isn't configured here: this node would follow somebody that it can't find.
+        UnknownNode: a node that isn't configured here asks for a promise: this node would follow one that
+            it can't find.
         Fenced: this node has promised something higher.
-        NodeNameTaken: it has promised the same to another home of the name that it is asked by.
-        HomeBusy: it has promised; but its writer doesn't end: asked again, it answers once that has.
+        NodeNameTaken: it has promised the same to another home with the caller's name.
+        HomeBusy: it has promised, but its writer hasn't ended; a repeated call answers once it has.
     """
     stream = str(asked.get("stream"))
     if stream not in home.config.streams:
@@ -53,7 +54,7 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def node_state(home: Home, stream: str) -> NodeState:
-    """How this node stands with a stream."""
+    """Return this node's state of a stream."""
     fact = Roles(home).of(stream)
     folder = home.wal_folder(stream)
     marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
@@ -67,21 +68,24 @@ def node_state(home: Home, stream: str) -> NodeState:
 
 
 def give_promise(home: Home, stream: str, promise: Promise, claimant: str = "") -> NodeState:
-    """Give a promise, durably; what was under way of a lower one has ended when this returns. Raises as `answer_node`."""
+    """Give a promise, durably; work under a lower promise has ended when this returns. Raises as `answer_node`."""
     with Roles(home).changing(stream) as changing:
         changing.put(changing.fact.asked(promise, claimant))
         led = changing.fact.role is Role.FENCED
     if led:
         wait_for_writer(home, stream)
     _find_what_is_durable(home, stream)
-    # Who follows here looks at the promise in front of each acknowledgement: whatever was acknowledged is in this.
+    # The follower here checks the promise before each acknowledgement: whatever was acknowledged is in
+    # this state.
     return node_state(home, stream)
 
 
 def _find_what_is_durable(home: Home, stream: str) -> None:
-    """Have the marks say all that is: after a power cut they may be older than what was acknowledged, until somebody has opened the log.
+    """Bring the marks up to date: after a power cut they may be older than what was acknowledged.
 
-    Who follows does so when it begins, and steps aside for a promise; who led begins no more.
+    Opening the log corrects them.
+
+    A follower does so when it starts, and steps aside for a promise; a former leader doesn't start again.
     """
     folder = home.wal_folder(stream)
     if not any(folder.glob("*/*.wal")) or has_followed_since_boot(home, stream):
@@ -96,7 +100,7 @@ def _find_what_is_durable(home: Home, stream: str) -> None:
 
 
 def wait_for_writer(home: Home, stream: str) -> None:
-    """Wait until nobody has the log's locks."""
+    """Wait until no process has the log's locks."""
     folder = str(home.wal_folder(stream))
     files = RealFiles()
 

@@ -1,4 +1,7 @@
-"""`promote`: carries out what `protocol.replication.Promotion` decides, in a process of its own, while nobody follows or writes here."""
+"""`promote`: carries out the decisions of `protocol.replication.Promotion`, in a process of its own.
+
+No other process follows or writes here during that time.
+"""
 
 from __future__ import annotations
 
@@ -79,24 +82,24 @@ logger = structlog.get_logger("millstream.promote")
 
 _SURVEYS_S: Final = 5.0
 _PROMISES_S: Final = 15.0
-"""A leader ends its writes before it answers."""
+"""Time for a promise: a leader ends its writes before it answers."""
 _COMES_WITHIN_S: Final = 15.0
-"""How long nothing may come from the node that has more: longer than a link stands still until it is given up, and made anew."""
+"""Longest silence of the node that has more: longer than a stalled link lasts until it is replaced."""
 _TICK_S: Final = 0.1
 _STEPS_ASIDE_S: Final = 15.0
-"""How long who follows here may take to see that this node is promoted: it looks for its leader for seconds."""
+"""Time for the follower here to see that this node is promoted: it may look for its leader for seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """What became of one stream."""
+    """The outcome for one stream."""
 
     stream: str
     epoch: Epoch
     group: GroupNumber
-    """The last one that this node goes on behind."""
+    """The last commit group that this node continues after."""
     losses: tuple[str, ...]
-    """What may be lost, where that was accepted."""
+    """The possible losses, if they were accepted."""
     seconds: float
 
 
@@ -106,19 +109,21 @@ def promote(
     """Make this node the leader of a stream that it follows, or has led.
 
     Args:
-        home: whose.
+        home: the node's home.
         stream: its name.
-        accept_loss: though something that was acknowledged may be lost: what, is said.
-        tell: told what happens, a line each.
+        accept_loss: promote even if something acknowledged may be lost; the result lists it.
+        tell: called with each event, a line each.
 
     Raises:
         UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
-        TwoLeaders: this node leads, and has never followed the other one that does.
-        NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
+        TwoLeaders: this node leads, and has never followed the other node that does.
+        NotCaughtUp: too few nodes answer, or one has more that can't be fetched; this node goes on as it
+            was.
         PromotionLost: another node is being promoted, or was.
         NodeNameTaken: another home of this node's name is.
-        HomeBusy: another promotion goes on here; or who wrote here doesn't end.
-        CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be tried again.
+        HomeBusy: another promotion goes on here; or the writer here doesn't end.
+        CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be
+            retried.
     """
     if stream not in home.config.streams:
         raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
@@ -126,7 +131,7 @@ def promote(
     me = this_node(home)
     home.prepare()
     with contextlib.ExitStack() as held:
-        # Who follows here sees this lock, and steps aside for as long.
+        # The follower here sees this lock, and steps aside while it is held.
         held.enter_context(RoleLock.take(home.run_folder, "promote", stream=stream))
         _refuse_two_leaders(home, stream)
         attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
@@ -136,7 +141,7 @@ def promote(
 
 
 class _Attempt:
-    """One promotion, on the thread of whoever asks; other nodes are asked side by side."""
+    """One promotion, on the caller's thread; other nodes are asked concurrently."""
 
     def __init__(
         self, home: Home, stream: str, me: NodeName, *, accept_loss: bool, tell: Callable[[str], None]
@@ -160,14 +165,17 @@ class _Attempt:
         self._asking = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="promote")
         self._asked: set[Future[Event]] = set()
         self._absent: set[NodeName] = set()
-        """Who didn't answer when it was asked how it stands: it isn't given long to promise."""
+        """Nodes that didn't answer the state request: they get less time to promise."""
         self._error: MillstreamError | None = None
         self._lead: Lead | None = None
         self._claimant: Final = secrets.token_hex(8)
-        """By which this attempt is told from one of a home that has the same name."""
+        """Distinguishes this attempt from one of a home with the same name."""
 
     def _terms(self) -> tuple[Terms, bool]:
-        """By what was acknowledged: the leader has sent what it goes by, which this node's configuration may say otherwise. And whether a store decides."""
+        """Return the terms of acknowledged writes, and whether a store decides.
+
+        The leader has sent its terms; this node's configuration may differ.
+        """
         own = Terms.configured(self._home, self._stream)
         sent = FollowingNotes(self._home, self._stream).document(LEVEL)
         its = own if sent is None else Terms.from_json(sent)
@@ -188,7 +196,7 @@ class _Attempt:
                 for answer in done:
                     self._step(answer.result())
                 if not self._asked:
-                    time.sleep(_TICK_S)  # an answer that counts for nothing is waited for until time is up
+                    time.sleep(_TICK_S)  # an answer that doesn't count is waited for until time is up
                 self._step(Tick())
         finally:
             self._asking.shutdown(wait=False, cancel_futures=True)
@@ -230,7 +238,8 @@ class _Attempt:
                 self._error = error
         return None
 
-    # --- others --------------------------------------------------------------------------------------------------------
+    # --- others
+    # --------------------------------------------------------------------------------------------------------
 
     def _survey(self, node: NodeName) -> Event:
         try:
@@ -271,7 +280,7 @@ class _Attempt:
             return ClaimFailed(error)
 
     def _catch_up(self, node: NodeName) -> Event:
-        """Follow a node that has promised until everything is here that it has."""
+        """Follow a node that has promised until everything that it has is here."""
         self._tell(f"takes what it lacks from {node or 'the object store'}")
         try:
             fact = self._roles.of(self._stream)
@@ -297,7 +306,7 @@ class _Attempt:
         return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
     def _fill(self) -> Event:
-        """Take what the object store has more."""
+        """Fetch what the object store has and this node lacks."""
         from millstream.nodes.backfill import fill
         from millstream.nodes.stores import store_of
 
@@ -305,24 +314,25 @@ class _Attempt:
             once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell), _STEPS_ASIDE_S)
         return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
-    # --- this one ------------------------------------------------------------------------------------------------------
+    # --- this one
+    # ------------------------------------------------------------------------------------------------------
 
     def _stand(self, promise: Promise) -> Event:
-        """Once whoever follows or writes here has stepped aside: they look at the role, and at who promotes."""
+        """Stand once the follower or writer here has stepped aside: both check the role and the promotion's lock."""
         wait_for_writer(self._home, self._stream)
         with self._roles.changing(self._stream) as changing:
             if changing.fact.promise != self._machine.fact.promise:
                 return Superseded(changing.fact.promise)
             changing.put(changing.fact.standing_for(promise, self._claimant))
-        # One that had just begun to follow when this looked first hears of the promise now.
+        # A follower that had just started at this process's first look only now sees the promise.
         wait_for_writer(self._home, self._stream)
         return Stood(changing.fact, node_state(self._home, self._stream).group)
 
     def _take_over(self) -> GroupNumber:
-        """The leader's catalog and sessions become this node's, then the log is recovered under a new epoch."""
+        """Make the leader's catalog and sessions this node's, then recover the log under a new epoch."""
         folder = self._home.wal_folder(self._stream)
         if self._machine.fact.role is Role.FOLLOWS and folder.is_dir():
-            # Parts of groups that never came whole: a writer's recovery would take them for damage.
+            # Parts of incomplete groups: a writer's recovery would take them for damage.
             once_let_go(lambda: prepare_promotion(str(folder)), _STEPS_ASIDE_S)
         marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
         notes = FollowingNotes(self._home, self._stream)
@@ -341,7 +351,8 @@ class _Attempt:
             sessions = notes.document(SESSIONS)
             if sessions is not None:
                 replace_file(folder / SESSIONS_NAME, sessions)
-        # `millstream run` may be there and wait for its part: this node doesn't lead yet, so that nobody opens the log, whose locks are taken here.
+        # `millstream run` may be waiting for its part here. This node doesn't lead yet, so no process
+        # opens the log, whose locks are taken here.
         with self._home.open_catalog() as known:
             found = resolve_stream(self._home, known, self._stream)
             assert found == stream, "the log's own stream"
@@ -353,19 +364,24 @@ class _Attempt:
                 self._home.config.streams[self._stream],
                 reserved=max(mark.reserved_to for mark in marks.values()),
             )
-        # From here on this home's own are newer: once another node leads, these would be taken for what that one has sent.
+        # From here on this home's own documents are newer. Once another node leads, these would be taken
+        # for that leader's.
         notes.forget_documents()
         self._tell(f"has taken over, behind group {group}")
         return group
 
     def _has_led(self, stream: StreamId) -> bool:
-        """Whether this home's own catalog is that of the log: it wrote it, and whoever leads since hasn't sent another, and so nothing else either."""
+        """Return whether this home's own catalog belongs to the log.
+
+        It does if this home wrote the log and no later leader has sent another catalog, and so nothing
+        else either.
+        """
         with self._home.open_catalog() as known:
             return bool(known.writers(stream))
 
 
 def _watch_progress(follower: WalFollower, stop: threading.Event) -> None:
-    """Stop it once nothing has come for long: the node that has more has gone as well, and whoever promotes is told."""
+    """Stop the follower after a long silence: the node that has more is gone too, which the caller learns."""
     had, since_s = (-1, -1), time.monotonic()
     while not stop.wait(_TICK_S):
         has = int(follower.group), follower.lag().size_bytes
@@ -380,14 +396,14 @@ def _standing(state: NodeState) -> Standing:
 
 
 def _refuse_two_leaders(home: Home, stream: str) -> None:
-    """A node that was never told whom to follow leads as well, alone: to say so again would hide it."""
+    """Refuse if a node that never learned whom to follow also leads, alone: another promotion would hide it."""
     if not hear_of_promotions(home, stream):
         return
     for node in sorted(home.config.replication.nodes.keys() - {home.config.replication.node}):
         try:
             theirs = state_of_node(home, node, stream, timeout_s=_SURVEYS_S).fact
         except MillstreamError:
-            continue  # it says nothing against it
+            continue  # it is no evidence against it
         if theirs.role is Role.LEADS:
             raise two_leaders(stream, node)
 

@@ -1,4 +1,4 @@
-"""`replicas`: who has a stream, and how far each is, as this node knows it."""
+"""`replicas`: the nodes that have a stream, and how far each is, as this node knows it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def list_replicas(home: Home) -> dict[str, Any]:
-    """This node, and by stream its part, who leads, and who follows; or the error with which its role or its marks can't be read. JSON-able.
+    """Return this node and, by stream, its role, the leader and the followers, JSON-able.
+
+    If a stream's role or marks can't be read, its entry is the error.
 
     Raises:
         ConfigError: the home is no node.
@@ -29,7 +31,7 @@ def list_replicas(home: Home) -> dict[str, Any]:
     following = (ask(home, "follow", "status") or {}).get("streams", {})
     found = []
     roles = Roles(home)
-    # Those of other regions have a role as well.
+    # Other regions' logs have a role as well.
     for name in sorted({*home.config.streams, *roles.streams()}):
         error: MillstreamError | None = None
         fact, state, leaders = RoleFact(), None, LeaderMap()
@@ -38,7 +40,7 @@ def list_replicas(home: Home) -> dict[str, Any]:
             leaders = leaders_of(home, name)
             state = node_state(home, name)
         except MillstreamError as failed:
-            error = failed  # of this stream: what is known of the others is shown all the same
+            error = failed  # an error of this stream: the facts about other nodes are shown all the same
         role = None if isinstance(error, RoleUnreadable) else fact.role
         shipped = serving.get(name, {})
         found.append(

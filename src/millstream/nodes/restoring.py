@@ -1,4 +1,4 @@
-"""`restore`: a stream brought back from an object store alone, into a home of its own."""
+"""`restore`: brings a stream back from an object store alone, into a home of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _ONE_REGION: Final = RegionId(0)
 _BEGUN: Final = "restoring.json"
-"""Which stream is being restored: there until that is done."""
+"""File that names the stream being restored; it exists until the restore is done."""
 
 
 def restore_stream(
@@ -54,24 +54,27 @@ def restore_stream(
     Args:
         url: the store's, as `[replication] object_store` has it.
         stream: its name there.
-        folder: a home to make, or one that was begun by a call that was cut short. It gets a millstream.toml where it has none.
-        region: whose log, of several regions that write the stream.
-        at: a token of the stream, or a moment: what came behind it stays away. Of a moment that is the first commit group that has a commit
-            behind it, and all that follows. None: everything.
-        epoch: the log as it was under that epoch, where a leader with a higher one was promoted without the store and has gone on from
-            below; None: the log.
-        tell: told what happens, a line each.
+        folder: a home to make, or one that an interrupted call has begun. It gets a millstream.toml if it
+            has none.
+        region: the region whose log to restore, if several regions write the stream.
+        at: a token of the stream, or a moment: later records aren't restored. A moment cuts before the
+            first commit group that has a commit after it. None: everything.
+        epoch: the log as it was under that epoch, if a leader with a higher one was promoted without the
+            store and has continued from below; None: the log.
+        tell: called with each event, a line each.
 
     Returns:
         `stream`, `id`, `persisted_upto`, `token`, `group`, `bytes`: JSON-able.
 
     Raises:
-        UsageError: the folder has something else, or was restored to the end already; or the store's address is none.
+        UsageError: the folder has something else, or was fully restored already; or the store's address
+            is invalid.
         UnknownStream: the store has nothing of that name.
         InvalidToken, TokenFromFuture: the token is another stream's, or lies beyond what is stored.
         InvalidTime, TimeFromFuture: it is neither a token nor a moment, or lies in the future.
-        StoreDamaged: objects are damaged, and not all of what was asked for lies in front of them.
-        StoreUnavailable, ShipmentUnreadable, DiskFull …: it can be begun again, and goes on where it was.
+        StoreDamaged: objects are damaged, and not everything requested lies before them.
+        StoreUnavailable, ShipmentUnreadable, DiskFull …: the restore can be started again, and continues
+            where it was.
     """
     check_stream_name(stream)
     now = datetime.now(UTC)
@@ -85,7 +88,7 @@ def restore_stream(
         aside = store.set_aside()
         _check_epoch(upto, aside)
         marks = store.newest().marks
-        if not marks:  # before a folder is made, which a name that was mistyped would leave behind
+        if not marks:  # before a folder is made, which a mistyped name would leave behind
             of_region = f" in region {region}" if region else ""
             raise UnknownStream(
                 f"{url} has nothing of stream {stream}{of_region}",
@@ -111,12 +114,12 @@ def restore_stream(
     if sessions is not None and (covered_in(sessions.data) or Seq(0)) <= StreamReader(str(wal)).persisted_upto():
         replace_file(wal / SESSIONS_NAME, sessions.data)
     here = durable_marks(RealFiles(), str(wal))
-    # Also those behind what is restored: what is damaged was there once.
+    # Also the numbers beyond what is restored: damaged objects existed once.
     reserved = max(mark.reserved_to for mark in (*marks.values(), *here.values()))
     _adopt(home, stream, stream_id, found.documents.get(CATALOG), reserved)
     group = max((mark.group for mark in here.values()), default=GroupNumber(0))
     with Roles(home).changing(stream) as changing:
-        # It leads what it has; nodes that went on from somewhere else have a lineage of their own.
+        # It leads what it has; nodes that continued from another point have their own lineage.
         lineage = found.lineage.covered_by(group)
         changing.put(RoleFact(lineage=lineage, promise=found.lineage.last.promise))
     # From here on it is a home like any other, and nothing is restored into it again.
@@ -163,13 +166,16 @@ def _home_at(folder: Path, begun: Path, stream: str, region: RegionId) -> Home:
 
 
 def _last_number(asked: datetime | StreamToken, wal: Path, found: Fetched) -> Seq:
-    """The last number of what is to be restored. `StoreDamaged` and `TokenFromFuture` where that isn't there, `UsageError` where nothing is."""
+    """Return the last number to restore.
+
+    `StoreDamaged` and `TokenFromFuture` if it isn't there, `UsageError` if nothing is.
+    """
     persisted = found.end.persisted_upto
     if isinstance(asked, datetime):
         reader = StreamReader(str(wal))
         upto = reader.numbers_at(microseconds(asked) + 1)[0]
         if upto >= persisted and found.damage:
-            raise _damaged(found, wal)  # what is damaged may have been committed in front of the moment, too
+            raise _damaged(found, wal)  # the damaged part may have been committed before the moment, too
         if upto < reader.first_seq():
             raise UsageError(
                 f"all that the store has of the stream was committed after {asked.isoformat()}",
@@ -185,7 +191,7 @@ def _last_number(asked: datetime | StreamToken, wal: Path, found: Fetched) -> Se
 
 
 def _damaged(found: Fetched, wal: Path) -> StoreDamaged:
-    """The error where damage keeps something from being restored that was asked for: names what is damaged, what isn't, and what to do."""
+    """Return the error if damage prevents a requested restore: it names what is damaged, what isn't, and what to do."""
     first, *others = found.damage
     more = f" (and {len(others)} more)" if others else ""
     upto = found.end.persisted_upto if found.end.group else Seq(0)
@@ -208,7 +214,7 @@ def _damaged(found: Fetched, wal: Path) -> StoreDamaged:
 
 
 def _cut_at(wal: Path, token: Seq, replication: Path) -> None:
-    """Take out of the log what lies behind a token."""
+    """Remove everything after a token from the log."""
     files, aside = RealFiles(), replication / "behind-token"
     group = last_group_upto(files, str(wal), token)
     make_folder(replication)
@@ -217,7 +223,7 @@ def _cut_at(wal: Path, token: Seq, replication: Path) -> None:
 
 
 def _adopt(home: Home, name: str, stream: StreamId, catalog: Document | None, reserved: Seq) -> None:
-    """The leader's catalog as of then; and no number that it may have given out is given again."""
+    """Adopt the leader's catalog of that time, and never reuse a number that the leader may have given out."""
     if catalog is not None:
         adopt_catalog(home, catalog.data, [stream])
     with home.open_catalog() as known:

@@ -1,7 +1,8 @@
-"""Retention of a follower's log: by this node's own bounds, and never more than its leader has let go of.
+"""Retention of a follower's log: by this node's own bounds, and never beyond what its leader has dropped.
 
-Those who hold a log stand in the leader's catalog, which a promoted node takes over: what they need has to be here then. What this home
-alone needs besides is held here: writes of sessions that the copy which came lacks, and what `millstream reconcile` hasn't taken of another region's log.
+The holders of a log are in the leader's catalog, which a promoted node takes over: what they need has to
+be here then. Records that only this home needs are held here: writes of sessions that the received copy
+lacks, and what `millstream reconcile` hasn't taken from another region's log.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = structlog.get_logger("millstream.retention")
 
 
 class CopyRetention:
-    """Of one stream's log that this home follows, another region's too (`shop@2`). For one thread."""
+    """Retention of one stream's log that this home follows, another region's too (`shop@2`). For one thread."""
 
     def __init__(self, home: Home, name: str) -> None:
         self._home: Final = home
@@ -40,14 +41,15 @@ class CopyRetention:
         self._region: Final[RegionId | None] = None if copied is None else copied[1]
         self._kept: KeptVectors | None = None
         if self._region is not None:
-            # Few logs are another region's: the others' followers begin sooner without what merges.
+            # Few logs are another region's: the followers of others start sooner without the merge
+            # imports.
             from millstream.regions.region_table import KeptVectors
 
             self._kept = KeptVectors(home)
         self._looked_s: float | None = None
 
     def look(self, leader_dropped: Seq) -> int:
-        """Let go of what nobody needs, if it is time to look; how many segments went.
+        """Drop segments that are no longer needed, if a look is due; return how many.
 
         Raises:
             LogError: the log can't be read.
@@ -76,7 +78,7 @@ class CopyRetention:
         return len(swept.dropped)
 
     def _sessions_covered(self) -> Seq | None:
-        """Up to where the copy of the sessions goes that came from the leader."""
+        """Return the number that the leader's copy of the sessions covers."""
         file = replication_folder(self._home, self._name) / f"{SESSIONS}.document"
         with contextlib.suppress(FileNotFoundError), file.open("rb") as document:
             return covered_in(document.read(HEAD_BYTES))

@@ -1,4 +1,4 @@
-"""`scrub`: what the object store has of a home's streams, verified; what is damaged there put back from the home's own log."""
+"""`scrub`: verifies an object store's copy of a home's streams, and repairs it from the home's own log."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def scrub_home(
 
     Args:
         home: a node of theirs, leader or not.
-        streams: names; none: all that are configured.
+        streams: names; none: all configured ones.
         dry_run: whether nothing is put back.
-        tell: told how far it is, a line each.
+        tell: called with the progress, a line each.
 
     Returns:
-        By stream `objects` and `bytes` that were read; `mended`, what was put back (of a dry run: could be); `damaged`, errors for what is damaged still.
+        By stream `objects` and `bytes` that were read; `mended`, the objects put back (in a dry run:
+        those that could be); `damaged`, errors for what is still damaged.
 
     Raises:
         ConfigError: the home has no object store.

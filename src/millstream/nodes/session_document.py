@@ -1,6 +1,6 @@
-"""What a log's writer knows of applications' sessions, as a document that goes along with the log: `sessions.state`, as it was replaced last.
+"""The writer's facts about applications' sessions, as a document shipped with the log: the current `sessions.state`.
 
-What it says also stands in the log's operations; it is for those that retention has dropped.
+The log's operations contain the same facts; the document covers those that retention has dropped.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from millstream.wal.layout import SESSIONS_NAME
 
 
 class SessionDocument:
-    """A stream's. Not for sharing between threads."""
+    """A stream's session document. Not for sharing between threads."""
 
     def __init__(self, wal_folder: Path) -> None:
         self._file = wal_folder / SESSIONS_NAME
         self._newest: Document | None = None
 
     def newest(self) -> Document | None:
-        """What it is now; None where there is none."""
+        """Return the current document; None if there is none."""
         try:
             version = self._file.stat().st_mtime_ns
             if self._newest is None or self._newest.version != version:
-                # Replaced meanwhile it is newer than the version says, and comes again.
+                # If it was replaced in between, it is newer than the version claims, and comes again.
                 self._newest = Document(SESSIONS, version, self._file.read_bytes())
         except FileNotFoundError:
             return self._newest

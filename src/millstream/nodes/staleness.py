@@ -1,7 +1,8 @@
-"""How old what a follower shows is, told from the process that follows to all others of the machine.
+"""The age of a follower's data, published by the following process to all others of the machine.
 
-It is a moment of the clock that all processes share and nobody sets; so it goes on growing where the follower is dead, and means nothing after the
-machine has started anew. Never synced: it is told again five times a second.
+It is a moment of a clock that all processes share and no one sets. So the age keeps growing if the
+follower is dead, and means nothing after a reboot. Never synced: it is published again five times a
+second.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NAME: Final = "age.json"
 
 
 def note_age(folder: Path, age_s: float | None) -> None:
-    """Tell how old what is shown is at most, now; None: nobody knows. `OSError` where the disk fails, or is full."""
+    """Publish the greatest age of the shown data; None: unknown. `OSError` if the disk fails, or is full."""
     fresh_ns = None if age_s is None else _boot_ns() - int(age_s * 1e9)
     fresh = folder / f".{_NAME}.{os.getpid()}"
     fresh.write_text(json.dumps({"fresh_ns": fresh_ns, "boot": boot_id()}))
@@ -35,33 +36,37 @@ def note_age(folder: Path, age_s: float | None) -> None:
 
 
 def age_of_replica(home: Home, stream: str) -> float | None:
-    """How old what this node shows of a stream is at most, in seconds; None where nobody knows."""
+    """Return the greatest age in seconds of what this node shows of a stream; None if it is unknown."""
     try:
         facts = json.loads((replication_folder(home, stream) / _NAME).read_bytes())
         if facts["boot"] != boot_id():
             return None
         return max(0.0, (_boot_ns() - int(facts["fresh_ns"])) / 1e9)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return None  # none was told yet, or nobody knew; or what stands there is damaged, and told anew soon
+        return None  # none was published yet, or it was unknown; or the file is damaged, and will be rewritten soon
 
 
 def has_followed_since_boot(home: Home, stream: str) -> bool:
-    """Whether who follows has had the log open since the machine was started: what lay behind its marks after a power cut was found then."""
+    """Return whether a follower has had the log open since the machine's boot.
+
+    If so, it has found everything that lay beyond the marks after a power cut.
+    """
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
         return bool(json.loads((replication_folder(home, stream) / _NAME).read_bytes())["boot"] == boot_id() != "")
     return False
 
 
 def check_age(home: Home, stream: str) -> None:
-    """Return where what this node shows of a stream is as new as `[replication] max_staleness` asks; a leader's always is.
+    """Return if this node's data of a stream is as new as `[replication] max_staleness` asks; a leader's always is.
 
-    Of one that was fenced it isn't known, until it follows: others may write since. Nor of another region's log (`shop@2`) that nobody has followed yet.
+    The age is unknown for a fenced node until it follows, as others may write since. It is also unknown
+    for another region's log (`shop@2`) that hasn't been followed yet.
 
     Raises:
-        ReplicaTooStale: it is older, or nobody knows.
+        ReplicaTooStale: it is older, or the age is unknown.
     """
     if not home.config_file.exists():
-        return  # a copied folder: nobody has said how old it may be
+        return  # a copied folder: no limit on its age is configured
     text = home.config.replication.max_staleness
     if text is None or (parse_region_log_name(stream) is None and Roles(home).of(stream).role is Role.LEADS):
         return
@@ -74,23 +79,25 @@ def check_age(home: Home, stream: str) -> None:
 
 
 def check_ages(home: Home, stream: str) -> None:
-    """As `check_age` of all that a merged table is read from: the stream's own log, and those of the other regions, as they are here or are to be.
+    """Check as `check_age` every log that a merged table is read from.
+
+    These are the stream's own log, and those of the other regions, present or to come.
 
     Raises:
-        ReplicaTooStale: of the first that is too old; its `stream` names the region (`shop@2`).
-        UsageError: a log's folder has a name that is none.
+        ReplicaTooStale: for the first that is too old; its `stream` names the region (`shop@2`).
+        UsageError: a log's folder has an invalid name.
     """
     config = home.config if home.config_file.exists() else None
     if config is None or config.replication.max_staleness is None:
         return
     regions = set(home.regions_on_disk(stream))
     if stream in config.streams and (own := config.streams[stream].region):
-        # Of one that has never come nothing is shown, which is as old as can be.
+        # Nothing is shown of one that has never come, which is as old as can be.
         regions |= {region for region in config.replication.region_addresses if region != own}
     for log in (stream, *(region_log_name(stream, region) for region in sorted(regions))):
         check_age(home, log)
 
 
 def _boot_ns() -> int:
-    """A clock that all processes of this machine share, and that nobody sets."""
+    """Return a clock that all processes of this machine share, and that no one sets."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC)

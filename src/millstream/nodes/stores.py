@@ -1,4 +1,4 @@
-"""The object store of a home, for who ships to it, who stands for leader, and who brings a log back from it."""
+"""The object store of a home: for a leader that ships to it, a candidate, and a restore."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ _LOOKS_FOR_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What came out of a store."""
+    """The result of a fetch from a store."""
 
     end: ReplicaEnd
     documents: dict[str, Document]
     size_bytes: int
     damage: tuple[StoreDamaged, ...] = ()
-    """What couldn't be read: of each shard the first object."""
+    """The unreadable objects: the first object of each shard."""
 
     @property
     def lineage(self) -> Lineage:
-        """Who has led, as far as this log goes."""
+        """Return the leaders, as far as this log goes."""
         found = self.documents.get(LINEAGE)
         return Lineage() if found is None else Greeting.from_json(found.data).lineage.covered_by(self.end.group)
 
 
 def store_of(home: Home, stream: str) -> ObjectStoreTransport:
-    """The object store that the home's configuration names, for one of its streams. `ConfigError` where it names none."""
+    """Return the configured object store for one of the home's streams. `ConfigError` if none is configured."""
     url = home.config.replication.object_store
     if url is None:
         raise ConfigError(f"{home.config_file} names no object store", hint="Set [replication] object_store.")
@@ -67,7 +67,10 @@ def store_of(home: Home, stream: str) -> ObjectStoreTransport:
 
 
 def stored_lineage(store: ObjectStoreTransport) -> tuple[Rank | None, Lineage, Seq]:
-    """How much a store has of what was acknowledged (None: nothing), who led up to there, and up to which number. Raises `StoreUnavailable`."""
+    """Return how much acknowledged data a store has (None: nothing), who led up to there, and up to which number.
+
+    Raises `StoreUnavailable`.
+    """
     found = store.newest()
     if not found.marks:
         return None, Lineage(), Seq(0)
@@ -78,7 +81,7 @@ def stored_lineage(store: ObjectStoreTransport) -> tuple[Rank | None, Lineage, S
 
 
 def lineage_document(fact: RoleFact) -> Document:
-    """Who has led, as a document for a store: one a promise."""
+    """Return the leaders as a document for a store: one per promise."""
     greeting = Greeting(fact.lineage, fact.lineage.last.behind)
     return Document(LINEAGE, int(fact.promise.epoch), greeting.to_json())
 
@@ -94,23 +97,25 @@ def fetch(
     stop: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Fetched:
-    """Take everything that a store has of a stream and a log hasn't into that log.
+    """Fetch everything that a store has of a stream and a log lacks into that log.
 
     Args:
         store: the store.
         stream: its name, for errors.
-        folder: the log's; nobody has it open. It is made where it isn't there.
-        upto: with that group it is enough, whatever is stored meanwhile; None: with what is there when nothing comes any more.
+        folder: the log's; no process has it open. It is made if it doesn't exist.
+        upto: stop with that group, whatever is stored later; None: stop when nothing more comes.
         withholds: whether readers of the log see nothing of it before a leader says so.
-        past_damage: where objects are damaged or missing, take what lies in front of them on each shard; `damage` names them then.
-        stop: whether to break off.
-        tell: told how far it is, now and then.
+        past_damage: if objects are damaged or missing, fetch what precedes them on each shard; `damage`
+            names them then.
+        stop: whether to interrupt it.
+        tell: called with the progress, now and then.
 
     Raises:
-        UnknownStream: the store has nothing of that stream, nor has the folder.
+        UnknownStream: neither the store nor the folder has anything of that stream.
         Diverged: the log has other bytes than the store; nothing of it was changed.
         StoreDamaged: an object is damaged.
-        ShipmentUnreadable, StoreUnavailable, FollowerBehindRetention, DiskFull …: as what it does.
+        ShipmentUnreadable, StoreUnavailable, FollowerBehindRetention, DiskFull …: as its parts raise
+            them.
     """
     marks = store.newest().marks if past_damage else {}
     damage: dict[ShardId, _Damage] = {}
@@ -126,7 +131,7 @@ def fetch(
                 break
             except (ReplicaGap, FollowerBehindRetention, ShipmentUnreadable, Diverged) as error:
                 if isinstance(error, Diverged) and not past_damage:
-                    raise  # which of the two is right is for a person to say
+                    raise  # an operator has to decide which of the two is right
                 found = _damage_in(error, log, store)
                 if not past_damage or found is None:
                     raise _told_of(error, found) from error
@@ -149,7 +154,7 @@ def fetch(
 
 
 class _Taking:
-    """What has come out of a store, over several readings."""
+    """The documents and groups fetched from a store, over several passes."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -158,9 +163,9 @@ class _Taking:
         self.size_bytes = 0
 
     def take(self, log: ReplicaLog, link: LeaderLink, upto: GroupNumber | None, stop: Callable[[], bool]) -> None:
-        """Take what comes until nothing does any more. Raises as `ReplicaLog.apply`, and as the link."""
+        """Take what comes until nothing more does. Raises as `ReplicaLog.apply`, and as the link."""
         while not stop() and (shipment := link.recv(_LOOKS_FOR_S)) is not None:
-            # Shipments that are still there may have older ones than came first.
+            # Remaining shipments may have older documents than the first ones.
             self.documents |= {
                 one.name: one
                 for one in shipment.documents
@@ -178,16 +183,16 @@ class _Taking:
 
 @dataclass(frozen=True, slots=True)
 class _Damage:
-    """Where a shard can't be read on."""
+    """The point from which a shard can't be read."""
 
     end_of: ShardId
     end: ByteEnd
-    """Of what can be read."""
+    """End of the readable part."""
     error: StoreDamaged
 
 
 def _damage_in(error: MillstreamError, log: ReplicaLog, store: ObjectStoreTransport) -> _Damage | None:
-    """What an error says of the store's bytes; None where it is about something else."""
+    """Return the damage of the store's bytes that an error reports; None if it is about something else."""
     if "shard" not in error.details or (
         isinstance(error, ShipmentUnreadable | Diverged) and "verified" not in error.details
     ):
@@ -209,7 +214,7 @@ def _damage_in(error: MillstreamError, log: ReplicaLog, store: ObjectStoreTransp
 
 
 def _told_of(error: MillstreamError, found: _Damage | None) -> MillstreamError:
-    """What is told to who takes a whole log or nothing."""
+    """Return the error for a caller that takes a whole log or nothing."""
     if isinstance(error, ReplicaGap | FollowerBehindRetention):
         return FollowerBehindRetention(
             f"the object store lacks what comes next here: {error.message}",
@@ -222,7 +227,7 @@ def _told_of(error: MillstreamError, found: _Damage | None) -> MillstreamError:
 
 
 def _show_in_front(folder: Path, marks: Mapping[ShardId, DurableMark]) -> ReplicaEnd:
-    """Have a log show what it has in whole groups; how far that is. The marks that would tell cover what can't be read."""
+    """Make a log show its whole groups; return how far that is. The usual marks cover parts that can't be read."""
     writers = {mark.writer for mark in marks.values() if mark.writer}
     alone = len(writers) == 1 and not any(mark.elsewhere is not None and mark.writer for mark in marks.values())
     with contextlib.closing(ReplicaLog.open(str(folder), unmarked=frozenset(marks) if alone else frozenset())) as log:

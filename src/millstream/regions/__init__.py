@@ -1,1 +1,1 @@
-"""Regions that write apart: merged tables, reconciliation, and what retention keeps for them."""
+"""Regions that write independently: merged tables, reconciliation, and what retention keeps for them."""

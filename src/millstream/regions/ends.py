@@ -1,8 +1,10 @@
-"""Whether the log of a region still says what was heard of it.
+"""Whether a region's log still has what was read of it.
 
-A region's log can be cut back: its leader is lost with a tail that no other node there had, another one is promoted with `--accept-loss`, and whoever has
-that tail sets it aside. Numbers alone don't show that, for the new leader goes on with some of its own. So what is kept says of each region by which commit
-group it ended, too. Of two logs of one stream that have one group, under one epoch and at one time, all that lies in front of it is the same.
+A region's log can be cut back: its leader is lost with a tail that no other node there had, another one
+is promoted with `--accept-loss`, and a node with that tail sets it aside. Numbers alone don't show that,
+because the new leader continues with its own. So a kept state also records, for each region, the commit
+group at which it ended. If two logs of one stream share a group, under one epoch and at one time,
+everything before it is the same.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ if TYPE_CHECKING:
     from millstream.wal.reader import StreamReader
 
 _LOOKS: Final = 8
-"""More often than a log is shortened within a moment."""
+"""Number of tries: more than a log is shortened within a moment."""
 
 
 def end_at(reader: StreamReader, upto: Seq) -> HeardEnd | None:
-    """The last commit group of a log with numbers at or below one; None where it has none, or none any more.
+    """Return a log's last commit group with numbers at or below one; None if it has none, or none left.
 
     Raises:
         LogError: the log is damaged.
-        OffsetExpired, TokenFromFuture, LogTruncated: at each of some looks the log had just been shortened.
+        OffsetExpired, TokenFromFuture, LogTruncated: the log had just been shortened at every try.
     """
     for _ in range(_LOOKS - 1):
-        # Retention, or whoever cuts the log back, may go on between two looks at it.
+        # Retention, or the cut of a log, may happen between two reads of it.
         with suppress(OffsetExpired, TokenFromFuture, LogTruncated):
             return _end_at(reader, upto)
     return _end_at(reader, upto)
@@ -38,7 +40,7 @@ def end_at(reader: StreamReader, upto: Seq) -> HeardEnd | None:
 def _end_at(reader: StreamReader, upto: Seq) -> HeardEnd | None:
     upto = min(upto, reader.persisted_upto())
     lowest = Seq(reader.first_seq() - 1)
-    # Numbers that were reserved and never used may lie in front of `upto`: few, or very many.
+    # Reserved numbers that were never used may precede `upto`: few, or very many.
     step = 1
     while lowest < upto:
         after = max(lowest, Seq(upto - step))
@@ -54,12 +56,14 @@ def _end_at(reader: StreamReader, upto: Seq) -> HeardEnd | None:
 
 
 def still_says(reader: StreamReader, upto: Seq, end: HeardEnd | None) -> bool:
-    """Whether a log still has what was heard of it up to a number. Where retention has dropped the group that would show it: it does, as far as can be known.
+    """Return whether a log still has what was read of it up to a number.
+
+    If retention has dropped the group that shows it, assume that it has.
 
     Args:
-        reader: on the log as it is now: one that was just made.
+        reader: on the log as it is now: a newly made one.
         upto: the number.
-        end: by which group what was heard ended; None: nobody knows, and it can't be said that it does.
+        end: the commit group at which the read ended; None: unknown, and then the answer is no.
 
     Raises:
         As `end_at`.

@@ -1,11 +1,13 @@
-"""Who holds a log for the regions that write a stream together: the others, also before they first come, and what is merged of all of them here.
+"""The holders of a log for the regions that write a stream together: the other regions, and the merged tables here.
 
-What another region hasn't followed yet, and what `millstream reconcile` hasn't taken yet, is nowhere else: both hold the log.
+Records that another region hasn't followed yet, and records that `millstream reconcile` hasn't taken yet,
+exist nowhere else: both hold the log.
 
-- A region is a follower as any other, by what it has acknowledged. One that is configured and has never come needs everything; it stands in the catalog
-  from the first look on, so that it can be cut off by name.
-- Of each table that merges, what is kept (`data/regions`) says itself what it has. It can be deleted, and isn't on a node that was just promoted; so that
-  isn't noted a second time.
+- A region is a follower like any other, at the position it has acknowledged. A configured region that has
+  never connected needs everything. It is in the catalog from the first look on, so that it can be cut off
+  by name.
+- The kept state of each merged table (`data/regions`) records its own position. It can be deleted, and is
+  missing on a newly promoted node; so the position isn't noted a second time.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ logger = structlog.get_logger("millstream.retention")
 def expect_followers(
     catalog: Catalog, name: str, stream: StreamId, config: StreamConfig, replication: ReplicationConfig
 ) -> None:
-    """Have the regions that are configured hold the log before they first come, and forget those that may follow no more.
+    """Make the configured regions hold the log before they first connect, and drop those that may no longer follow.
 
     Args:
-        catalog: who holds what.
-        name: the stream's, for what is told.
+        catalog: has the holders.
+        name: the stream's, for messages.
         stream: its id.
         config: its configuration.
-        replication: who may follow.
+        replication: says who may follow.
     """
     regions = {region_node(region) for region in replication.region_addresses}
-    # This node itself followed before it was promoted, and stands in the catalog that came from the old leader.
+    # This node itself followed before its promotion, and is in the catalog that came from the old leader.
     known = {NodeName(node) for node in replication.nodes if node != replication.node} | regions
     if replication.object_store is not None:
         known.add(OBJECT_STORE)
@@ -66,7 +68,10 @@ def expect_followers(
 def merge_needs(
     catalog: Catalog, name: str, stream: StreamId, config: StreamConfig, kept: KeptVectors
 ) -> Mapping[str, Seq]:
-    """By holder (`merge public.posts`), the first number of the own log that what is kept of a merged table lacks. Tables that nobody has written here yet need nothing."""
+    """Return by holder (`merge public.posts`) the first own-log number that a merged table lacks.
+
+    Tables that haven't been written here need nothing.
+    """
 
     def is_there(table: str) -> bool:
         try:
@@ -81,7 +86,7 @@ def merge_needs(
 def merge_needs_of_copy(
     name: str, region: RegionId, reader: StreamReader, config: StreamConfig, kept: KeptVectors
 ) -> Mapping[str, Seq]:
-    """As `merge_needs`, of the copy of another region's log. Raises `LogError` where that can't be read."""
+    """Return as `merge_needs`, for the copy of another region's log. Raises `LogError` if it can't be read."""
 
     def is_there(table: str) -> bool:
         wanted = parse_qualified_name(table)
@@ -108,5 +113,5 @@ def _needs(
 
 
 def merge_holder(table: str) -> str:
-    """What holds a log for a merged table, by name."""
+    """Return the name of a merged table's holder of a log."""
     return f"merge {qualified_name(*parse_qualified_name(table))}"

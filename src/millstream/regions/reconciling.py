@@ -1,4 +1,4 @@
-"""`millstream reconcile`: the tables of a stream that several regions write, brought together, or what that would change."""
+"""`millstream reconcile`: merges the tables of a stream that several regions write, or shows what that would change."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReconciledTable:
-    """What became of a table, or would."""
+    """The outcome for a table, actual or expected."""
 
     name: str
     regions: int
-    """How many logs of regions the home has."""
+    """Number of regions' logs that the home has."""
     rows: int = 0
-    """Rows that the regions have together."""
+    """Number of rows that the regions have together."""
     taken: tuple[Reconciled, ...] = ()
     differences: Mapping[RegionId, pa.Table] = field(default_factory=dict)
-    """Of a dry run: by other region, `ReconciliationEngine.dry_run` of this region's log with that one's."""
+    """In a dry run: by other region, `ReconciliationEngine.dry_run` of this region's log with the other's."""
 
     unwritten: tuple[str, ...] = ()
     """Columns that the configuration merges and no region has."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the outcome, JSON-able."""
         return {
             "table": self.name,
             "regions": self.regions,
@@ -47,14 +47,14 @@ class ReconciledTable:
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """What became of a stream's tables."""
+    """The outcome for a stream's tables."""
 
     stream: str
     is_dry_run: bool
     tables: tuple[ReconciledTable, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the outcome, JSON-able."""
         return {
             "stream": self.stream,
             "dry_run": self.is_dry_run,
@@ -65,24 +65,26 @@ class Reconciliation:
 def reconcile_stream(
     home: Home, stream: str | None, tables: Sequence[str] = (), *, dry_run: bool = False, limit: int = 1000
 ) -> Reconciliation:
-    """Bring the tables of a stream's regions together, and keep the outcome.
+    """Merge the tables of a stream's regions, and keep the outcome.
 
     Args:
-        home: whose.
+        home: the home that has the logs.
         stream: its name; None: the only one.
         tables: their names; none: those that the configuration merges.
-        dry_run: whether nothing is kept, and what differs between the home's own region and each other one is told instead.
-        limit: lines of a dry run, of each table and region.
+        dry_run: keep nothing, and report the differences between the home's own region and each other one
+            instead.
+        limit: lines of a dry run, per table and region.
 
     Raises:
         UsageError: no table is named, and the configuration merges none.
-        UnknownStream, UnknownTable, MergeUnsuitable, OtherRegion, OtherStream, OffsetExpired, MergeStateUnreadable: see `OpenHome.merged`; what was
-            done of the tables before stays so.
-        LostTailMerged: as those, but of the other tables all is done.
+        UnknownStream, UnknownTable, MergeUnsuitable, OtherRegion, OtherStream, OffsetExpired,
+        MergeStateUnreadable: see `OpenHome.merged`; tables already done stay so.
+        LostTailMerged: as those, but all other tables are done.
         HomeBusy: another process reconciles here.
     """
     if not dry_run:
-        # Who began first would end by putting less in the place of what the other one has kept, and retention has gone by that meanwhile.
+        # The process that began first would overwrite the other's state with less, and retention has
+        # already gone by the other's.
         home.prepare()
         with RoleLock.take(home.run_folder, "reconcile"):
             return _reconciled(home, stream, tables)
@@ -92,7 +94,7 @@ def reconcile_stream(
 def _reconciled(
     home: Home, stream: str | None, tables: Sequence[str], *, rows_max: int | None = None
 ) -> Reconciliation:
-    """As `reconcile_stream`; a dry run where it is said how many lines that may have."""
+    """Reconcile as `reconcile_stream`; a dry run if `rows_max` is given."""
     name = home.pick_stream(stream)
     config = home.config.streams.get(name) if home.config_file.exists() else None
     names = tuple(tables) or tuple(sorted(config.merge if config is not None else ()))

@@ -1,7 +1,8 @@
-"""Tables that several regions write, as one: read from the logs of all regions that a home has, its own among them.
+"""Tables that several regions write, read as one: from all regions' logs that a home has, including its own.
 
-What has been merged once is kept in `data/regions/<stream>/`, a file a table, so that the next reading takes only what the logs have behind
-it. The file is derived: without it everything is read again, from where retention has left the logs.
+The merged state is kept in `data/regions/<stream>/`, a file per table, so that the next read takes only
+what the logs have after it. The file is derived: without it everything is read again, as far back as
+retention has kept the logs.
 """
 
 from __future__ import annotations
@@ -62,29 +63,29 @@ if TYPE_CHECKING:
     from millstream.wal.writing.writer import LogWriter
 
 _FOLD_ROWS: Final = 250_000
-"""Records that are read before they are folded, or as many as there are rows already, so that no row is folded again and again: beside them only
-one row a key and region is in memory."""
+"""Number of records to read before folding them, or as many as there are rows already, so that no row is
+folded over and over. In addition only one row per key and region is in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """What `reconcile` did, of one table and region."""
+    """The result of `reconcile` for one table and region."""
 
     table: str
     region: RegionId
     is_own: bool
     rows: int
-    """Rows of the region that were missing."""
+    """Number of the region's rows that were missing."""
     after: Seq
     upto: Seq
     """The region's numbers that were read, `(after, upto]`."""
     begins_at: Seq | None
-    """The first number that retention has left, where it has dropped what was never merged."""
+    """The first number that retention has left, if it has dropped records that were never merged."""
     is_anew: bool = False
-    """Whether the log had lost what was merged of its end, so that it was taken anew."""
+    """Whether the log had lost its merged tail, so that it was read again."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the result, JSON-able."""
         return {
             "table": self.table,
             "region": int(self.region),
@@ -98,7 +99,7 @@ class Reconciled:
 
 
 def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, StreamReader]:
-    """The logs that a home has of a stream's regions, its own first.
+    """Return a home's logs of a stream's regions, its own first.
 
     Raises:
         OtherRegion: another region's log is named like the home's own region.
@@ -121,16 +122,17 @@ class RegionTable:
     """One table of a stream, as its regions have written it.
 
     Args:
-        home: whose logs.
+        home: the home that has the logs.
         stream: its name.
         table: its name.
-        bytes_max: how much one reading holds at once of rows, and again of records that aren't folded yet; None for any number.
+        bytes_max: limit in bytes of the rows that one read holds at once, and again of records that
+            aren't folded yet; None for no limit.
 
     Raises:
-        QueryMemoryFull: what is kept alone has more.
+        QueryMemoryFull: the kept state alone is larger.
         UnknownTable: no region has records of it.
-        MergeUnsuitable: it can't merge as the configuration says.
-        OtherRegion: a log is another region's than its folder says.
+        MergeUnsuitable: it can't merge as configured.
+        OtherRegion: a log belongs to another region than its folder.
     """
 
     def __init__(self, home: Home, stream: str, table: str, *, bytes_max: int | None = None) -> None:
@@ -148,7 +150,7 @@ class RegionTable:
         kept = self._kept_table()
         if not known and kept is None:
             raise UnknownTable(f"no region of {stream} has records of {table}", table=table)
-        # Of a table whose records retention has dropped, every one, what is kept alone knows what it was like.
+        # If retention has dropped all records of a table, only the kept state knows its schema.
         found_key = known[-1].key if known else kept[0] if kept else ()
         key = found_key if config is None else key_of(config, self.name) or found_key
         for region, found in schemas.items():
@@ -175,23 +177,24 @@ class RegionTable:
 
     @property
     def regions(self) -> tuple[RegionId, ...]:
-        """Those that the home has logs of, its own first."""
+        """Return the regions whose logs the home has, its own first."""
         return tuple(self._readers)
 
     @property
     def empty(self) -> RegionState:
-        """Nothing heard."""
+        """Return the empty state."""
         # Not by `empty_table`: that looks for pandas, whose import takes half a second.
         return RegionState(pa.Table.from_batches([], state_schema(self.columns, self.engine.merge)))
 
     def state_of(self, region: RegionId, after: Seq = Seq(0)) -> RegionState:
-        """What a region's log says, behind a number; the vector says up to where.
+        """Return the state from a region's log after a number; the vector gives its end.
 
         Raises:
-            OffsetExpired: retention has dropped what follows on `after`.
+            OffsetExpired: retention has dropped what follows `after`.
         """
         while True:
-            # Who cuts the log back meanwhile leaves the beginning of one history here, and the end of another one or none.
+            # A concurrent cut of the log leaves the beginning of one history here, and the end of another
+            # one or none.
             with contextlib.suppress(TokenFromFuture, LogTruncated):
                 state = self._read(region, after)
                 if region not in state.ends or self._still_says(state, region):
@@ -229,11 +232,11 @@ class RegionTable:
             )
 
     def _open(self, region: RegionId) -> StreamReader:
-        """A reader of a log as it is now."""
+        """Return a reader of a log as it is now."""
         return StreamReader(self._folders[region])
 
     def _still_says(self, state: RegionState, region: RegionId) -> bool:
-        """Whether a region's log, as it is now, has what a state has of it; read by a new reader from here on."""
+        """Return whether a region's current log has all of a state's records; later reads use the new reader."""
         reader = self._readers[region] = self._open(region)
         return still_says(reader, behind(state.vector, region), state.ends.get(region))
 
@@ -251,24 +254,27 @@ class RegionTable:
                 yield part
 
     def _schemas(self, reader: StreamReader) -> Iterator[TableSchema]:
-        """All versions of the table in a log."""
+        """Yield all versions of the table in a log."""
         wanted = parse_qualified_name(self.name)
         for schema in reader.schema_versions().values():
             if schema.kind is TableKind.TABLE and (schema.namespace, schema.name) == wanted:
                 yield schema
 
     def merged_state(self, *, take: list[Reconciled] | None = None) -> RegionState:
-        """What all regions' logs say together: what is kept, and what they have behind that.
+        """Return the merged state of all regions' logs: the kept state, and the records after it.
 
         Args:
-            take: told what was taken of which region, and where something was dropped before it was merged: the rest is taken all the same then.
+            take: receives what was taken of each region, and where records were dropped before they were
+                merged: the rest is taken all the same then.
 
         Raises:
-            OffsetExpired: that, where nobody is told.
-            OtherStream: a region's log was made anew since what is kept was.
-            MergeStateUnreadable: what is kept is damaged.
-            MergeUnsuitable: columns are to merge otherwise than they did, and retention has dropped what that would be made of.
-            LostTailMerged: a region has lost what was merged of its end, and retention has dropped what would have to be read again.
+            OffsetExpired: records were dropped, and `take` is None.
+            OtherStream: a region's log was recreated after the state was kept.
+            MergeStateUnreadable: the kept state is damaged.
+            MergeUnsuitable: columns merge differently than before, and retention has dropped the records
+                to rebuild from.
+            LostTailMerged: a region has lost its merged tail, and retention has dropped the records to
+                read again.
         """
         state = self._kept()
         if state is None:
@@ -280,7 +286,8 @@ class RegionTable:
             first = reader.first_seq() if take is not None or after == 0 else Seq(0)
             lost = first if first > after + 1 else None
             heard = self.state_of(region, after if lost is None else Seq(lost - 1))
-            # Looked at behind the reading: the log can be cut at any moment, and what is read of it later belongs to its new history.
+            # Checked after the read: the log can be cut at any moment, and later reads of it belong to
+            # its new history.
             is_anew = not self._still_says(state, region)
             if is_anew:
                 state, heard = self._without_lost_tail(state, region)
@@ -298,9 +305,10 @@ class RegionTable:
         return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
 
     def _without_lost_tail(self, state: RegionState, region: RegionId) -> tuple[RegionState, RegionState]:
-        """A state without what a region's log doesn't say any more, and all that the log says.
+        """Return a state without what a region's log no longer has, and with everything that the log has.
 
-        Rows that the log still says stay, and those in front of what retention has left: of these nothing else can be known.
+        Rows that the log still has stay, and so do rows from before the retained part: nothing else can
+        be known of them.
         """
         rows = state.rows
         regions, seqs, walls = (whole_column(rows.column(one.name)).to_numpy() for one in (REGION, SEQ, WALL))
@@ -343,7 +351,7 @@ class RegionTable:
         return token.linear()
 
     def keep(self, state: RegionState) -> None:
-        """Keep a state, durably, for the next reading."""
+        """Keep a state, durably, for the next read."""
         make_folder(self._file.parent)
         fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         with open(fresh, "wb", opener=open_private) as output:
@@ -358,7 +366,7 @@ class RegionTable:
             os.close(folder)
 
     def _check_can_begin_anew(self) -> None:
-        """What is kept doesn't serve any more: refuse to do without it where the logs have less."""
+        """Refuse to rebuild an unusable kept state if the logs have less."""
         try:
             heard = vector_of(_mapped(self._file))
         except FileNotFoundError:
@@ -374,14 +382,14 @@ class RegionTable:
                 )
 
     def _kept_table(self) -> tuple[tuple[str, ...], pa.Schema] | None:
-        """The key and the columns of what is kept; None where there is nothing."""
+        """Return the key and the columns of the kept state; None if there is none."""
         try:
             return table_in(_mapped(self._file))
         except FileNotFoundError:
             return None
 
     def _kept(self) -> RegionState | None:
-        """What is kept; None where there is nothing, or columns merge otherwise now."""
+        """Return the kept state; None if there is none, or if columns merge differently now."""
         try:
             data = _mapped(self._file)
         except FileNotFoundError:
@@ -390,13 +398,13 @@ class RegionTable:
 
 
 def merge_file(home: Home, stream: str, table: str) -> Path:
-    """Where what was merged of a table is kept; `UsageError` where the text is no table's name."""
+    """Return the file of a table's merged state; `UsageError` if the text is no table's name."""
     name = qualified_name(*parse_qualified_name(table))
     return home.data / "regions" / stream / f"{quote(name, safe='')}.state"
 
 
 def _mapped(file: Path) -> memoryview:
-    """A file's bytes, where the system keeps them: what is kept is replaced, never written over. `FileNotFoundError` where there is none."""
+    """Map a file into memory: the kept state is replaced, never overwritten. `FileNotFoundError` if there is none."""
     with file.open("rb") as opened:
         if not os.fstat(opened.fileno()).st_size:
             return memoryview(b"")
@@ -404,14 +412,17 @@ def _mapped(file: Path) -> memoryview:
 
 
 class KeptVectors:
-    """Up to where what is kept of a home's merged tables has the regions' logs. Each file is read once, and again when it has changed; not for several threads."""
+    """The positions in the regions' logs up to which a home's merged tables are kept.
+
+    Each file is read once, and again when it has changed; not for several threads.
+    """
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._known: dict[Path, tuple[tuple[int, int, int], tuple[Vector, Ends]]] = {}
 
     def of(self, stream: str, config: StreamConfig, table: str, region: RegionId) -> StreamToken | None:
-        """Up to where a region's log was heard; None where nothing is kept that the next reading can go on from, or the log was cut back since."""
+        """Return the kept position of a region's log; None without usable state, or if the log was cut back since."""
         vector, ends = self._kept(stream, config, table)
         token = vector.get(region)
         if token is None:
@@ -419,7 +430,7 @@ class KeptVectors:
         name = stream if region == config.region else region_log_name(stream, region)
         try:
             reader = StreamReader(str(self._home.wal_folder(name)))
-            # Of a log that was made anew nothing was taken.
+            # Nothing was taken of a log that was recreated.
             is_this = token.stream == short_stream_id(reader.stream_id)
             return token if is_this and still_says(reader, token.linear(), ends.get(region)) else None
         except (MillstreamError, OSError):
@@ -442,13 +453,13 @@ class KeptVectors:
 def merged_table(
     home: Home, stream: str, table: str, *, at_ns: int | None = None, bytes_max: int | None = None
 ) -> pa.Table:
-    """See `OpenHome.merged`, and `RegionTable` for `bytes_max`."""
+    """Return the table; see `OpenHome.merged`, and `RegionTable` for `bytes_max`."""
     found = RegionTable(home, stream, table, bytes_max=bytes_max)
     return found.engine.value(found.merged_state(), at_ns=at_ns)
 
 
 def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
-    """How a table merges, whatever way its name is written."""
+    """Return how a table merges, however its name is written."""
     wanted = parse_qualified_name(table)
     declared: Mapping[str, Mapping[str, str]] = {} if config is None else config.merge
     return next(
@@ -458,7 +469,7 @@ def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
 
 
 def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
-    """Refuse declarations that the tables' columns can't follow; `MergeUnsuitable` names table and column."""
+    """Refuse merge declarations that don't fit the tables' columns; `MergeUnsuitable` names table and column."""
     declared = {parse_qualified_name(name) for name in config.merge}
     for schema in schemas:
         if schema.source == 0 and (schema.namespace, schema.name) in declared:
@@ -466,11 +477,11 @@ def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
 
 
 def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
-    """Look whether a stream's logs are those of the regions that they stand for, and its tables can merge as the configuration says, before a writer does.
+    """Check before a writer starts that each log belongs to its region, and that tables can merge as configured.
 
     Raises:
-        MergeUnsuitable, OtherRegion: what would keep the stream from being opened.
-        LogError, CatalogError: it can't be looked at.
+        MergeUnsuitable, OtherRegion: an error that would prevent opening the stream.
+        LogError, CatalogError: the check isn't possible.
     """
     if home.has_catalog():
         with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
@@ -489,11 +500,11 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
 
 
 def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) -> None:
-    """Have a writer's times pass those of the regions that its home follows.
+    """Advance a writer's clock past the regions that its home follows.
 
     Raises:
         ClockSkew: a region's clock is too far ahead of this one; the others' have been heard.
-        OtherRegion: a log is another region's than its folder says.
+        OtherRegion: a log belongs to another region than its folder.
     """
     if not home.regions_on_disk(stream):
         return
@@ -512,7 +523,7 @@ def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) 
 
 
 def newest_time(reader: StreamReader, region: RegionId) -> HybridTime | None:
-    """The hybrid time of the last commit group of a region's log; None where it has none, or its last number was never used."""
+    """Return the time of a region's last commit group; None if there is none, or its last number was never used."""
     upto = reader.persisted_upto()
     for group in reader.read_groups(Seq(max(upto - 1, 0)), upto):
         header = group[0].header
