@@ -1,1 +1,1 @@
-"""Homes behind an address: what travels, and who asks. Needs the core and `millstream[client]` alone."""
+"""Homes behind an address: the protocol and its clients. Needs only the core and `millstream[client]`."""

@@ -1,4 +1,4 @@
-"""`millstream.connect`: a home behind an address, with the same calls as one that is opened here."""
+"""`millstream.connect`: a home behind an address, with the same calls as a home opened here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from millstream.model.operations import Appended
 
 TIMEOUT_S: Final = 60.0
-"""How long to wait for an answer's next bytes, and for somebody who answers at all."""
+"""How long to wait for an answer's next bytes, and for a server to answer at all."""
 _CONNECTIONS_MAX: Final = 64
 _HANDSHAKE_S: Final = 2.0
 
@@ -64,8 +64,9 @@ _Result = TypeVar("_Result")
 class RemoteHome:
     """A home behind an address. Made by `connect`.
 
-    It raises what an `OpenHome` raises, made anew from what the server says, and on top of it: `ServerUnreachable` (nothing was done),
-    `AnswerCutOff` (an answer ended before its end), `AnswerUnreadable` (it isn't Millstream that answers).
+    It raises the errors of an `OpenHome`, rebuilt from the server's answer, and in addition:
+    `ServerUnreachable` (nothing was done), `AnswerCutOff` (an answer ended before its end),
+    `AnswerUnreadable` (the server isn't Millstream).
 
     Concurrency: any number of threads.
     """
@@ -80,7 +81,7 @@ class RemoteHome:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Return its address."""
         return self._url
 
     def __enter__(self) -> Self:
@@ -92,15 +93,15 @@ class RemoteHome:
         self.close()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._http.close()
 
     def streams(self) -> list[str]:
-        """As `OpenHome.streams`."""
+        """Return as `OpenHome.streams`."""
         return [str(name) for name in self._json(Call("GET", "/v1/streams"))["streams"]]
 
     def token(self, stream: str, *, vector: bool = False) -> StreamToken:
-        """As `OpenHome.token`."""
+        """Return as `OpenHome.token`."""
         params = {"vector": "true"} if vector else {}
         return StreamToken.parse(self._json(Call("GET", of_stream(stream, "token"), params))["token"])
 
@@ -112,7 +113,7 @@ class RemoteHome:
         after: StreamToken | str | None = None,
         upto: StreamToken | str | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """As `OpenHome.read`."""
+        """Read as `OpenHome.read`."""
         params = between(after, upto) | ({} if table is None else {"table": table})
         for piece in self._pieces(Call("GET", of_stream(stream, "records"), params, in_pieces=True)):
             yield from piece.to_batches()
@@ -126,13 +127,13 @@ class RemoteHome:
         upto: StreamToken | str | None = None,
         rows_max: int = LATEST_ROWS_MAX,
     ) -> Iterator[Latest]:
-        """As `OpenHome.read_latest`."""
+        """Read as `OpenHome.read_latest`."""
         params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
         for piece in self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True)):
             yield Latest(*latest_of(piece))
 
     def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
-        """As `OpenHome.merged`."""
+        """Return as `OpenHome.merged`."""
         return whole_table(self._pieces(merged_call(stream, table, at)), self._url)
 
     def append(
@@ -148,7 +149,10 @@ class RemoteHome:
         keep_valid_rows: bool = False,
         acks: str | None = None,
     ) -> Appended:
-        """As `OpenHome.append`. It is sent again until the deadline where no answer came, or the server has no room just now."""
+        """Append as `OpenHome.append`.
+
+        Resent until the deadline if no answer came, or the server has no room just now.
+        """
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
         call = append_call(
             stream,
@@ -163,23 +167,23 @@ class RemoteHome:
         return valid.told(self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
-        """As `OpenHome.session`."""
+        """Return as `OpenHome.session`."""
         check_name(stream)
         return Session(self, stream, *session_of(name, next_number))
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
-        """As `OpenHome.session_facts`."""
+        """Return as `OpenHome.session_facts`."""
         return SessionFacts.from_dict(self._json(session_call(stream, name)))
 
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
     ) -> pa.Table:
-        """As `OpenHome.query`."""
+        """Query as `OpenHome.query`."""
         named = only_stream(self.streams()) if stream is None else stream
         return whole_table(self._pieces(query_call(sql, named, as_of)), self._url)
 
     def status(self) -> dict[str, Any]:
-        """As `OpenHome.status`."""
+        """Return as `OpenHome.status`."""
         return self._json(Call("GET", "/status"))
 
     def _json(self, call: Call) -> dict[str, Any]:
@@ -201,7 +205,7 @@ class RemoteHome:
             raise cut_off(self._url, "the connection was closed")
 
     def _done(self, steps: Steps[_Result]) -> _Result:
-        """Carry out what the steps ask for."""
+        """Carry out the requests and waits of the steps."""
         try:
             wish = next(steps)
             while True:
@@ -236,27 +240,27 @@ def connect(
     cert: str | tuple[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> RemoteHome:
-    """A home behind an address, where `millstream serve` (or `run`) is; nothing is asked before the first call.
+    """Return a home behind an address, served by `millstream serve` (or `run`); connects on the first call.
 
     Args:
         url: as in `http://127.0.0.1:8787`.
-        token: what the server knows its caller by: `mst_…`.
-        verify: a file (or folder) of certificates to trust in place of the machine's own.
+        token: authenticates the caller: `mst_…`.
+        verify: a file (or folder) of certificates to trust instead of the machine's own.
         cert: a file with the caller's own certificate and key, or one of each.
-        timeout_s: how long to wait for an answer's next bytes, and for somebody who answers.
+        timeout_s: how long to wait for an answer's next bytes, and for a server to answer.
 
     Raises:
-        UsageError: the address is none of HTTP, or a certificate can't be read.
+        UsageError: the address isn't HTTP, or a certificate can't be read.
         MissingExtra: this needs `millstream[client]`.
     """
     return RemoteHome(url, token=token, tls=tls_of(verify, cert), timeout_s=timeout_s)
 
 
 def tls_of(verify: bool | str, cert: str | tuple[str, str] | None) -> ssl.SSLContext | bool:  # noqa: FBT001 - as `connect`
-    """How a server proves who it is, and the caller who it is.
+    """Return the TLS settings: the server's trusted certificates, and the caller's own.
 
     Raises:
-        UsageError: a file can't be read as what it should be, or the server isn't to be looked at.
+        UsageError: a file can't be read as certificate or key, or verification is turned off.
     """
     import ssl
     from pathlib import Path
@@ -275,13 +279,13 @@ def tls_of(verify: bool | str, cert: str | tuple[str, str] | None) -> ssl.SSLCon
             context = ssl.create_default_context(cafile=None if folder else verify, capath=verify if folder else None)
         if cert is not None:
             context.load_cert_chain(*([cert] if isinstance(cert, str) else cert))
-    except OSError as error:  # ssl's errors are of that kind, too
+    except OSError as error:  # ssl's errors are OSErrors, too
         raise UsageError(f"a certificate can't be read: {error}") from error
     return context
 
 
 def client_settings(url: str, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> dict[str, Any]:  # noqa: FBT001 - as httpx takes it
-    """How httpx is to be: of the blocking client and of the other."""
+    """Return httpx's settings, for the blocking client and the asynchronous one."""
     from millstream import __version__
 
     headers = {"User-Agent": f"millstream/{__version__}"}
@@ -290,7 +294,8 @@ def client_settings(url: str, token: str | None, tls: ssl.SSLContext | bool, tim
     host = str(urlsplit(url).hostname)
     return {
         "base_url": url,
-        # A proxy that the environment names is another machine: what is meant for this one isn't sent there, with its token.
+        # A proxy from the environment is another machine: requests for this one aren't sent there, with
+        # their token.
         "mounts": {f"all://{f'[{host}]' if ':' in host else host}": None} if is_own(host) else None,
         "headers": headers,
         "verify": tls,
@@ -300,7 +305,7 @@ def client_settings(url: str, token: str | None, tls: ssl.SSLContext | bool, tim
 
 
 def is_own(host: str) -> bool:
-    """Whether a host is this machine, as it is written."""
+    """Return whether a host, as written, is this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -308,7 +313,7 @@ def is_own(host: str) -> bool:
 
 
 def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, timeout_s: float) -> httpx.Request:
-    """The request of a call."""
+    """Return the request of a call."""
     timeout = httpx.Timeout(timeout_s, read=timeout_s + call.more_patience_s)
     return client.build_request(
         call.method,
@@ -321,14 +326,18 @@ def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, timeout_s: 
 
 
 def answer_of(response: httpx.Response, body: bytes, opened: object) -> Answer:
-    """What a response says."""
+    """Return the answer in a response."""
     return Answer(response.status_code, {name.lower(): value for name, value in response.headers.items()}, body, opened)
 
 
 def lost_of(error: httpx.RequestError, url: str) -> Lost:
-    """That no answer came, whether the request may have arrived, and what has to be changed where it never will. Blocks for up to two seconds."""
+    """Report that no answer came, whether the request may have arrived, and what to change if it never will.
+
+    Blocks for up to two seconds.
+    """
     why = str(error) or type(error).__name__
-    # One that broke off in the midst of an answer speaks HTTP, and who waits for its rows has no time to lose.
+    # A server that broke off within an answer speaks HTTP, and the caller that waits for its rows has no
+    # time to lose.
     has_begun = "message body" in why
     if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError) and not has_begun and _speaks_tls(url):
         return Lost("it speaks TLS", sent=False, hint=f"Connect to https:{url.partition(':')[2]}.")
@@ -343,14 +352,14 @@ def lost_of(error: httpx.RequestError, url: str) -> Lost:
 
 
 def _speaks_tls(url: str) -> bool:
-    """Whether whoever broke off without an answer would rather have had a handshake."""
+    """Return whether a server that closed without an answer expects a TLS handshake."""
     import socket
     import ssl
 
     parts = urlsplit(url)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is sent, and nothing believed
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent, and nothing trusted
     try:
         address = (str(parts.hostname), parts.port or 80)
         with socket.create_connection(address, _HANDSHAKE_S) as connection, context.wrap_socket(connection):
@@ -360,5 +369,5 @@ def _speaks_tls(url: str) -> bool:
 
 
 def cut_off(url: str, why: str) -> AnswerCutOff:
-    """That an answer ended before its end."""
+    """Return the error of an answer that ended before its end."""
     return AnswerCutOff(f"{url} broke off its answer: {why}", url=url)

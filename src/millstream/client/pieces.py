@@ -1,7 +1,8 @@
-"""Answers of many batches, as they travel: pieces that each can be read by itself, and an end that can't be mistaken.
+"""The transport of answers with many batches: pieces that can each be read alone, and an unmistakable end.
 
-A piece is a little-endian u32 length and an Arrow IPC stream of so many bytes; a length of 0 ends the answer. `FAILED` in place of a
-length says that the rest can't be had, and a length and a JSON object with the error follow. An answer that just stops was cut off.
+A piece is a little-endian u32 length and an Arrow IPC stream of that many bytes; a length of 0 ends the
+answer. `FAILED` in place of a length reports that the rest isn't available; a length and a JSON object
+with the error follow. An answer that just stops was cut off.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from millstream.model.positions import StreamToken
 PIECES_TYPE: Final = "application/vnd.millstream.batches"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 PART_BYTES: Final = 256 << 10
-"""At once: what a server has handed over to be sent is in memory until its caller takes it."""
+"""Size in bytes of one part: the server holds a part in memory until its caller takes it."""
 _LENGTH: Final = struct.Struct("<I")
 _FAILED: Final = 0xFFFF_FFFF
 END: Final = _LENGTH.pack(0)
@@ -29,7 +30,7 @@ _EMPTIED: Final = b"millstream.emptied"
 
 
 def piece(batches: list[pa.RecordBatch], schema: pa.Schema) -> Iterator[bytes]:
-    """A piece with the batches, in parts that are sent one behind the other."""
+    """Yield a piece with the batches, in consecutive parts."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as out:
         for batch in batches:
@@ -42,19 +43,19 @@ def piece(batches: list[pa.RecordBatch], schema: pa.Schema) -> Iterator[bytes]:
 
 
 def failed(error: MillstreamError) -> bytes:
-    """What stands in place of the rest of an answer that can't be had."""
+    """Return the bytes that replace the unavailable rest of an answer."""
     said = json.dumps(error.as_dict(), default=str).encode()
     return _LENGTH.pack(_FAILED) + _LENGTH.pack(len(said)) + said
 
 
 def latest_piece(emptied: bool, rows: pa.Table, token: StreamToken) -> Iterator[bytes]:  # noqa: FBT001 - as `Latest` has them
-    """A stretch of `read_latest`: its facts stand in the metadata of the rows' schema."""
+    """Yield a step of `read_latest`: its facts are in the metadata of the rows' schema."""
     said = {**(rows.schema.metadata or {}), _TOKEN: str(token).encode(), _EMPTIED: b"1" if emptied else b"0"}
     return piece(rows.to_batches(), rows.schema.with_metadata(said))
 
 
 def latest_of(rows: pa.Table) -> tuple[bool, pa.Table, StreamToken]:
-    """What `latest_piece` was given.
+    """Return the arguments of `latest_piece`.
 
     Raises:
         AnswerUnreadable: it isn't one.
@@ -68,7 +69,7 @@ def latest_of(rows: pa.Table) -> tuple[bool, pa.Table, StreamToken]:
 
 
 class Pieces:
-    """Takes an answer's bytes as they come, and gives its pieces."""
+    """Takes an answer's bytes as they come, and yields its pieces."""
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -76,10 +77,10 @@ class Pieces:
         """Whether the end has come: an answer without it was cut off."""
 
     def feed(self, data: bytes) -> Iterator[pa.Table]:
-        """The pieces that are whole now, each as a table.
+        """Yield the pieces that are whole now, each as a table.
 
         Raises:
-            MillstreamError: what the server says of the rest.
+            MillstreamError: the error that the server sent for the rest.
             AnswerUnreadable: the bytes are no pieces.
         """
         self._held += data

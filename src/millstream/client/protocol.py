@@ -1,6 +1,7 @@
-"""What a home is asked, wherever it is: on this machine (`millstream.open`) or behind an address (`millstream.connect`).
+"""The calls of a home, wherever it is: on this machine (`millstream.open`) or behind an address (`millstream.connect`).
 
-The two have the same calls with the same arguments; `millstream.aio` has them as coroutines. A test compares their signatures.
+The two have the same calls with the same arguments; `millstream.aio` has them as coroutines. A test
+compares their signatures.
 """
 
 from __future__ import annotations
@@ -44,37 +45,41 @@ if TYPE_CHECKING:
     from millstream.model.writes import SessionFacts
 
 APPEND_DEADLINE_S: Final = 30.0
-"""How long an append waits for room in the writer's queue, where its caller doesn't say."""
+"""How long an append waits for room in the writer's queue by default."""
 
 SERVER_DEADLINE_S_MAX: Final = 60.0
-"""How long a request to a server may wait for room: its caller may ask once more."""
+"""How long a request to a server may wait for room: its caller may retry."""
 
 LATEST_ROWS_MAX: Final = 100_000
 
 ASK_AGAIN_S: Final = 0.05
-"""How long a session waits before it sends a write again of which nobody knows what became; then twice as long, up to …"""
+"""First wait in seconds before a session resends a write with unknown outcome; it doubles up to …"""
 ASK_AGAIN_MAX_S: Final = 1.0
-"""… so long."""
+"""… this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """What became of a table's rows in a stretch of the log. Done as one to a copy of the table, it is as the stretch left it."""
+    """The changes of a table's rows in a range of the log.
+
+    Applied as one to a copy of the table, they give its state at the end.
+    """
 
     emptied: bool
-    """Whether all rows of before are gone: forget them first."""
+    """Whether all earlier rows are gone: delete them first."""
     rows: pa.Table
-    """One line a key: `__op` (`d`: the row is gone, `u`: it is there), `__unchanged`, `__exact`, `__before`, then the table's columns.
-    Columns named in `__unchanged` are as they were in the row of this key, or of the key in `__before` where the row has moved."""
+    """One row per key: `__op` (`d`: the row is gone, `u`: it exists), `__unchanged`, `__exact`, `__before`,
+    then the table's columns. Columns named in `__unchanged` are as they were in the row of this key, or
+    of the key in `__before` if the row has moved."""
     token: StreamToken
-    """Where to go on."""
+    """The position to continue from."""
 
 
 class HomeCalls(Protocol):
-    """A home, open. What the calls promise stands with `OpenHome`, what else may happen on the way with `RemoteHome`."""
+    """An open home. `OpenHome` documents what the calls promise, `RemoteHome` the errors of the connection."""
 
     def __enter__(self) -> Self:
-        """Give itself."""
+        """Return itself."""
         ...
 
     def __exit__(
@@ -84,15 +89,15 @@ class HomeCalls(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close everything that was opened."""
         ...
 
     def streams(self) -> list[str]:
-        """Names of the streams that have a log."""
+        """Return the names of the streams that have a log."""
         ...
 
     def token(self, stream: str, *, vector: bool = False) -> StreamToken:
-        """The newest consistent cut of a stream's log."""
+        """Return the newest consistent cut of a stream's log."""
         ...
 
     def read(
@@ -103,7 +108,7 @@ class HomeCalls(Protocol):
         after: StreamToken | str | None = None,
         upto: StreamToken | str | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Records between two tokens, in order: `(after, upto]`."""
+        """Read records between two tokens, in order: `(after, upto]`."""
         ...
 
     def read_latest(
@@ -115,11 +120,11 @@ class HomeCalls(Protocol):
         upto: StreamToken | str | None = None,
         rows_max: int = LATEST_ROWS_MAX,
     ) -> Iterator[Latest]:
-        """What became of a table's rows between two tokens, a stretch after the other."""
+        """Read the changes of a table's rows between two tokens, one range after the other."""
         ...
 
     def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
-        """A table that several regions write, as all of them together say it is."""
+        """Return a table that several regions write, merged from all of them."""
         ...
 
     def append(
@@ -139,26 +144,26 @@ class HomeCalls(Protocol):
         ...
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
-        """Writes that are numbered by themselves, so that each may be sent again."""
+        """Return a session: it numbers writes, so that each may be resent."""
         ...
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
-        """What a stream's log has of a session."""
+        """Return the stream's log's facts of a session."""
         ...
 
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
     ) -> pa.Table:
-        """The result of SQL over a stream's lake tables."""
+        """Return the result of SQL over a stream's lake tables."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """What `millstream status --json` prints."""
+        """Return the output of `millstream status --json`."""
         ...
 
 
 def check_deadline(deadline_s: float) -> float:
-    """The deadline itself, in seconds from now; `UsageError` where it is none."""
+    """Return the deadline itself, in seconds from now; `UsageError` if it is invalid."""
     said: object = deadline_s
     is_number = isinstance(said, int | float) and not isinstance(said, bool)
     if not is_number or not 0 <= deadline_s <= threading.TIMEOUT_MAX:
@@ -170,7 +175,7 @@ def check_deadline(deadline_s: float) -> float:
 
 
 def session_of(name: str | None, next_number: int | None) -> tuple[str, int | None]:
-    """A session's name and first number: a name that nobody else has where none is given.
+    """Return a session's name and first number; the default name is unique.
 
     Raises:
         InvalidValue: the name is empty, or no text.
@@ -192,15 +197,16 @@ _DOUBTFUL: Final = (
     AnswerUnreadable,
     NotEnoughReplicas,
 )
-"""Errors of writes that may be there, or a part of them: another one under their number would be taken for them sent again."""
+"""Errors of writes that may be stored, or a part of them: another write under their number would be taken for a resend.
+"""
 
 
 class Numbers:
-    """The numbers of a session's writes: each is given once, and again only where its write was refused.
+    """The numbers of a session's writes: each is used once, and again only if its write was refused.
 
     Args:
         name: the session's.
-        next_number: the first to give; None: `begin` says it.
+        next_number: the first to use; None: `begin` sets it.
 
     Concurrency: any number of threads.
     """
@@ -212,23 +218,23 @@ class Numbers:
         self._next = next_number
         self._given_back: list[int] = []
         self._doubtful: set[int] = set()
-        """Of writes of which nobody heard what became."""
+        """Numbers of writes with unknown outcome."""
         self._lock = threading.Lock()
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a next one."""
+        """Return whether the next number is known."""
         return self._next is not None
 
     @property
     def next(self) -> int:
-        """The smallest number that no write of this session's has."""
+        """Return the smallest number that no write of this session has."""
         with self._lock:
             assert self._next is not None, "it has begun"
             return self._given_back[0] if self._given_back else self._next
 
     def begin(self, facts: SessionFacts) -> None:
-        """Go on where the log says, holes first. `SessionExpired` where it doesn't know the session any more."""
+        """Continue after the log's last number, gaps first. `SessionExpired` if it no longer knows the session."""
         if facts.expired:
             raise SessionExpired(
                 f"session {self._name} isn't known any more: it hasn't written for too long", session=self._name
@@ -239,7 +245,7 @@ class Numbers:
                 self._given_back = sorted(set(range(facts.mark + 1, self._next)) - set(facts.above))
 
     def fill(self, facts: SessionFacts) -> bool:
-        """Give those of doubtful writes again that the log lacks; whether there are any."""
+        """Reuse the numbers of doubtful writes that the log lacks; return whether there are any."""
         with self._lock:
             lacking = {number for number in self._doubtful if number > facts.mark and number not in facts.above}
             self._doubtful.clear()
@@ -249,7 +255,10 @@ class Numbers:
 
     @contextmanager
     def one(self, named: int | None) -> Iterator[int]:
-        """A number for one write, or the one that is named. A write that is refused gives it back, so that the next one fills the hole."""
+        """Yield a number for one write, or the named one.
+
+        A refused write returns it, so that the next one fills the gap.
+        """
         if named is not None:
             yield named
             self._doubtful.discard(named)
@@ -263,9 +272,9 @@ class Numbers:
         try:
             yield number
         except (DedupWindowExpired, IdempotencyKeyReused):
-            raise  # it is another one's, or was durable
+            raise  # it is another write's, or was durable
         except _DOUBTFUL:
-            self._doubtful.add(number)  # it may be there, under this number
+            self._doubtful.add(number)  # it may be stored, under this number
             raise
         except MillstreamError:
             with self._lock:
@@ -277,10 +286,10 @@ class Numbers:
 
 
 class Attempts:
-    """When a session's write is sent again, and when no more.
+    """Decides when a session's write is resent, and when no longer.
 
     Args:
-        deadline_s: until when, in seconds from now. `UsageError` where it is no time.
+        deadline_s: the limit, in seconds from now. `UsageError` if it is invalid.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -292,11 +301,14 @@ class Attempts:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline."""
+        """Return the seconds until the deadline."""
         return max(0.0, self._give_up_s - time.monotonic())
 
     def nap_after(self, error: MillstreamError, number: int = 0) -> float:
-        """How many seconds to wait before it with the number is sent again. Raises what its caller hears where it isn't."""
+        """Return how many seconds to wait before the write with the number is resent.
+
+        Raises the caller's error if it isn't.
+        """
         if isinstance(error, AppendOutcomeUnknown | BufferOutcomeUnknown):
             self._unknown = error
         elif isinstance(error, NotEnoughReplicas):
@@ -314,19 +326,21 @@ class Attempts:
         if isinstance(error, NotEnoughReplicas):
             raise error
         if self._missing is not None:
-            # Of a try it is known that it is there, whatever the last one says: as where another node leads meanwhile.
+            # An earlier try is known to be stored, whatever the last one reports, for example that
+            # another node leads now.
             raise self._missing from error
         if self._unknown is not None:
-            # An earlier try may be there, whatever the last one says.
+            # An earlier try may be stored, whatever the last one reports.
             raise still_unknown(self._unknown, number) from error
         raise error
 
 
 class Session:
-    """Writes under one name, each with a number, from 1: one that is sent again under its number isn't appended twice.
+    """Writes under one name, each with a number from 1: a write resent under its number isn't appended twice.
 
-    Made by `home.session`. An application that starts anew goes on under the same name: with the first number that the log lacks, or the one that it
-    says. A write of which it doesn't know whether it is durable it sends again under its number.
+    Made by `home.session`. An application that restarts continues under the same name: with the first
+    number that the log lacks, or the one that it gives. It resends a write with unknown outcome under its
+    number.
 
     Concurrency: any number of threads.
     """
@@ -337,7 +351,7 @@ class Session:
         self._numbers = Numbers(name, next_number)
         self._asking = threading.Lock()
         self.name: Final = name
-        """What it is called in the stream."""
+        """The session's name in the stream."""
 
     def __repr__(self) -> str:
         known = self._numbers.next if self._numbers.is_known else None
@@ -345,14 +359,14 @@ class Session:
 
     @property
     def next_number(self) -> int:
-        """The number of the next write, as `resume` gives it."""
+        """Return the number of the next write, as `resume` does."""
         return self.resume()
 
     def resume(self) -> int:
-        """Ask the log which number is the next one, where none was said, and give it. The first write does so by itself.
+        """Return the next number, from the log unless one was given. The first write calls it automatically.
 
         Raises:
-            SessionExpired: the log doesn't know the session any more.
+            SessionExpired: the log no longer knows the session.
             MillstreamError: as `session_facts` of the home.
         """
         with self._asking:
@@ -370,23 +384,28 @@ class Session:
         keep_valid_rows: bool = False,
         acks: str | None = None,
     ) -> Appended:
-        """As `append` of the home. Where nobody knows what became of the write, or there is no room, it is sent again until the deadline.
+        """Append as `append` of the home.
+
+        If the outcome is unknown, or there is no room, the write is resent until the deadline.
 
         Args:
             table: as there.
             rows: as there.
-            deadline_s: as there, of all tries together.
-            number: to send again, with the same rows, what `append_outcome_unknown` said of (`details["number"]`).
+            deadline_s: as there, for all tries together.
+            number: the number to resend, with the same rows, from `append_outcome_unknown`
+                (`details["number"]`).
             keep_valid_rows: as there.
             acks: as there.
 
         Raises:
             AppendOutcomeUnknown: still; details: number.
-            NotEnoughReplicas: it is durable, and others didn't say until the deadline that they have it; details: number.
-            SessionExpired: the session hasn't written for too long: go on under another name.
-            IdempotencyKeyReused: somebody else writes under this name.
+            NotEnoughReplicas: it is durable, but others didn't confirm by the deadline that they have it;
+                details: number.
+            SessionExpired: the session hasn't written for too long: continue under another name.
+            IdempotencyKeyReused: another client writes under this name.
             DedupWindowExpired: it is durable, since an earlier call.
-            MillstreamError: as `append` of the home. Nothing was appended, and the next write has this number.
+            MillstreamError: as `append` of the home. Nothing was appended, and the next write has this
+                number.
         """
         from millstream.ingest.valid_rows import columns_for
 
@@ -400,7 +419,7 @@ class Session:
                     sent = self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows, acks=acks)
                     return valid.told(sent)
             except SessionGap as error:
-                # Numbers of writes that were lost are to be used first.
+                # Numbers of lost writes are used first.
                 if number is not None or not self._numbers.fill(self._home.session_facts(self._stream, self.name)):
                     time.sleep(attempts.nap_after(error))
 
@@ -433,7 +452,7 @@ class Session:
 
 
 def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:
-    """That a session's write may be there, with the number to send it again under."""
+    """Return the error of a session's write that may be stored, with the number for a resend."""
     return AppendOutcomeUnknown(
         f"write {number} of the session: {error.message}",
         hint=f"Send the same rows again, with number={number}: they aren't appended twice.",

@@ -1,8 +1,8 @@
-"""What a client does about a request and its answers, without doing it: generators that ask for calls and naps.
+"""A client's handling of requests and answers, without I/O: generators that yield calls and waits.
 
-`client` and `millstream.aio` carry them out, one with threads that block, the other on an event loop. What may be sent again is: questions,
-and appends, which all have something that tells them apart from others (`Idempotency-Key` where the caller gave nothing), so that one whose
-answer was lost isn't appended twice.
+`client` and `millstream.aio` carry them out, one with blocking threads, the other on an event loop.
+Queries are resent, and so are appends. Every append has an identity (`Idempotency-Key` if the caller gave
+none), so that one whose answer was lost isn't appended twice.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 _PROBLEM_TYPE: Final = "application/problem+json"
 _NAP_S: Final = 0.05
-"""Before the second try; doubled with each one, up to `_NAP_MAX_S`."""
+"""Wait before the second try; doubled with each one, up to `_NAP_MAX_S`."""
 _NAP_MAX_S: Final = 2.0
 _BUSY: Final = frozenset({429, 503})
-"""Nothing was done; later it may be."""
+"""Statuses that mean that nothing was done, but may be later."""
 _UNTOLD: Final = frozenset({500, 502, 504})
-"""Somebody failed on the way: nobody knows how far the request had come."""
+"""Statuses of a failure on the way: how far the request had come is unknown."""
 
 _Result = TypeVar("_Result")
 
@@ -67,16 +67,16 @@ class Call:
 
     method: str
     path: str
-    """Quoted, from the server's root on."""
+    """The path from the server's root, quoted."""
     params: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     in_pieces: bool = False
-    """Whether an answer that is no error is taken piece by piece: it comes back open."""
+    """Whether a successful answer is read piece by piece: it is returned open."""
     own_key: bool = False
-    """Whether the key that tells it apart is of this client's making: where no keys are known, it goes without."""
+    """Whether this client made the idempotency key: if the server knows no keys, the call goes without."""
     more_patience_s: float = 0.0
-    """How much longer than others it may take until its answer begins."""
+    """Additional seconds until its answer must begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Nap:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was answered."""
+    """An answer."""
 
     status: int
     headers: Mapping[str, str]
     """Names in lower case."""
     body: bytes
     open: Any = None
-    """The response itself, where it is taken in pieces."""
+    """The response itself, if it is read in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +106,17 @@ class Lost:
     sent: bool
     """Whether the request may have arrived."""
     hint: str = ""
-    """What somebody has to change before one does: sent again it would be lost again."""
+    """Change that is needed before an answer can come: a resend would be lost again."""
 
 
 Steps: TypeAlias = Generator[Call | Nap, Answer | Lost | None, _Result]
 
 
 def check_url(url: str) -> str:
-    """The address without a slash at its end.
+    """Return the address without a trailing slash.
 
     Raises:
-        UsageError: it isn't one of HTTP, or has a secret in it, which would stand in every error.
+        UsageError: it isn't HTTP, or contains a secret, which every error would show.
     """
     parts = urlsplit(url)
     if parts.username is not None:
@@ -129,7 +129,7 @@ def check_url(url: str) -> str:
 
 
 def check_name(stream: str) -> None:
-    """`UnknownStream` where no stream can have the name."""
+    """Raise `UnknownStream` if no stream can have the name."""
     try:
         check_stream_name(stream)
     except UsageError as error:
@@ -137,34 +137,34 @@ def check_name(stream: str) -> None:
 
 
 def of_stream(stream: str, what: str) -> str:
-    """The path of something of a stream; `UnknownStream` where none can have the name."""
+    """Return the path of a stream's resource; `UnknownStream` if no stream can have the name."""
     check_name(stream)
     return f"/v1/streams/{quote(stream, safe='')}/{what}"
 
 
 def session_call(stream: str, name: str) -> Call:
-    """The question what a stream's log has of a session."""
+    """Return the request for the log's facts of a session."""
     return Call("GET", of_stream(stream, "session"), {"name": name})
 
 
 def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> dict[str, str]:
-    """Two tokens as parameters."""
+    """Return two tokens as parameters."""
     return {name: str(token) for name, token in (("after", after), ("upto", upto)) if token is not None}
 
 
 def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[Answer]:
-    """The answer to a question, which is asked again as long as nobody is there or there's no room.
+    """Return the answer to a query, which is resent while no server answers or has room.
 
     Args:
-        call: it changes nothing, so that it may be made any number of times.
+        call: a call that changes nothing, so that it may be made any number of times.
         url: for errors.
-        patience_s: how long to ask again.
+        patience_s: how long to retry.
         now: a clock that never goes back, in seconds.
 
     Raises:
-        ServerUnreachable: nobody answers.
-        AnswerUnreadable: somebody else does.
-        MillstreamError: what the server says.
+        ServerUnreachable: no server answers.
+        AnswerUnreadable: another kind of server answers.
+        MillstreamError: the server's error.
     """
     give_up_s, nap_s = now() + patience_s, _NAP_S
     while True:
@@ -180,7 +180,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
                 return got
             error = problem_of(got, url)
             if got.status not in _BUSY or isinstance(error, PositionError | ReplicaTooStale):
-                # Of a follower that is behind the leader is the one to ask, at once.
+                # If a follower is behind, ask the leader, at once.
                 raise error
             wait_s = _wait_of(got, nap_s)
         if now() + wait_s >= give_up_s:
@@ -200,11 +200,11 @@ def append_call(
     keep_valid_rows: bool,
     acks: str | None = None,
 ) -> Call:
-    """An append as a request; one that nothing tells apart gets a key of its own.
+    """Return an append as a request; one without an identity gets a key.
 
     Raises:
         InvalidValue, RowsTooLarge: as `table_of`.
-        UsageError: it is told apart in two ways, or in half of one; the table has no name, or `acks` is no level.
+        UsageError: it has two identities, or half of one; the table has no name, or `acks` is no level.
     """
     parse_qualified_name(table)
     columns = rows if isinstance(rows, pa.Table) else table_of(rows)
@@ -233,13 +233,14 @@ def append_call(
 
 
 def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float]) -> Steps[Appended]:
-    """The answer to an append, which is sent again until the deadline where none came, or there was no room.
+    """Return the answer to an append, which is resent until the deadline if none came, or there was no room.
 
     Raises:
-        AppendOutcomeUnknown: the last word is that nobody knows.
-        NotEnoughReplicas: it is durable there, and others didn't say until the deadline that they have it, or no try after it could be made; details: idempotency_key.
+        AppendOutcomeUnknown: the final outcome is unknown.
+        NotEnoughReplicas: it is durable there, but others didn't confirm by the deadline that they have
+            it, or no later try was possible; details: idempotency_key.
         ServerUnreachable, Overloaded, …: nothing was appended.
-        MillstreamError: what the server says.
+        MillstreamError: the server's error.
     """
     give_up_s, nap_s = now() + check_deadline(deadline_s), _NAP_S
     unknown: AppendOutcomeUnknown | NotEnoughReplicas | None = None
@@ -268,16 +269,17 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
                 is_told_apart = False
                 continue
             if isinstance(error, RoutingError):
-                raise error  # nobody took it, or some did, who would have it once more with each try
+                raise error  # no sink took it, or some did, which would get it again with each try
             if isinstance(error, ReadOnly | Fenced):
-                # It stays so, and the caller is told where writes go; of a try before nobody here knows.
+                # It stays so, and the error names the leader; the outcome of an earlier try is unknown
+                # here.
                 raise (unknown or error)
             if isinstance(error, NotEnoughReplicas | AppendOutcomeUnknown) or got.status in _UNTOLD:
                 unknown, wait_s = _doubt(error, unknown, call, url), _wait_of(got, nap_s)
             elif got.status in _BUSY:
                 wait_s = _wait_of(got, nap_s)
             elif unknown is not None and isinstance(error, AccessError | SessionsNeedOneWriter):
-                raise unknown from error  # of this try it is said before anybody looks what became of the one before
+                raise unknown from error  # it precedes any look-up of the earlier try
             else:
                 raise error
         if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):
@@ -287,7 +289,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
 
 
 def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None) -> Call:
-    """A query as a request."""
+    """Return a query as a request."""
     asks = {"sql": sql}
     if as_of is not None:
         asks["as_of"] = as_of.isoformat() if isinstance(as_of, datetime) else str(as_of)
@@ -296,13 +298,13 @@ def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None
 
 
 def merged_call(stream: str, table: str, at: datetime | None) -> Call:
-    """The question what all regions say of a table."""
+    """Return the request for a table merged from all regions."""
     params = {"table": table} | ({} if at is None else {"at": at.isoformat()})
     return Call("GET", of_stream(stream, "merged"), params, {"Accept": PIECES_TYPE}, in_pieces=True)
 
 
 def only_stream(names: list[str]) -> str:
-    """The one that there is.
+    """Return the only stream.
 
     Raises:
         UnknownStream: there is none, or there are several.
@@ -316,7 +318,7 @@ def only_stream(names: list[str]) -> str:
 
 
 def json_of(answer: Answer, url: str) -> dict[str, Any]:
-    """The object in an answer; `AnswerUnreadable` where there is none."""
+    """Return the object in an answer; `AnswerUnreadable` if there is none."""
     try:
         found = json.loads(answer.body)
     except ValueError as error:
@@ -327,7 +329,7 @@ def json_of(answer: Answer, url: str) -> dict[str, Any]:
 
 
 def problem_of(answer: Answer, url: str) -> MillstreamError:
-    """The error that an answer tells of."""
+    """Return the error in an answer."""
     said = answer.headers.get("content-type", "").partition(";")[0].strip()
     if said == _PROBLEM_TYPE:
         facts = json_of(answer, url)
@@ -342,13 +344,13 @@ def problem_of(answer: Answer, url: str) -> MillstreamError:
                 }
             )
         if isinstance(facts.get("detail"), str):
-            # It says no more than its status does: a path that an older server hasn't, or a bug of its.
+            # It tells no more than its status: a path that an older server lacks, or a bug of the server.
             return RemoteError(f"{url} answered {answer.status}: {facts['detail']}", url=url, status=answer.status)
     return _no_answer(answer, url)
 
 
 def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Table:
-    """The pieces of a query's answer, put together."""
+    """Return the pieces of a query's answer as one table."""
     found = list(pieces)
     if not found:
         raise AnswerUnreadable(f"{url} answered without columns", url=url)
@@ -386,7 +388,7 @@ def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:
 def _doubt(
     error: MillstreamError, before: AppendOutcomeUnknown | NotEnoughReplicas | None, call: Call, url: str
 ) -> AppendOutcomeUnknown | NotEnoughReplicas:
-    """What is known after a try that may have done it: that it is durable there, once that was said, whatever is said of later tries."""
+    """Return the knowledge after an uncertain try: once reported durable, it stays so, whatever later tries report."""
     if not isinstance(error, NotEnoughReplicas):
         return before if isinstance(before, NotEnoughReplicas) else _unknown(error.message, call, url)
     if "Idempotency-Key" in call.headers:
@@ -402,6 +404,6 @@ def _no_answer(answer: Answer, url: str) -> AnswerUnreadable:
 
 
 def _wait_of(answer: Answer, otherwise_s: float) -> float:
-    """What `Retry-After` says, in seconds; a date there is no help."""
+    """Return the seconds of `Retry-After`; a date there is ignored."""
     said = answer.headers.get("retry-after", "")
     return max(float(said), otherwise_s) if said.isascii() and said.isdecimal() else otherwise_s

@@ -1,1 +1,1 @@
-"""Application writes: rows as callers have them become columns of the log's types, under schemas that grow as is allowed."""
+"""Application writes: callers' rows become columns of the log's types, under schemas that grow within the rules."""

@@ -1,4 +1,4 @@
-"""Appends rows of applications to a stream: tables and columns are made as they are needed, and each call is one operation."""
+"""Appends applications' rows to a stream: tables and columns are made as needed, and each call is one operation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from millstream.ports import ApplicationLog
 
 _SMALL_BYTES: Final = 64 << 10
-"""Rows up to here are made operations on the caller's event loop: handing them to another thread takes longer."""
+"""Size in bytes up to which rows are prepared on the caller's event loop: handing them to another thread takes longer.
+"""
 _SMALL_ROWS: Final = 10_000
 
 
@@ -38,11 +39,11 @@ class Appender:
     """Takes applications' rows into one stream.
 
     Args:
-        catalog: knows the tables.
+        catalog: has the tables.
         stream: the stream.
-        log: its writer, or this process's one of several; with sinks beside it, perhaps.
-        writer: that one's number.
-        rules: what is configured for tables, and where their rows go.
+        log: its writer, or this process's one of several; possibly with sinks.
+        writer: that writer's number.
+        rules: the configured rules of tables, and of the placement of their rows.
 
     Concurrency: any number of threads and event loops.
     """
@@ -62,7 +63,7 @@ class Appender:
         self._writer = writer
         self._rules = rules
         self._schemas: dict[tuple[str, str], TableSchema] = {}
-        """The newest that this process has seen."""
+        """The newest schema of each table that this process has seen."""
 
     def append(
         self,
@@ -74,20 +75,23 @@ class Appender:
         keep_valid_rows: bool = False,
         acks: AckLevel | None = None,
     ) -> Appended:
-        """Append one operation: rows of one table, each created anew. Returns once it is durable.
+        """Append one operation: rows of one table, each a create. Returns once it is durable.
 
         Args:
-            table: `schema.table`, quoted where it must be; without a schema it is of `public`.
-            rows: as `table_of` gives them.
-            deadline_s: how long to wait for room in the writer's queue, and then for the level that is asked for.
-            write_id: what tells a retry for the same write.
-            keep_valid_rows: whether rows that have no place in the table are left out; else they refuse all of them.
-            acks: where they have to be before they are acknowledged; None: where the stream says.
+            table: `schema.table`, quoted where necessary; the default schema is `public`.
+            rows: as `table_of` returns them.
+            deadline_s: how long to wait for room in the writer's queue, and then for the requested level.
+            write_id: identifies a retry of the same write.
+            keep_valid_rows: whether rows that don't fit the table are left out; otherwise one of them
+                refuses all.
+            acks: the acknowledgement level; None: the stream's.
 
         Raises:
             UsageError: the text is no table's name.
-            InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing was appended.
-            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, NotEnoughReplicas, AckLevelUnavailable: as `ports.LogAppender`.
+            InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing
+                was appended.
+            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, NotEnoughReplicas,
+            AckLevelUnavailable: as `ports.LogAppender`.
         """
         (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows, acks), deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
@@ -98,11 +102,12 @@ class Appender:
         """Append each of the batch's requests as an operation of its own, all of them in one commit group.
 
         Returns:
-            What became of each request. One that is refused leaves the others alone.
+            The outcome of each request. A refused request doesn't affect the others.
 
         Raises:
-            UsageError, InvalidValue: the batch itself isn't one.
-            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch: as `append`, of all of it.
+            UsageError, InvalidValue: the batch itself is invalid.
+            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch: as `append`, for the
+                whole batch.
         """
         prepared = self.prepare(batch)
         if prepared.ops is None:
@@ -112,7 +117,7 @@ class Appender:
     async def append_batch_async(
         self, batch: AppendBatch, *, deadline_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """As `append_batch`, for a task: what has to wait for the catalog does so elsewhere."""
+        """Append as `append_batch`, for a task: waits for the catalog run on other threads."""
         if batch.rows.nbytes <= _SMALL_BYTES and self.is_small(batch):
             prepared = self.prepare(batch)
         else:
@@ -122,7 +127,7 @@ class Appender:
     async def append_prepared(
         self, prepared: PreparedBatch, *, deadline_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """Append what `prepare` has made, as `append_batch` does, for a task."""
+        """Append the result of `prepare`, as `append_batch` does, for a task."""
         if prepared.ops is None:
             return prepared.outcomes(None)
         return self._outcomes(
@@ -130,16 +135,16 @@ class Appender:
         )
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
-        """What the durable log has of a session, once that is held as the stream's level says.
+        """Return the durable log's facts of a session, once they are acknowledged at the stream's level.
 
         Raises:
-            NotEnoughReplicas: it wasn't until the deadline.
+            NotEnoughReplicas: they weren't by the deadline.
             SessionsNeedOneWriter: the stream has several writers.
         """
         return self._log.session(name, deadline_s=deadline_s)
 
     def is_small(self, batch: AppendBatch) -> bool:
-        """Whether `prepare` takes a moment only: few rows, and nothing of the catalog."""
+        """Return whether `prepare` takes only a moment: few rows, and no catalog access."""
         name = parse_qualified_name(batch.table)
         known = self._schemas.get(name)
         if known is None or batch.rows.num_rows > _SMALL_ROWS:
@@ -150,7 +155,10 @@ class Appender:
             return False
 
     def prepare(self, batch: AppendBatch) -> PreparedBatch:
-        """A batch's operations; tables and columns that are new are durable in the catalog when it returns. Raises as `append_batch`."""
+        """Return a batch's operations; new tables and columns are durable in the catalog then.
+
+        Raises as `append_batch`.
+        """
         check_batch(batch)
         name = parse_qualified_name(batch.table)
         errors: dict[int, MillstreamError] = {}
@@ -168,7 +176,7 @@ class Appender:
             if left is None:
                 return PreparedBatch(None, requests, (), (), errors)
             batch = left
-            # Each of them fits by itself; what is too large together is for whoever made the batch.
+            # Each fits alone; a batch that is too large as a whole is its maker's responsibility.
             known, arrays = self._fit(name, batch.rows)
         while True:
             placed, refused = self._placed(known, _rows_of(known, arrays, batch.counts), batch.counts)
@@ -193,13 +201,13 @@ class Appender:
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
     ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
-        """Where operations' rows go; or which of them have no place, by number."""
+        """Return the placement of operations' rows, or the numbers of those without a place."""
         try:
             return self._rules.place(schema, rows), {}
         except RoutingError as error:
             if len(counts) == 1:
                 return (), {0: error}
-        # One of them, or what they are together: each by itself shows it.
+        # Either one of them fails or their sum does: trying each alone shows which.
         placed: list[TableRows] = []
         refused: dict[int, MillstreamError] = {}
         start = 0
@@ -214,18 +222,18 @@ class Appender:
     def _valid(
         self, name: tuple[str, str], batch: AppendBatch, errors: dict[int, MillstreamError]
     ) -> tuple[AppendBatch | None, Sequence[int], dict[int, tuple[RejectedRow, ...]]]:
-        """A batch without the rows that have no place in the table, as `without_clashes` gives it."""
+        """Return a batch without the rows that don't fit the table, as `without_clashes` does."""
         rules = self._rules.rules_of(*name)
         known = self._schemas.get(name)
         try:
             if known is None or not {*batch.rows.column_names} <= {column.name for column in known.columns}:
-                # What it lacks, another process may have given it meanwhile.
+                # Another process may have added the missing parts since.
                 known = self._catalog.application_schema(self._stream, *name) or TableSchema(
                     TableId(0), SchemaVersion(0), SourceId(0), *name, ()
                 )
             part = valid_part(known, batch.rows, rules)
         except (InvalidValue, UnknownTable, IngestError, RoutingError):
-            return batch, range(len(batch.counts)), {}  # no single row's fault: each request hears of its own
+            return batch, range(len(batch.counts)), {}  # no single row's fault: each request gets its own error
         return without_clashes(batch, part, errors)
 
     def _fitting_part(
@@ -236,7 +244,7 @@ class Appender:
         why: MillstreamError,
         errors: dict[int, MillstreamError],
     ) -> tuple[AppendBatch | None, Sequence[int]]:
-        """Of a batch those requests that fit, and their places, of which `places` are the batch's; why the others don't goes to `errors`."""
+        """Return a batch's fitting requests and their places, out of `places`; other errors go to `errors`."""
         own: dict[int, MillstreamError] = {}
         try:
             if batch.keep_valid_rows:
@@ -258,7 +266,10 @@ class Appender:
         why: MillstreamError,
         errors: dict[int, MillstreamError],
     ) -> list[int]:
-        """Of requests of which some don't fit, as `why` says, the places of those that do; why the others don't goes to `errors`."""
+        """Return the places of the fitting requests, if `why` reports that some don't fit.
+
+        The others' errors go to `errors`.
+        """
         if len(places) == 1:
             errors[places.start] = why
             return []
@@ -274,7 +285,7 @@ class Appender:
         return fitting
 
     def _fit(self, name: tuple[str, str], rows: pa.Table) -> tuple[TableSchema, list[pa.Array]]:
-        """The table's schema, grown by the rows' columns, and the rows' columns as it has them."""
+        """Return the table's schema, extended by the rows' columns, and the rows' columns in its types."""
         namespace, table = name
         rules = self._rules.rules_of(namespace, table)
         shard = self._rules.home_shard(f"{namespace}.{table}")
@@ -283,7 +294,7 @@ class Appender:
 
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, rows.schema, rules)
-                arrays = fitted(wanted, rows)  # what doesn't fit, or has nowhere to go, makes no table and no column
+                arrays = fitted(wanted, rows)  # rows that don't fit, or can't be placed, create no table and no column
                 self._rules.check_place(wanted, _rows_of(wanted, arrays, [rows.num_rows]))
                 return wanted
 
@@ -300,25 +311,26 @@ class Appender:
     def _token(self, last: Seq, shown: Seq) -> StreamToken:
         if shown >= last:
             return StreamToken.scalar(self._stream, last)
-        # Other writers are behind: a vector token can be read at once, and so can its minimum by a linear reader.
+        # Other writers are behind: a vector token can be read at once, and its minimum by a linear
+        # reader.
         return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
 
 
 def _part_of(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
-    """Some of a batch's requests, with the columns that they say something in."""
+    """Return some of a batch's requests, with the columns in which they have values."""
     counts = [batch.counts[place] for place in places]
     ids = [batch.write_ids[place] for place in places]
     return replace(batch, rows=said(rows_of(batch, places)), counts=counts, write_ids=ids)
 
 
 def _rows_of(schema: TableSchema, arrays: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:
-    """Rows of a table in `append_row_schema`, so many of each operation."""
+    """Return a table's rows in `append_row_schema`, given the number of rows of each operation."""
     operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
     return pa.RecordBatch.from_arrays([operations, *_prefix(counts), *arrays], schema=append_row_schema(schema))
 
 
 def _prefix(counts: Sequence[int]) -> list[pa.Array]:
-    """The columns of `append_row_schema` between `__operation` and a table's own."""
+    """Return the columns of `append_row_schema` between `__operation` and a table's own."""
     sizes = np.array(counts, dtype=np.int64)
     total = int(sizes.sum())
     facts = {

@@ -1,7 +1,8 @@
-"""Rows as an Arrow IPC stream has them, from people whom nobody knows.
+"""Rows from an Arrow IPC stream, sent by untrusted clients.
 
-What a stream's few bytes may stand for is unbounded: buffers are compressed a thousandfold, columns of nulls have no bytes, a dictionary's text is
-meant once a row. So the messages' own heads are read before anything is made of them, and what would be unfolded is measured first.
+The data that a stream's few bytes expand to is unbounded: buffers are compressed a thousandfold, columns
+of nulls have no bytes, a dictionary's text may repeat in every row. So the messages' headers are read
+before anything is decoded, and the expanded size is computed first.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ _NOT_A_STREAM: Final = (pa.ArrowException, OSError, EOFError, ValueError, struct
 _RECORD_BATCH: Final = 3
 _DICTIONARY_BATCH: Final = 2
 _VALUES_MAX: Final = 64 << 20
-"""Over all columns and what is nested in them."""
+"""Limit over all columns and their nested values."""
 _NUMBER_BYTES: Final = 4
-"""A row's place in the stream, of which most are told by the one before. Columns of nulls have no other bytes."""
+"""Size of a row's place in the stream, mostly implied by the one before. Columns of nulls have no other bytes."""
 _NESTED_VALUES_MAX: Final = 8 << 20
-"""They become text, by way of Python's values."""
+"""Limit of nested values: they become text through Python's objects."""
 _NESTED_BYTES_MAX: Final = 32 << 20
-"""Size of one row's value while it is Python's; a column's rows are so a piece at a time."""
+"""Size in bytes of one row's value as Python's objects; a column's rows are converted piece by piece."""
 _BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
-"""Of all messages' buffers, inflated: those of rows within bounds are padded, and strings have offsets."""
+"""Size in bytes of all messages' buffers, decompressed: buffers of rows within bounds are padded, and
+strings have offsets."""
 
 
 def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
-    """The rows of an Arrow IPC stream (`application/vnd.apache.arrow.stream`), in the log's types.
+    """Return the rows of an Arrow IPC stream (`application/vnd.apache.arrow.stream`), in the log's types.
 
     Raises:
         InvalidBody: it isn't one, or it is cut off.
-        RowsTooLarge: more rows than `rows_max`, or more bytes, columns or nested values than are taken, inflated.
-        InvalidValue: a column can't be taken; details: column.
+        RowsTooLarge: more rows than `rows_max`, or more decompressed bytes, columns or nested values than
+            allowed.
+        InvalidValue: a column has an unsupported type or value; details: column.
     """
     if body[:6] == b"ARROW1":
         raise InvalidBody(
@@ -63,11 +66,13 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
 
 
 def check_batch(rows: pa.RecordBatch) -> None:
-    """See that a batch that was decoded without a look is what it says, before anything is asked of it: offsets beyond its buffers end the process.
+    """Check that a batch decoded without validation is consistent, before it is used.
+
+    Offsets beyond its buffers would crash the process.
 
     Raises:
-        InvalidBody: it isn't.
-        RowsTooLarge: it has more columns than are taken.
+        InvalidBody: it is inconsistent.
+        RowsTooLarge: it has too many columns.
     """
     try:
         rows.validate(full=True)
@@ -78,10 +83,10 @@ def check_batch(rows: pa.RecordBatch) -> None:
 
 
 def written_bytes(rows: pa.RecordBatch) -> int:
-    """About what rows take while they are appended: their own bytes, those of values that they mean many times, and a number for each.
+    """Estimate the bytes that rows take in an append: their own, their repeated values, and a number for each.
 
     Raises:
-        RowsTooLarge, InvalidValue: as `rows_of_arrow`, of a column that can't be taken.
+        RowsTooLarge, InvalidValue: as `rows_of_arrow`, for an unsupported column.
     """
     columns = zip(rows.schema, rows.columns, strict=True)
     meant = sum(_check_unfolded(field, pa.chunked_array([column])) for field, column in columns)
@@ -89,7 +94,7 @@ def written_bytes(rows: pa.RecordBatch) -> int:
 
 
 def _check_messages(body: bytes, rows_max: int) -> None:
-    """Add up what the messages' heads say, before any is decoded."""
+    """Add up the sizes in the messages' headers, before any message is decoded."""
     rows = values = size = 0
     reader = ipc.MessageReader.open_stream(pa.py_buffer(body))
     while True:
@@ -114,9 +119,9 @@ def _check_messages(body: bytes, rows_max: int) -> None:
 
 
 class _BatchHead:
-    """The head of a RecordBatch or DictionaryBatch message, in flatbuffers as Arrow's Message.fbs lays it out.
+    """The header of a RecordBatch or DictionaryBatch message, in flatbuffers as Arrow's Message.fbs lays it out.
 
-    `struct.error`, `ValueError` or `IndexError` where it isn't one.
+    Raises `struct.error`, `ValueError` or `IndexError` if it isn't one.
     """
 
     def __init__(self, metadata: bytes, body: pa.Buffer) -> None:
@@ -143,14 +148,14 @@ class _BatchHead:
             raise ValueError("a batch of fewer rows than none")
 
     def lengths(self) -> Iterator[int]:
-        """How many values each array has, those in others included."""
+        """Yield the number of values of each array, including nested ones."""
         for place in self._structs(1):
             if (length := self._long(place)) < 0:
                 raise ValueError("an array of fewer values than none")
             yield length
 
     def size_bytes(self) -> int:
-        """Of all buffers, inflated."""
+        """Return the size of all buffers, decompressed."""
         is_compressed = self._field(self._batch, 3) is not None
         size = 0
         for place in self._structs(2):
@@ -160,11 +165,11 @@ class _BatchHead:
             inflated = length
             if is_compressed:
                 (inflated,) = struct.unpack_from("<q", self._body, offset)
-            size += length if inflated < 0 else inflated  # -1: this one is as it is
+            size += length if inflated < 0 else inflated  # -1: this buffer is uncompressed
         return size
 
     def _structs(self, field: int) -> Iterator[int]:
-        """Places of a vector's structs of two longs."""
+        """Yield the places of a vector's structs of two longs."""
         found = self._field(self._batch, field)
         if found is None:
             return
@@ -176,7 +181,7 @@ class _BatchHead:
             yield start + 4 + place * 16
 
     def _field(self, table: int, number: int) -> int | None:
-        """Where a table's field lies; None where it has its default."""
+        """Return the place of a table's field; None if it has its default."""
         (back,) = struct.unpack_from("<i", self._data, table)
         vtable = table - back
         if vtable < 0:
@@ -198,7 +203,7 @@ class _BatchHead:
 
 
 def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> int:
-    """Refuse a column that would be larger than any append, written out; else the bytes of what it means many times."""
+    """Refuse a column that is larger than any append once expanded; return the bytes of its repeated values."""
     while isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
     kind = column.type
@@ -224,7 +229,7 @@ def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> int:
 
 
 def _unfolded_bytes(array: pa.Array) -> int:
-    """Bytes of a column that means values many times, written out; 0 of others."""
+    """Return the expanded size of a column that repeats values; 0 for others."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         sizes = _sizes(array.dictionary)
@@ -237,10 +242,10 @@ def _unfolded_bytes(array: pa.Array) -> int:
 
 
 def _sizes(values: pa.Array) -> Sizes:
-    """Each value's bytes."""
+    """Return each value's bytes."""
     kind = values.type
     if is_view(kind):
-        # A view begins with its length, also where the text stands in it.
+        # A view begins with its length, also if it contains the text.
         views = np.frombuffer(values.buffers()[1], dtype="<i4")[::4][values.offset : values.offset + len(values)]
         sizes: Sizes = views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
         return sizes

@@ -1,4 +1,4 @@
-"""Operations out of a write buffer, as a stream of ours takes them: tables by their names, in our catalog's numbers, on our shards."""
+"""Operations from a write buffer, converted for this stream: its catalog's table numbers, its shards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _PREFIX: Final = len(LOG_ROW_PREFIX)
 
 
 class OperationTaker:
-    """Makes operations of others' operations of a stream of ours.
+    """Converts other writers' operations into operations of this stream.
 
     Args:
-        catalog: knows our tables.
-        stream: ours.
-        rules: what is configured for tables, and where their rows go; a table without a key has that of the rows.
+        catalog: has this home's tables.
+        stream: this home's stream.
+        rules: the configured rules of tables, and of the placement of their rows; a table without a
+            configured key gets the rows' key.
 
     Concurrency: any number of threads.
     """
@@ -38,14 +39,15 @@ class OperationTaker:
         self._stream = stream
         self._rules = rules
         self._schemas: dict[tuple[str, str], TableSchema] = {}
-        """The newest that this process has seen."""
+        """The newest schema of each table that this process has seen."""
 
     def taken(self, table: TableRows) -> tuple[TableRows, ...]:
-        """Rows of a table, as ours; what is new of it is durable in the catalog when this returns.
+        """Convert a table's rows; its new parts are durable in the catalog when this returns.
 
         Raises:
-            InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: the table can't take them.
-            RoutingError: they have nowhere to go.
+            InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: the table
+                can't take them.
+            RoutingError: they can't be placed.
         """
         namespace, name = table.schema.namespace, table.schema.name
         rules = self._rules.rules_of(namespace, name)
@@ -63,7 +65,7 @@ class OperationTaker:
 
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, own.schema, rules)
-                # What doesn't fit, or has nowhere to go, makes no table and no column.
+                # Rows that don't fit, or can't be placed, create no table and no column.
                 self._rules.check_place(wanted, ours(wanted))
                 return wanted
 
@@ -80,5 +82,5 @@ class OperationTaker:
 def in_order(
     op: WriteOps, tables: tuple[TableRows, ...], *, reached: Mapping[SourceId, Lsn], behind: Mapping[SourceId, Lsn]
 ) -> WriteOps:
-    """An operation with the rows that are ours, that tells the log where in the buffer it was, and what must be there before."""
+    """Return the operation with the converted rows, its place in the buffer, and the place that must precede it."""
     return WriteOps(op.operations, tables, reached, behind)

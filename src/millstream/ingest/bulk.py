@@ -1,6 +1,9 @@
-"""What bulk transfers over Arrow Flight ask for, and a stream of batches cut into appends. Pure: `serving` has the server.
+"""Requests of bulk transfers over Arrow Flight, and the split of a stream of batches into appends.
 
-A descriptor is a path `[stream, table]`, or a command: a JSON object with what `PutRequest` or `GetRequest` has. A ticket is the latter.
+Pure: `serving` has the server.
+
+A descriptor is a path `[stream, table]`, or a command: a JSON object with the fields of `PutRequest` or
+`GetRequest`. A ticket is a `GetRequest`.
 """
 
 from __future__ import annotations
@@ -20,41 +23,42 @@ from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
 
 PIECE_BYTES: Final = 16 << 20
-"""Rows of one operation, about: larger batches become several. What is made of them on their way takes a few times as much."""
+"""Approximate size in bytes of one operation's rows: larger batches become several. Processing takes a few
+times as much memory."""
 DEADLINE_S: Final = 30.0
 _PIECE_ROWS: Final = 4 << 20
-"""Of rows that take hardly a byte each."""
+"""Limit of an operation's rows that take hardly a byte each."""
 DEADLINE_S_MAX: Final = 600.0
 _COMMAND_BYTES_MAX: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class PutRequest:
-    """What a `DoPut` says of its batches."""
+    """The parameters of a `DoPut`."""
 
     stream: str
     table: str
     session: str | None = None
-    """A session of the caller's making; each operation is a number in it."""
+    """A session that the caller has made; each operation is a number in it."""
     number: int | None = None
-    """The first one's."""
+    """Number of the first operation."""
     idempotency_key: str | None = None
-    """In place of a session: the operations' keys begin with it."""
+    """Instead of a session: the prefix of the operations' keys."""
     keep_valid_rows: bool = False
-    """Whether rows that have no place in the table are left out and named; else they refuse their batch."""
+    """Whether rows that don't fit the table are left out and named; otherwise they refuse their batch."""
     deadline_s: float = DEADLINE_S
     """How long an operation waits for room in the log's queue, and then for its level."""
     acks: str | None = None
-    """Where an operation has to be before it is told of; None: where the stream says, which is the least."""
+    """Acknowledgement level of an operation; None: the stream's, which is the minimum."""
 
     @property
     def level(self) -> AckLevel | None:
-        """What `acks` names."""
+        """Return the level that `acks` names."""
         return None if self.acks is None else AckLevel.parse(self.acks)
 
     @classmethod
     def parse(cls, path: Sequence[bytes] | None, command: bytes | None) -> Self:
-        """What a descriptor says. `UsageError` where it says something else."""
+        """Parse a descriptor. `UsageError` if it is something else."""
         found = cls(**_facts(cls, path, command))
         _check(isinstance(found.session, str | None), "session must be text")
         _check(_is_number(found.number) or found.number is None, "number must be a whole number")
@@ -71,20 +75,20 @@ class PutRequest:
 
 @dataclass(frozen=True, slots=True)
 class GetRequest:
-    """What a `DoGet` reads: one table's records in `(after, upto]`."""
+    """The parameters of a `DoGet`: one table's records in `(after, upto]`."""
 
     stream: str
     table: str
     after: str | None = None
-    """A token that was given out; None: from the first record that is still there."""
+    """A token that was returned before; None: from the first record that is still there."""
     upto: str | None = None
     """None: everything that is durable at the call."""
     version: int | None = None
-    """The table's schema version in whose columns the records come; None: the newest."""
+    """The table's schema version whose columns the records have; None: the newest."""
 
     @classmethod
     def parse(cls, path: Sequence[bytes] | None, command: bytes | None) -> Self:
-        """What a descriptor or a ticket says. `UsageError` where it says something else."""
+        """Parse a descriptor or a ticket. `UsageError` if it is something else."""
         found = cls(**_facts(cls, path, command))
         for name in ("after", "upto"):
             _check(isinstance(getattr(found, name), str | None), f"{name} must be a token's text")
@@ -92,13 +96,13 @@ class GetRequest:
         return found
 
     def ticket(self) -> bytes:
-        """As `parse` takes it."""
+        """Return the ticket that `parse` accepts."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One operation of a bulk append: a batch, or a part of one that is large."""
+    """One operation of a bulk append: a batch, or a part of a large one."""
 
     rows: pa.RecordBatch
     batch: int
@@ -107,10 +111,10 @@ class Piece:
     """The first row's place in its batch."""
     write_id: WriteId | None
     size_bytes: int = 0
-    """What it counts for."""
+    """Size in bytes that it counts for."""
 
     def told(self, outcome: Appended) -> dict[str, object]:
-        """What its sender is told."""
+        """Return the message for the sender."""
         number = None if self.write_id is None else self.write_id.number
         facts = {"batch": self.batch, "row": self.row, **({} if number is None else {"number": number})}
         return {**facts, **outcome.as_dict()}
@@ -119,7 +123,8 @@ class Piece:
 class Cutter:
     """Makes operations of the batches of one transfer, in their order.
 
-    A batch is cut by its size alone, so that one that is sent again is cut as it was, and each operation is known for the same.
+    A batch is cut by its size alone. So a repeated batch is cut the same way, and each operation is
+    recognized.
     """
 
     def __init__(self, asked: PutRequest, piece_bytes: int = PIECE_BYTES) -> None:
@@ -129,20 +134,20 @@ class Cutter:
         self._batches = 0
 
     def pieces(self, rows: pa.RecordBatch, metadata: bytes | None = None) -> Iterator[Piece]:
-        """The operations of the next batch; none of one without rows.
+        """Yield the operations of the next batch; none if it has no rows.
 
         Args:
-            rows: the batch, that `check_batch` has seen.
-            metadata: what was sent beside it: JSON with `number` or `idempotency_key`, the batch's own, or nothing.
+            rows: the batch, checked by `check_batch`.
+            metadata: sent with the batch: JSON with its own `number` or `idempotency_key`, or nothing.
 
         Raises:
-            UsageError: the metadata says something else.
-            RowsTooLarge, InvalidValue: a column can't be taken, or a key is empty or too long.
+            UsageError: the metadata is something else.
+            RowsTooLarge, InvalidValue: a column is unsupported, or a key is empty or too long.
         """
         batch, self._batches = self._batches, self._batches + 1
         key = None
         if self._asked.idempotency_key is not None:
-            # With its suffix an empty one would look like a key, and be the same for all callers.
+            # With its suffix an empty key would look like a valid one, and be the same for all callers.
             check_write_id(WriteId(key=self._asked.idempotency_key))
             key = f"{self._asked.idempotency_key}/{batch}"
         if metadata:

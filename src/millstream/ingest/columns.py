@@ -1,7 +1,8 @@
-"""Rows as applications have them, as columns in the log's types: from dicts, and from all that speaks Arrow.
+"""Applications' rows as columns in the log's types: from dicts, and from everything that supports Arrow's C interface.
 
-Nothing is guessed that could change a value: values of several kinds in one column are refused, and what has no type of its own in the
-log (a time of day, a nested value) is text, as JSON where it is nested.
+No conversion that could change a value is guessed: values of several kinds in one column are refused. A
+value without its own type in the log (a time of day, a nested value) becomes text, as JSON if it is
+nested.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
 from millstream.model.records import RESERVED_COLUMNS
 
 COLUMNS_MAX: Final = 1600
-"""As many as a PostgreSQL table may have."""
+"""Limit of columns, as in a PostgreSQL table."""
 NESTING_MAX: Final = 100
-"""Of lists and objects in a value."""
+"""Limit of nesting of lists and objects in a value."""
 ROWS_BYTES_MAX: Final = 64 << 20
-"""Of one call: it is in memory whole, here and where it is written."""
+"""Size in bytes of one call's rows: it is in memory whole, here and in the writer."""
 _DECIMAL_SCALE: Final = 9
-"""Digits behind the point of a column that begins with Python's decimals, which don't say how many they may have."""
+"""Digits after the point in a column that begins with Python's decimals, which don't declare a scale."""
 _NUMBERS: Final = frozenset({int, float})
 _KINDS: Final = (bool, int, float, str, bytes, dt.datetime, dt.date, dt.time, Decimal, UUID, list, tuple, dict)
-"""Of Python's values; before each stands what is one of it, too."""
+"""Python types of values; a subtype precedes its base."""
 _JSON_KINDS: Final = frozenset({list, tuple, dict})
 _TEXTS: Final = frozenset({dt.time, UUID})
-"""What has no type in the log, and one spelling."""
+"""Types without a type in the log, and with one spelling."""
 
 
 class ArrowStream(Protocol):
-    """What hands over Arrow data: tables and batches of pyarrow, frames of polars and pandas, results of DuckDB."""
+    """Provider of Arrow data: tables and batches of pyarrow, frames of polars and pandas, results of DuckDB."""
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        """A capsule with an ArrowArrayStream."""
+        """Return a capsule with an ArrowArrayStream."""
 
 
 class ArrowArray(Protocol):
-    """One record batch, likewise."""
+    """Provider of one record batch."""
 
     def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
-        """Capsules with an ArrowSchema and an ArrowArray."""
+        """Return capsules with an ArrowSchema and an ArrowArray."""
 
 
 Rows: TypeAlias = Mapping[str, Any] | Iterable[Mapping[str, Any]] | ArrowStream | ArrowArray
@@ -58,15 +59,18 @@ Rows: TypeAlias = Mapping[str, Any] | Iterable[Mapping[str, Any]] | ArrowStream 
 
 
 def table_of(rows: Rows) -> pa.Table:
-    """Rows as columns in the log's types; a column of nothing but nulls has Arrow's null type.
+    """Return rows as columns in the log's types; a column that has only nulls has Arrow's null type.
 
     Args:
-        rows: a dict or an iterable of them, where a column that a row lacks is null; a pyarrow table or batch; a frame of pandas (of whose
-            index the named levels are columns, and NaN is null) or polars; anything else with `__arrow_c_stream__`.
+        rows: a dict or an iterable of them, with null for a column that a row lacks; a pyarrow table or
+            batch; a frame of polars; a frame of pandas (named index levels become columns, and NaN is
+            null); anything else with `__arrow_c_stream__`.
 
     Raises:
-        InvalidValue: a value has no place in the log, or a column has values of several kinds; details: column.
-        RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, also those that are written as text, or have more columns than `COLUMNS_MAX`, or a name is too long.
+        InvalidValue: a value has no type in the log, or a column has values of several kinds; details:
+            column.
+        RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, also as text, or have more columns than
+            `COLUMNS_MAX`, or a name is too long.
     """
     table = _arrow(rows)
     check_names(table.column_names)
@@ -78,7 +82,7 @@ def table_of(rows: Rows) -> pa.Table:
 
 
 def _arrow(rows: Rows) -> pa.Table:
-    """The rows as Arrow has them; what others' conversions would change is done here."""
+    """Return the rows as Arrow data; the conversions that other libraries would do with loss are done here."""
     if isinstance(rows, Mapping):
         return _of_dicts([rows])
     try:
@@ -95,7 +99,7 @@ def _arrow(rows: Rows) -> pa.Table:
                 f"rows are dicts or a frame (Arrow, pandas, polars), not {type(rows).__name__}",
                 hint="Collect a lazy frame first.",
             )
-        # Of text too: what isn't UTF-8 could never be read again.
+        # Validate text too: invalid UTF-8 could never be read again.
         found.validate(full=True)
     except (*NOT_A_VALUE, AttributeError) as error:
         raise InvalidValue(
@@ -105,7 +109,10 @@ def _arrow(rows: Rows) -> pa.Table:
 
 
 def _of_frame(rows: ArrowStream) -> pa.Table:
-    """A frame's columns. Pandas keeps Python's objects where it has no type for them: they are taken as from dicts."""
+    """Return a frame's columns.
+
+    Pandas keeps Python's objects if it has no type for them: they are converted as from dicts.
+    """
     module = type(rows).__module__.partition(".")[0]
     frame: Any = rows
     if module == "polars" and any(str(kind) == "Object" for kind in frame.dtypes):
@@ -153,7 +160,7 @@ def _of_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def column_of(name: str, values: list[Any]) -> pa.Array:
-    """Python's values as a column; of one kind, or else they are refused with `InvalidValue`."""
+    """Return Python's values as a column; values of several kinds raise `InvalidValue`."""
     kinds = _check_one_kind(name, values)
     if kinds & _JSON_KINDS:
         check_depth(name, values)
@@ -178,7 +185,7 @@ def column_of(name: str, values: list[Any]) -> pa.Array:
 
 
 def _check_one_kind(name: str, values: Iterable[Any]) -> set[type]:
-    """The kind of the values; several only where nothing is lost between them."""
+    """Return the kind of the values; several kinds only if mixing them loses nothing."""
     kinds = {kind_of(value) for value in values if value is not None}
     if len(kinds) > 1 and not kinds <= _NUMBERS and not kinds <= _JSON_KINDS:
         raise no_value(name, f"it has values of several kinds: {', '.join(sorted(kind.__name__ for kind in kinds))}")
@@ -191,7 +198,7 @@ def _check_one_kind(name: str, values: Iterable[Any]) -> set[type]:
 
 
 def kind_of(value: object) -> type:
-    """What a value is: the first of the kinds that it is one of, so that a subclass counts as what it is made of."""
+    """Return a value's kind: the first kind that it is an instance of, so that a subclass counts as its base."""
     if isinstance(value, np.generic):
         value = value.item()
     return next((kind for kind in _KINDS if isinstance(value, kind)), type(value))
@@ -202,12 +209,12 @@ def _is_nested(value: object) -> bool:
 
 
 def _roomy(kind: pa.DataType) -> pa.DataType:
-    """A decimal for values that are yet to come, too."""
+    """Return a decimal type with room for later values, too."""
     return pa.decimal128(DECIMAL_DIGITS_MAX, max(_DECIMAL_SCALE, kind.scale))
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse columns' names that can't be, or too many of them: `InvalidValue`, `RowsTooLarge`."""
+    """Refuse invalid column names, or too many of them: `InvalidValue`, `RowsTooLarge`."""
     if len(names) > COLUMNS_MAX:
         raise too_large("its columns", len(names), COLUMNS_MAX)
     seen: dict[str, str] = {}
@@ -226,7 +233,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_name(name: str, what: Literal["table", "schema", "column"]) -> None:
-    """Refuse a name that can't be: `InvalidValue`, or `RowsTooLarge` if it is too long."""
+    """Refuse an invalid name: `InvalidValue`, or `RowsTooLarge` if it is too long."""
     fault = name_fault(name)
     if fault is None:
         return
@@ -239,13 +246,13 @@ def check_name(name: str, what: Literal["table", "schema", "column"]) -> None:
 
 
 def check_depth(name: str, values: Sequence[Any]) -> None:
-    """`InvalidValue` where lists and objects of a value lie in each other deeper than `NESTING_MAX`."""
+    """Raise `InvalidValue` if a value's lists and objects nest deeper than `NESTING_MAX`."""
     if not all(_is_within(value, NESTING_MAX) for value in values):
         raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
 
 
 def _is_within(value: object, depth: int) -> bool:
-    """Whether a value's lists and objects lie in each other no deeper than that."""
+    """Return whether a value's lists and objects nest no deeper than that."""
     level = [value] if isinstance(value, list | tuple | dict) else []
     while level:
         if not depth:
@@ -257,7 +264,7 @@ def _is_within(value: object, depth: int) -> bool:
 
 
 def too_large(what: str, size: int, size_max: int) -> RowsTooLarge:
-    """The error of what is over its bound."""
+    """Return the error for an exceeded limit."""
     return RowsTooLarge(
         f"an append is too large: {what} are {size}, of at most {size_max}",
         hint="Append it in several calls." if size_max >= ROWS_BYTES_MAX else "",

@@ -1,7 +1,9 @@
-"""Digests of requests: the same for the same rows of the same table, whichever others they came with, and whatever columns the table has got since.
+"""Digests of requests: equal for the same rows of the same table.
 
-A column that a request says nothing in has no part in it. Its purpose is to notice a session's number, or a key, that is used again for another
-write: no attacker has to be kept from making two writes with one digest.
+A digest doesn't depend on the other requests of the batch, or on columns that the table has got since. A
+column without values in a request isn't part of it. Its purpose is to notice a session's number, or a
+key, that is reused for another write: it doesn't protect against an attacker who makes two writes with
+one digest.
 """
 
 from __future__ import annotations
@@ -30,16 +32,17 @@ _Sums = npt.NDArray[np.uint64]
 def digests_of(
     table: str, names: Sequence[str], columns: Sequence[pa.Array], counts: Sequence[int], wanted: Sequence[bool]
 ) -> list[int]:
-    """A digest of each request's rows and of their table, from 0 to 2^63 - 1.
+    """Return a digest of each request's rows and of their table, from 0 to 2^63 - 1.
 
-    What Python does is done for all requests of a column together, but for one checksum each: that is most of what a session costs.
+    Python's part is done for all requests of a column together, except one checksum each: that is most of
+    a session's cost.
 
     Args:
         table: its name: the same rows for another table are another write.
         names: the columns'.
-        columns: the rows of all requests, one request behind the other, in the table's types.
+        columns: the rows of all requests, one request after the other, in the table's types.
         counts: each request's rows, at least one.
-        wanted: which requests have a digest made; 0 of the others.
+        wanted: which requests get a digest; 0 for the others.
     """
     ends = np.fromiter(compress(accumulate(counts), wanted), np.int64)
     sizes = np.fromiter(compress(counts, wanted), np.int64)
@@ -56,7 +59,7 @@ def digests_of(
     of_columns *= _MIX_64
     for sums, of_column in zip(of_columns, nulls, strict=True):
         if of_column is not None:
-            sums[of_column == sizes] = 0  # it says nothing there
+            sums[of_column == sizes] = 0  # the request has no value there
     digests += of_columns.sum(axis=0)
     digests &= _MASK_64
     found = iter(digests.tolist())
@@ -69,7 +72,7 @@ def _seed(name: str) -> int:
 
 
 class _Ranges:
-    """Where each request's items lie among all: `[firsts, ends)`."""
+    """The ranges of each request's items among all: `[firsts, ends)`."""
 
     __slots__ = ("_slices", "ends", "firsts", "some_have")
 
@@ -77,11 +80,11 @@ class _Ranges:
         self.firsts = firsts
         self.ends = ends
         self.some_have = some_have
-        """Which requests have items; None where all do."""
+        """Which requests have items; None if all do."""
         self._slices: dict[int, list[slice]] = {}
 
     def slices(self, width: int) -> list[slice]:
-        """The same in bytes, of items that have so many each."""
+        """Return the ranges in bytes, for items of that width each."""
         found = self._slices.get(width)
         if found is None:
             starts, ends = self.firsts * width, self.ends * width
@@ -89,23 +92,23 @@ class _Ranges:
         return found
 
     def mapped(self, starts: npt.NDArray[Any]) -> _Ranges:
-        """Of what lies in the items, by where each item's begins, and the last one's ends."""
+        """Return the ranges of nested items, given the start of each item's and the end of the last one's."""
         firsts, ends = starts[self.firsts], starts[self.ends]
         some_have = firsts < ends
         return _Ranges(firsts, ends, None if some_have.all() else some_have)
 
     def nulls_of(self, valid: npt.NDArray[np.uint8]) -> _Ints:
-        """How many items of each request are null."""
+        """Return the number of each request's null items."""
         before = np.concatenate(([0], np.cumsum(valid == 0)))
         found: _Ints = before[self.ends] - before[self.firsts]
         return found
 
 
 def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> _Ints | None:
-    """Put what a column's values are into the sums of requests: parts of it, each with a tag, since some may be passed over.
+    """Add a column's values to the sums of requests: in parts, each with a tag, since parts may be skipped.
 
     Returns:
-        How many values of each request are null; None where none is of any.
+        The number of each request's null values; None if no request has any.
     """
     size = len(column)
     if not size:
@@ -124,7 +127,7 @@ def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> _Ints | N
         return nulls
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         if valid is not None:
-            column = column.cast(pa.binary()).fill_null(b"")  # what lies under a null is anything
+            column = column.cast(pa.binary()).fill_null(b"")  # bytes under a null are arbitrary
         _, places, data = column.buffers()
         offsets = np.frombuffer(places, np.int32, size + 1, column.offset * 4)
         _add(sums, offsets[1:] - offsets[:-1], 4, rows, tag + 1)
@@ -145,7 +148,7 @@ def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> _Ints | N
 def _add(
     sums: _Sums, items: Any, width: int, rows: _Ranges, tag: int, where: npt.NDArray[np.bool_] | None = None
 ) -> None:
-    """Add one part: items of so many bytes each; to some requests only, and to none that has no items."""
+    """Add one part: items of that many bytes each; only to some requests, and to none without items."""
     data = bytes(items)
     checksum = google_crc32c.value
     found = np.array([checksum(data[one]) + tag for one in rows.slices(width)], np.uint64)
@@ -162,6 +165,6 @@ def _add(
 
 
 def _bits(data: pa.Buffer, column: pa.Array) -> npt.NDArray[np.uint8]:
-    """A bit of each of a column's items, as a byte."""
+    """Return a bit of each of a column's items, as a byte."""
     whole = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     return whole[column.offset : column.offset + len(column)]

@@ -1,10 +1,13 @@
-"""What the two sides of the writer's socket say to one another.
+"""The protocol of the writer's socket.
 
-A frame is the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer begins with `{"hello": …}`, which says its version. A
-request is the head of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`, `keep_valid_rows`, `acks`) and its rows; the answer
-`{"outcomes": […]}`, one a request in their order, each `{"appended": …}` or `{"error": …}`, or `{"error": …}` for all of them. `{"stream", "session"}` asks what
-the log has of a session; the answer is `{"session": …}`. A writer that ends says
-`{"closed": true}` on each connection: what it hasn't answered before that was never appended.
+A frame is the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer
+begins with `{"hello": …}`, which has its version.
+A request is the header of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`,
+`keep_valid_rows`, `acks`) and its rows. The answer is `{"outcomes": […]}`, one per request in their
+order, each `{"appended": …}` or `{"error": …}`; or `{"error": …}` for all of them.
+`{"stream", "session"}` asks for the log's facts of a session; the answer is `{"session": …}`. A writer
+that ends sends `{"closed": true}` on each connection: requests that it hasn't answered before were never
+appended.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 LENGTHS: Final = struct.Struct("<II")
-"""Of the JSON, and of what comes behind it."""
+"""Length of the JSON, and of the Arrow stream after it."""
 HEAD_BYTES_MAX: Final = 8 << 20
-"""Of a batch of as many requests as may be, with long ids."""
+"""Largest header: a batch with the most requests allowed, with long ids."""
 BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
-"""An Arrow stream of rows that are within bounds: buffers are padded, and strings have offsets."""
+"""Largest Arrow stream of rows within bounds: buffers are padded, and strings have offsets."""
 VERSION: Final = 3
 HELLO: Final = {"hello": VERSION}
 CLOSED: Final = {"closed": True}
@@ -45,17 +48,20 @@ ANSWER_PATIENCE_S: Final = 60.0
 
 
 SESSION_PATIENCE_S: Final = 10.0
-"""How long the answer to how far a session is waits for other machines, where the stream asks for them."""
+"""How long a request for a session's position waits for other machines, if the stream requires them."""
 
 
 def frame_of(facts: Mapping[str, Any]) -> bytes:
-    """A frame without rows."""
+    """Return a frame without rows."""
     encoded = json.dumps(facts).encode()
     return LENGTHS.pack(len(encoded), 0) + encoded
 
 
 def asking(stream: str, batch: AppendBatch, deadline_s: float) -> tuple[bytes, pa.Buffer]:
-    """A batch's frame: its beginning, and the Arrow stream behind it. `RowsTooLarge` where it would not be taken."""
+    """Return a batch's frame: its beginning, and the Arrow stream after it.
+
+    `RowsTooLarge` if the writer would refuse it.
+    """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.rows.schema) as out:
         out.write_table(batch.rows)
@@ -78,12 +84,12 @@ def asking(stream: str, batch: AppendBatch, deadline_s: float) -> tuple[bytes, p
 
 
 def asking_session(stream: str, name: str) -> bytes:
-    """The frame of a question for a session."""
+    """Return the frame that asks for a session."""
     return frame_of({"stream": stream, "session": name})
 
 
 def session_asked(head: bytes) -> tuple[str, str] | None:
-    """The stream and the name of a question for a session; None where it is another request."""
+    """Return the stream and the name of a session request; None if it is another request."""
     try:
         facts = json.loads(head)
         return (str(facts["stream"]), str(facts["session"])) if "session" in facts else None
@@ -92,14 +98,14 @@ def session_asked(head: bytes) -> tuple[str, str] | None:
 
 
 def session_told(answer: Mapping[str, Any]) -> SessionFacts:
-    """What an answer tells of a session; raises the error that it tells of."""
+    """Return the session in an answer, or raise the error in it."""
     if "error" in answer:
         raise error_of(answer["error"])
     return SessionFacts.from_dict(answer["session"])
 
 
 def asked(head: bytes, body: bytes) -> tuple[str, float, AppendBatch]:
-    """The stream, the deadline in seconds and the batch of a request; `InvalidValue` where it isn't one."""
+    """Return the stream, the deadline in seconds and the batch of a request; `InvalidValue` if it isn't one."""
     try:
         facts = json.loads(head)
         stream, table, deadline_s = str(facts["stream"]), str(facts["table"]), float(facts["deadline_s"])
@@ -132,7 +138,7 @@ def _rows_of(body: bytes) -> pa.Table:
 
 
 def answered(outcomes: Sequence[Appended | MillstreamError]) -> bytes:
-    """The frame that answers a batch."""
+    """Return the frame that answers a batch."""
     told = [
         {"error": outcome.as_dict()} if isinstance(outcome, MillstreamError) else {"appended": outcome.as_dict()}
         for outcome in outcomes
@@ -141,7 +147,7 @@ def answered(outcomes: Sequence[Appended | MillstreamError]) -> bytes:
 
 
 def outcomes_of(answer: Mapping[str, Any]) -> list[Appended | MillstreamError]:
-    """What an answer tells of each request; raises what it tells of all of them."""
+    """Return the outcome of each request in an answer; raises the error that applies to all."""
     if "error" in answer:
         raise error_of(answer["error"])
     return [
@@ -151,7 +157,7 @@ def outcomes_of(answer: Mapping[str, Any]) -> list[Appended | MillstreamError]:
 
 
 def greeted(first: Mapping[str, Any]) -> None:
-    """What the writer says first: `WriterVersionDiffers` where that is another version's; `EOFError` where it ends instead."""
+    """Check the writer's greeting: `WriterVersionDiffers` for another version; `EOFError` if it ends instead."""
     version = first.get("hello")
     if version is None:
         raise EOFError("it just ends")
@@ -164,14 +170,14 @@ def greeted(first: Mapping[str, Any]) -> None:
 
 
 def answer_in(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer; `WriterClosed` where it is the writer's last word."""
+    """Return an answer; `WriterClosed` if it is the writer's closing message."""
     if answer == CLOSED:
         raise WriterClosed("the writer's process has ended; nothing of it was appended")
     return answer
 
 
 def no_answer(error: BaseException) -> AppendOutcomeUnknown:
-    """The error of a request that was sent whole, and has no answer."""
+    """Return the error of a request that was sent whole, and has no answer."""
     return AppendOutcomeUnknown(
         f"the writer's process gave no answer ({str(error) or type(error).__name__}): the rows may or may not be durable",
         hint="Look whether they are there (`millstream wal cat --table …`) before you send them again.",
@@ -179,7 +185,7 @@ def no_answer(error: BaseException) -> AppendOutcomeUnknown:
 
 
 def oversized(size: int) -> RowsTooLarge:
-    """The error of a request of so many bytes."""
+    """Return the error of a request of that many bytes."""
     return RowsTooLarge(
         f"a request of {size} bytes is too large", hint="Append it in several calls.", what="request", size=size
     )

@@ -1,8 +1,9 @@
-"""Rows as JSON has them: a line each, or one text with an object or an array of objects; and their columns.
+"""Rows from JSON, and their columns: one object per line, or one text with an object or an array of objects.
 
-Strict, since what is read here came over a network: nothing that isn't JSON (NaN and infinities neither), objects alone, and bounds on whatever
-may take more memory than its bytes show. Numbers without a point are whole: exact up to 64 bits, and refused beyond. Texts stay texts, those of times
-too. Of a name that an object has twice the last counts, as JSON's readers commonly have it.
+The parser is strict, since the input came over a network: only valid JSON (no NaN, no infinities), only
+objects, and limits on whatever may take more memory than its bytes suggest. Numbers without a point are
+integers: exact up to 64 bits, and refused beyond. Texts stay texts, also those of times. If an object has
+a name twice, the last one counts, as is common.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from millstream.ingest.valid_rows import ValidTable, table_of_valid
 
 ROWS_MAX: Final = 1_000_000
 _VALUE_BYTES: Final = 5
-"""What a value takes at the least, once all columns stand side by side."""
+"""Smallest size in bytes of a value, once all columns are materialized."""
 _OBJECT_BYTES: Final = 232
 _LIST_BYTES: Final = 88
 _TEXT_BYTES: Final = 60
 _NUMBER_BYTES: Final = 40
-"""What they take in Python, about, with the place that holds them."""
+"""Approximate size in bytes of numbers in Python, with their reference."""
 _NAMES_KEPT_MAX: Final = 64
-"""Names of more columns are looked at each time: what is kept of them would be large."""
+"""Limit of cached names: a larger cache would take much memory, so names of more columns are checked each time."""
 
 Row = dict[str, Any]
 
@@ -46,7 +47,7 @@ _PLAIN: Final[dict[type, pa.DataType]] = {bool: pa.bool_(), int: pa.int64(), flo
 
 
 def held_bytes(body: bytes) -> int:
-    """How much memory the rows of a body take while they are Python's, at the most."""
+    """Return an upper bound of the memory that a body's rows take as Python's objects."""
     return (
         len(body)
         + body.count(b"{") * _OBJECT_BYTES
@@ -57,7 +58,7 @@ def held_bytes(body: bytes) -> int:
 
 
 def rows_of_lines(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
-    """The objects of a text of lines, each an object (`application/x-ndjson`); empty lines are none.
+    """Return the objects of a text with one object per line (`application/x-ndjson`); empty lines are skipped.
 
     Raises:
         InvalidBody: a line isn't a JSON object; details: line, from 1.
@@ -72,7 +73,7 @@ def rows_of_lines(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
 
 
 def rows_of_json(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
-    """The object, or the objects of the array, that a JSON text is (`application/json`). Raises as `rows_of_lines`."""
+    """Return the object, or the array's objects, of a JSON text (`application/json`). Raises as `rows_of_lines`."""
     try:
         rows = _ROWS.decode(body) if body.lstrip()[:1] == b"[" else [_ROW.decode(body)]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -89,7 +90,7 @@ def _checked(rows: list[Row], rows_max: int) -> list[Row]:
 
 
 def _refuse(body: bytes, error: Exception, *, lines: bool) -> NoReturn:
-    """Say what is wrong with a text, and where."""
+    """Raise the error of a text, with its place."""
     said = str(error)
     place: int | None = None
     if isinstance(error, RecursionError):
@@ -104,7 +105,7 @@ def _refuse(body: bytes, error: Exception, *, lines: bool) -> NoReturn:
         if isinstance(error, UnicodeDecodeError) or place is None or wrong.start <= place:
             said, place = "it isn't UTF-8", wrong.start
     hint = ""
-    # A sign is read before what it belongs to.
+    # A sign is read before the word after it.
     if place is not None and (_NO_NUMBER.match(body, place) or _NO_NUMBER.match(body, max(0, place - 1))):
         said, hint = "NaN and infinities are no numbers in JSON", "Send null, or text; an Arrow body may have them."
     details: dict[str, Any] = {}
@@ -117,14 +118,15 @@ def _refuse(body: bytes, error: Exception, *, lines: bool) -> NoReturn:
 
 
 def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
-    """Rows as `rows_of_lines` gives them, as columns in the log's types; what `table_of` makes of them, in a fraction of the time.
+    """Return the rows of `rows_of_lines` as columns in the log's types: as `table_of`, in a fraction of the time.
 
     Args:
-        rows: of one request, or of several, one behind the other.
-        counts: how many are each one's, of several.
+        rows: of one request, or of several, one after the other.
+        counts: each request's number of rows, if there are several.
 
     Raises:
-        InvalidValue, RowsTooLarge: as `table_of`; and where lists of one request would be text because of another one's objects.
+        InvalidValue, RowsTooLarge: as `table_of`; and if one request's lists would become text because of
+            another's objects.
     """
     columns = _by_name(rows)
     found = pa.table([_column(name, values, counts) for name, values in columns.items()], names=list(columns))
@@ -134,7 +136,10 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
 
 
 def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
-    """As `columns_of`, without rows whose values are of another kind than most of their column; raises as `table_of_valid`."""
+    """Return as `columns_of`, without rows whose values differ in kind from most of their column.
+
+    Raises as `table_of_valid`.
+    """
     try:
         return ValidTable(columns_of(rows), range(len(rows)), ())
     except InvalidValue:
@@ -145,9 +150,10 @@ def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
 
 
 def _by_name(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Each column's values."""
+    """Return each column's values."""
     names = list(rows[0])
-    # With as many names in all as if each had those of the first, no row has another one where none lacks any of these.
+    # If the total of names is as if each row had the first row's names, no row has another name unless
+    # one lacks a name.
     if sum(map(len, rows)) == len(rows) * len(names):
         try:
             columns = {name: [*map(itemgetter(name), rows)] for name in names}
@@ -203,7 +209,7 @@ def _column(name: str, values: list[Any], counts: Sequence[int]) -> pa.Array:
 
 
 def _check_alike(name: str, values: list[Any], counts: Sequence[int]) -> None:
-    """`InvalidValue` where lists and objects are lists of some requests, and text of others."""
+    """Raise `InvalidValue` if lists and objects are lists in some requests and text in others."""
     start = 0
     kinds: set[bool] = set()
     for count in counts:

@@ -1,6 +1,7 @@
-"""Lines of InfluxDB's line protocol as tables: a measurement is a table, tags and fields are its columns, `time` is a line's timestamp.
+"""Lines of InfluxDB's line protocol as tables: a measurement is a table, with its tags and fields as columns.
 
-What is wrong with a line is told by its number, and the other lines are kept.
+The column `time` is a line's timestamp. The error of a line names its number, and the other lines are
+kept.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from millstream.model.names import name_fault, qualified_name
 from millstream.model.records import INSTANT, RESERVED_COLUMNS, TIME_MAX_US, TIME_MIN_US
 
 TABLES_MAX: Final = 1000
-"""Measurements of one request: each is an operation of its own."""
+"""Limit of measurements per request: each is an operation of its own."""
 REJECTED_MAX: Final = 1000
-"""Lines that are told of by their number; of more, how many there are."""
+"""Limit of rejected lines that are listed by number; beyond it only their count is given."""
 NAMES_MAX: Final = 1 << 16
-"""Different measurements of one request, and different columns of all its measurements, lines that are rejected included."""
+"""Limit of distinct measurements per request, and of distinct columns of all its measurements, including
+rejected lines."""
 EXCERPT_CHARACTERS: Final = 80
 TIME: Final = "time"
 TIME_NS: Final = "time_ns"
@@ -47,14 +49,14 @@ PRECISIONS: Final[Mapping[str, int]] = {
     "s": 1_000_000_000, "second": 1_000_000_000,
     "m": 60_000_000_000, "h": 3_600_000_000_000,
 }  # fmt: skip
-"""Nanoseconds of a timestamp's unit, by the names that versions 1, 2 and 3 of InfluxDB have for it; nanoseconds where none is named."""
+"""Nanoseconds of a timestamp's unit, by its names in versions 1, 2 and 3 of InfluxDB; nanoseconds if none is named."""
 _SPARE_BYTES: Final = 4 << 20
 _GROWTH_MAX: Final = 32
 _ROOM_KEPT_BYTES: Final = 1 << 20
-"""Of a body: what is kept takes nine times as much, in each thread that reads lines."""
+"""Largest body in bytes whose memory is kept: it takes nine times as much, in each thread that reads lines."""
 _kept: Final = threading.local()
 _SEED: Final = secrets.randbits(64)
-"""Of the hash tables of names, so that nobody can choose names that meet in one place."""
+"""Seed of the hash tables of names, so that a client can't choose names that collide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +64,33 @@ class TableLines:
     """The rows of one measurement, in their lines' order."""
 
     table: str
-    """`public.measurement`, quoted where it must be."""
+    """`public.measurement`, quoted where necessary."""
     rows: pa.Table
-    """In the log's types, as `ingest.columns.table_of` gives them: `time`, `time_ns` where some time isn't whole microseconds, and then the tags
-    and fields by their first line."""
+    """The rows in the log's types, as from `ingest.columns.table_of`: `time`, `time_ns` if some time isn't
+    whole microseconds, and then the tags and fields in the order of their first line."""
     lines: npt.NDArray[np.int64]
     """The number of each row's line in the body, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedLine:
-    """A line that is wrong."""
+    """A line that was refused."""
 
     line: int
-    """Where it begins, from 1."""
+    """Number of its first line, from 1."""
     reason: str
     text: str
-    """How it begins, for people."""
+    """Its beginning, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What a body of lines says."""
+    """The content of a body of lines."""
 
     tables: list[TableLines]
-    """By their first line; none where no line is right."""
+    """The tables by their first line; empty if no line is valid."""
     rejected: list[RejectedLine]
-    """In the lines' order; the first ones, where there are many."""
+    """The rejected lines in order; only the first ones, if there are many."""
     rejected_count: int
 
 
@@ -102,21 +104,24 @@ def tables_of_lines(
     columns_max: int = COLUMNS_MAX,
     rejected_max: int = REJECTED_MAX,
 ) -> Lines:
-    """The tables of lines.
+    """Return the tables of lines.
 
     Args:
         body: lines, as InfluxDB's clients send them, not compressed.
-        precision: of the timestamps, one of `PRECISIONS`.
-        now_ns: the time of lines without a timestamp, in nanoseconds since 1970; it is cut to whole microseconds.
-        rows_bytes_max: of all tables together: eight for each time and each value, null or not, and those of texts. `ROWS_BYTES_MAX` where none
-            is given, or less for a small body: `bytes_max_of`.
-        tables_max: how many measurements there may be.
-        columns_max: of one table; a line that brings more is rejected.
-        rejected_max: how many lines are told of by their number.
+        precision: the timestamps' unit, one of `PRECISIONS`.
+        now_ns: the time of lines without a timestamp, in nanoseconds since 1970; it is cut to whole
+            microseconds.
+        rows_bytes_max: limit for all tables together: eight bytes for each time and each value, null or
+            not, and the bytes of texts. The default is `ROWS_BYTES_MAX`, or less for a small body:
+            `bytes_max_of`.
+        tables_max: limit of measurements.
+        columns_max: limit of a table's columns; a line that adds more is rejected.
+        rejected_max: limit of lines that are listed by number.
 
     Raises:
         UsageError: no such precision.
-        RowsTooLarge: the lines make more than `rows_bytes_max` or `tables_max`, or have more than `NAMES_MAX` names: nothing of them is taken.
+        RowsTooLarge: the lines make more than `rows_bytes_max` or `tables_max`, or have more than
+            `NAMES_MAX` names: none of them is taken.
     """
     unit = PRECISIONS.get(precision)
     if unit is None:
@@ -165,7 +170,7 @@ def tables_of_lines(
 
 
 def _room(size: int) -> Room:
-    """Memory for what is found in a body: kept for the thread's next one where that isn't large."""
+    """Return memory for a body's parse result, kept for the thread's next one if it isn't large."""
     if size > _ROOM_KEPT_BYTES:
         return Room(size)
     room: Room | None = getattr(_kept, "room", None)
@@ -175,12 +180,15 @@ def _room(size: int) -> Room:
 
 
 def bytes_max_of(body_bytes: int) -> int:
-    """How many bytes the tables of a body may have: lines of few values each in many columns would else be a thousand times as much."""
+    """Return the limit in bytes of a body's tables.
+
+    Lines of few values in many columns would otherwise expand a thousandfold.
+    """
     return min(ROWS_BYTES_MAX, _SPARE_BYTES + _GROWTH_MAX * body_bytes)
 
 
 def warm() -> None:
-    """Compile or load the machine code; else the first lines do, which takes seconds."""
+    """Compile or load the machine code now; otherwise the first lines do, which takes seconds."""
     from millstream.codec.line_protocol.vectorised import warm
 
     warm()
@@ -197,15 +205,15 @@ def _table(found: FoundTable) -> TableLines:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names of a walk's measurements and columns, by their places, and which of them can't be."""
+    """The names of a walk's measurements and columns, by their places, and which of them are invalid."""
 
     measurements: dict[int, str]
     columns: dict[int, str]
     refused_measurements: dict[int, str]
-    """And why."""
+    """The invalid measurements, with the reason."""
     refused_columns: dict[int, str]
     case_of: npt.NDArray[np.int64]
-    """A number for each column, the same for names of one measurement that differ by their case alone."""
+    """A number for each column, equal for names of one measurement that differ only by case."""
     are_fine: bool
 
     @classmethod
@@ -226,7 +234,7 @@ class _Names:
         return cls(measurements, columns, refused_measurements, refused_columns, case_of, are_fine)
 
     def reason(self, line: RefusedLine, columns_max: int) -> str:
-        """Why a line was refused."""
+        """Return the reason for refusing a line."""
         if line.why is Refusal.INFINITE:
             return REASONS[Fault.FLOAT_TOO_LARGE]
         if line.why is Refusal.MEASUREMENT:
@@ -242,21 +250,21 @@ class _Names:
 
 
 def excerpt(body: bytes, start: int, end: int) -> str:
-    """How a line begins."""
+    """Return a line's beginning."""
     text = body[start : min(end, start + 4 * EXCERPT_CHARACTERS)].decode("utf-8", "replace").rstrip("\r\n")
     return text if len(text) <= EXCERPT_CHARACTERS else text[: EXCERPT_CHARACTERS - 1] + "…"
 
 
 @lru_cache(maxsize=4096)
 def measurement_fault(name: str) -> str | None:
-    """Why a measurement's name can't be a table's."""
+    """Return why a measurement's name can't be a table's."""
     fault = name_fault(name)
     return None if fault is None else f"the measurement's name {name[:40]!r} {fault}"
 
 
 @lru_cache(maxsize=4096)
 def column_fault(name: str) -> str | None:
-    """Why a tag's or a field's key can't be a column's name."""
+    """Return why a tag's or a field's key can't be a column's name."""
     fault = name_fault(name)
     if fault is not None:
         return f"the key {name[:40]!r} {fault}"
@@ -266,12 +274,12 @@ def column_fault(name: str) -> str | None:
 
 
 def other_case(name: str, other: str) -> str:
-    """Why a key has no place beside one of a line before it."""
+    """Return why a key conflicts with one of an earlier line."""
     return f"the key {name!r} differs from {other!r} by its case alone: they would be one column in the lake"
 
 
 def other_kind(name: str, kind: Kind, other: Kind) -> str:
-    """Why a value has no place beside those of lines before it."""
+    """Return why a value conflicts with those of earlier lines."""
     if Kind.TAG in (kind, other):
         here, before = ("tag", "field") if kind is Kind.TAG else ("field", "tag")
         return f"{name!r} is a {here} here and a {before} in a line before, or in this one"
@@ -279,5 +287,5 @@ def other_kind(name: str, kind: Kind, other: Kind) -> str:
 
 
 def too_many(columns_max: int) -> str:
-    """Why a line that brings new columns has no place."""
+    """Return why a line that adds columns is refused."""
     return f"its measurement would have more than {columns_max} tags and fields"

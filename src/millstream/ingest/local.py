@@ -1,7 +1,7 @@
-"""Appends from other processes of the machine: a socket beside the writer, and who calls it.
+"""Appends from other processes of the machine: the writer's socket, and its client.
 
-What both sides say stands in `frames`. A connection takes one request after the other; any number of them share commit groups. Who may
-open the socket's folder may append.
+`frames` has the protocol. A connection takes one request after the other; any number of them share commit
+groups. Every user with access to the socket's folder may append.
 """
 
 from __future__ import annotations
@@ -55,26 +55,27 @@ if TYPE_CHECKING:
     from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
-"""Of requests that are being read or written, all connections together; others wait in their senders."""
+"""Limit in bytes of requests being read or written, over all connections; further senders wait."""
 _SMALL_BYTES: Final = 64 << 10
-"""Rows up to here are looked at on the loop's own thread: handing them to another takes longer."""
+"""Size in bytes up to which rows are checked on the loop's own thread: handing them to another takes longer."""
 _LARGE_AT_ONCE: Final = 2
-"""How many others are made operations at a time: each may take some hundred megabytes meanwhile."""
+"""How many larger requests are prepared at a time: each may take some hundred megabytes."""
 _SENDING_S: Final = 30.0
 """How long a request may take to be sent, once it has begun."""
 _DRAIN_S: Final = 10.0
 _LISTENING: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
-"""This process's: callers of a socket that a fork's child has, and doesn't serve, would wait for ever."""
+"""This process's listening sockets. A forked child closes them: callers of a socket that it holds and
+doesn't serve would wait for ever."""
 _CONNECTED: Final[set[int]] = set()
-"""Descriptors of its connections, likewise."""
+"""Descriptors of this process's connections, for the same purpose."""
 
 
 class AppendServer:
     """Answers appends on a socket until it is closed; on a thread of its own.
 
     Args:
-        path: the socket's; nobody else listens there: what is left of one who died goes.
-        appender_of: gives a stream's appender; raises where there is none now.
+        path: the socket's; no other process listens there: a dead process's socket is removed.
+        appender_of: returns a stream's appender; raises if there is none now.
     """
 
     def __init__(self, path: Path, appender_of: Callable[[str], Appender]) -> None:
@@ -84,10 +85,10 @@ class AppendServer:
         self._room = _Room(_ROOM_BYTES)
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._known: dict[str, Appender] = {}
-        """By stream, as long as its log's writer takes appends."""
+        """Appenders by stream, for as long as the log's writer takes appends."""
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._busy: set[asyncio.Task[None]] = set()
-        """Of these, the ones that have read a request and haven't answered it."""
+        """The connections that have read a request and haven't answered it."""
         self._draining = False
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -102,10 +103,11 @@ class AppendServer:
         self._thread.start()
 
     def close(self, *, lingers: bool = False) -> None:
-        """Take no more requests, answer those that were read, and take the socket away.
+        """Take no more requests, answer those that were read, and remove the socket.
 
         Args:
-            lingers: return at once, and have them answered behind that, however long it takes: somebody else is about to listen in this one's place.
+            lingers: return at once, and answer them in the background, however long it takes: another
+                process is about to listen here.
         """
         asyncio.run_coroutine_threadsafe(self._take_no_more(), self._loop).result()
         with contextlib.suppress(OSError):
@@ -130,7 +132,7 @@ class AppendServer:
     async def _drain(self, patience_s: float | None) -> None:
         if self._connections:
             await asyncio.wait(self._connections, timeout=patience_s)
-        # Who doesn't read what it is told holds nobody up.
+        # A client that doesn't read its answer holds up no other.
         for writer in self._connections.values():
             writer.transport.abort()
         for task in self._connections:
@@ -145,7 +147,7 @@ class AppendServer:
         descriptor = writer.get_extra_info("socket").fileno()
         _CONNECTED.add(descriptor)
         try:
-            # Its end, also in the midst of a request: nothing of that was taken.
+            # The client has closed, also within a request: nothing of that was taken.
             with contextlib.suppress(
                 asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError, TimeoutError
             ):
@@ -155,7 +157,8 @@ class AppendServer:
                 if self._draining:
                     await _send(writer, frame_of(CLOSED))
         finally:
-            # A bug of ours ends the connection, and is told by the loop; its caller learns that there is no answer.
+            # A bug of ours ends the connection, and the loop logs it; its caller learns that there is no
+            # answer.
             del self._connections[task]
             _CONNECTED.discard(descriptor)
             writer.close()
@@ -169,7 +172,7 @@ class AppendServer:
                 await _send(writer, frame_of({"error": oversized(body_length).as_dict()}))
                 return
             size = head_length + body_length
-            # A small one waits for nobody who sends slowly.
+            # A small request doesn't wait for slow senders.
             async with self._room.of(size) if size > _SMALL_BYTES else contextlib.nullcontext():
                 async with asyncio.timeout(_SENDING_S):
                     head = await reader.readexactly(head_length)
@@ -184,7 +187,7 @@ class AppendServer:
         try:
             if not body and (wanted := session_asked(head)) is not None:
                 appender = await self._appender(wanted[0])
-                # It may wait for others to hold what the log has.
+                # It may wait for others to hold the log.
                 facts = await wrap_future(
                     made_elsewhere(lambda: appender.session(wanted[1], deadline_s=SESSION_PATIENCE_S))
                 )
@@ -196,7 +199,7 @@ class AppendServer:
     async def _appender(self, stream: str) -> Appender:
         found = self._known.get(stream)
         if found is None:
-            # It may have a log to open first.
+            # It may have to open a log first.
             found = self._known[stream] = await wrap_future(made_elsewhere(lambda: self._appender_of(stream)))
         return found
 
@@ -217,13 +220,13 @@ class AppendServer:
             return await appender.append_prepared(prepared, deadline_s=deadline_s)
         except MillstreamError as error:
             if error.retry is Retry.REOPEN or isinstance(error, StaleEpoch):
-                # That log's writer is done for: another one is asked for.
+                # That log's writer has ended: the next request gets another one.
                 self._known.pop(stream, None)
             raise
 
 
 class _Room:
-    """So many bytes at once; one larger request may stretch it."""
+    """A semaphore over bytes; one larger request may exceed the limit."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free = self._all = size_bytes
@@ -248,7 +251,7 @@ async def _send(writer: asyncio.StreamWriter, frame: bytes) -> None:
 
 
 class AppendClient:
-    """Appends through a writer's socket. Any number of threads: each request has a connection to itself while it lasts."""
+    """Appends through a writer's socket. Any number of threads: a request uses its connection alone."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -266,7 +269,10 @@ class AppendClient:
         keep_valid_rows: bool = False,
         acks: AckLevel | None = None,
     ) -> Appended:
-        """As `Appender.append`, in the process that writes. Raises as `append_batch`, and what refused the rows."""
+        """Append as `Appender.append`, in the process that writes.
+
+        Raises as `append_batch`, and the error that refused the rows.
+        """
         batch = one_request(table, rows, write_id, keep_valid_rows, acks)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
@@ -274,19 +280,20 @@ class AppendClient:
         return outcome
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
-        """As `Appender.append_batch`, in the process that writes.
+        """Append as `Appender.append_batch`, in the process that writes.
 
         Raises:
-            WriterClosed: nobody listens, or who did has gone before the request was whole: nothing was appended.
-            WriterVersionDiffers: who listens is of another version.
-            AppendOutcomeUnknown: it went, or hangs, without an answer.
-            MillstreamError: what the writer's process raised.
+            WriterClosed: no process listens, or it ended before the request was whole: nothing was
+                appended.
+            WriterVersionDiffers: the listening process is of another version.
+            AppendOutcomeUnknown: it ended, or hangs, without an answer.
+            MillstreamError: any error that the writer's process raised.
         """
         head, body = asking(stream, batch, deadline_s)
         return outcomes_of(self._asked(head, body, deadline_s))
 
     def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
-        """As `Appender.session`. Raises as `append_batch`."""
+        """Return the session as `Appender.session`. Raises as `append_batch`."""
         return session_told(self._asked(asking_session(stream, name), b"", deadline_s))
 
     def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
@@ -310,7 +317,7 @@ class AppendClient:
         return answer
 
     def close(self) -> None:
-        """Let go of connections that nobody uses."""
+        """Close idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -322,7 +329,7 @@ class AppendClient:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 return self._connect()
-            # Something to read before anything was asked is the other side's end.
+            # Readable data before a request means that the other side has closed.
             if not select.select([connection], [], [], 0)[0]:
                 return connection
             connection.close()
@@ -337,7 +344,7 @@ class AppendClient:
             connection.close()
             raise
         except (OSError, EOFError, ValueError) as error:
-            # Before the first word nobody reads what is sent.
+            # The server reads nothing before its greeting was received.
             connection.close()
             raise WriterClosed("no writer listens") from error
         return connection
@@ -352,7 +359,7 @@ def _answer_of(connection: socket.socket) -> dict[str, Any]:
 
 
 def _said_before(connection: socket.socket) -> dict[str, Any] | None:
-    """The answer of one who refused the request while it was being sent."""
+    """Return the answer of a server that refused the request while it was being sent."""
     with contextlib.suppress(MillstreamError):
         return _answer_of(connection)
     return None

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 CONNECTIONS_MAX: Final = 64
-"""Of one client: a writer's commit groups take as many batches as come meanwhile, and more than these only wait elsewhere."""
+"""Limit of one client's connections: a writer's commit group takes all batches that have arrived, and more
+connections only move the wait."""
 
 
 class AsyncAppendClient:
-    """As `AppendClient`, with coroutines. Any number of tasks of one event loop: each request has a connection to itself while it lasts.
+    """An `AppendClient` with coroutines. Any number of tasks of one event loop: a request uses its connection alone.
 
     Args:
         path: the socket's.
@@ -61,7 +62,7 @@ class AsyncAppendClient:
         keep_valid_rows: bool = False,
         acks: AckLevel | None = None,
     ) -> Appended:
-        """See `AppendClient.append`."""
+        """Append; see `AppendClient.append`."""
         batch = one_request(table, rows, write_id, keep_valid_rows, acks)
         (outcome,) = await self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
@@ -71,12 +72,12 @@ class AsyncAppendClient:
     async def append_batch(
         self, stream: str, batch: AppendBatch, *, deadline_s: float
     ) -> list[Appended | MillstreamError]:
-        """See `AppendClient.append_batch`. Cancelled, it may or may not be appended."""
+        """Append; see `AppendClient.append_batch`. If it is cancelled, the batch may or may not be appended."""
         head, body = asking(stream, batch, deadline_s)
         return outcomes_of(await self._asked(head, body, deadline_s))
 
     async def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
-        """See `AppendClient.session`."""
+        """Return the session; see `AppendClient.session`."""
         return session_told(await self._asked(asking_session(stream, name), b"", deadline_s))
 
     async def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class AsyncAppendClient:
         return answer
 
     def close(self) -> None:
-        """Let go of connections that nobody uses; those in use go when they aren't any more."""
+        """Close idle connections; busy ones close when they become idle."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
@@ -106,10 +107,10 @@ class AsyncAppendClient:
                 await loop.sock_sendall(connection, head)
                 await loop.sock_sendall(connection, body)
         except TimeoutError as error:
-            # Its last byte may have gone just then.
+            # Its last byte may have arrived just then.
             raise no_answer(error) from error
         except OSError as error:
-            # Not all of it was sent. Who refused it meanwhile has said why.
+            # The request wasn't sent whole. A server that refused it in between has sent the reason.
             with suppress(OSError, EOFError, ValueError):
                 return answer_in(await _heard(connection, HELLO_PATIENCE_S))
             raise WriterClosed("the writer's process went away; nothing of it was appended") from error
@@ -121,7 +122,7 @@ class AsyncAppendClient:
     async def _take(self) -> socket.socket:
         while self._idle:
             connection = self._idle.pop()
-            # Something to read before anything was asked is the other side's end.
+            # Readable data before a request means that the other side has closed.
             if not select.select([connection], [], [], 0)[0]:
                 return connection
             connection.close()
@@ -135,7 +136,7 @@ class AsyncAppendClient:
                 await asyncio.get_running_loop().sock_connect(connection, str(self._path))
             greeted(await _heard(connection, HELLO_PATIENCE_S))
         except (OSError, EOFError, ValueError) as error:
-            # Before the first word nobody reads what is sent.
+            # The server reads nothing before its greeting was received.
             connection.close()
             raise WriterClosed("no writer listens") from error
         except BaseException:
@@ -145,7 +146,7 @@ class AsyncAppendClient:
 
 
 async def _heard(connection: socket.socket, patience_s: float) -> dict[str, Any]:
-    """The next frame's facts; `OSError`, `EOFError`, `ValueError` where there is none."""
+    """Return the next frame's facts; `OSError`, `EOFError`, `ValueError` if there is none."""
     async with asyncio.timeout(patience_s):
         length, _ = LENGTHS.unpack(await _exactly(connection, LENGTHS.size))
         facts: dict[str, Any] = json.loads(await _exactly(connection, length))

@@ -1,4 +1,4 @@
-"""Arrow's types as the log has them: each holds every value of the one that it stands for, to the last digit."""
+"""The log's types for Arrow's types: each holds every value of the original type, to the last digit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
 from millstream.model.records import INSTANT, TIME_MAX_US, TIME_MIN_US
 
 NOT_A_VALUE: Final = (pa.ArrowException, TypeError, ValueError, OverflowError)
-"""What conversions raise."""
+"""Errors that conversions raise."""
 _DAY_US: Final = 86_400_000_000
 _UUID: Final = "arrow.uuid"
 _EXTENSIONS: Final[Mapping[str, pa.DataType]] = {
@@ -47,7 +47,7 @@ _SAME: Final[Mapping[pa.DataType, pa.DataType]] = {
 
 
 def stored(name: str, column: pa.ChunkedArray, room: TextRoom | None = None) -> pa.ChunkedArray:
-    """A column in the type that the log has for it; what becomes text takes its bytes from `room`, and raises as that does."""
+    """Return a column in the log's type; text takes its bytes from `room`, and raises as that does."""
     wanted = log_type(column.type)
     try:
         if wanted is None:
@@ -74,7 +74,7 @@ def stored(name: str, column: pa.ChunkedArray, room: TextRoom | None = None) -> 
 def _spelled(
     name: str, column: pa.ChunkedArray, wanted: pa.DataType, spell: Callable[[Any], Any], room: TextRoom | None
 ) -> pa.ChunkedArray:
-    """A column by way of Python's values, a piece at a time."""
+    """Convert a column through Python's values, a piece at a time."""
     made = []
     for piece in pieces(column):
         values = [None if value is None else spell(value) for value in piece.to_pylist()]
@@ -94,18 +94,18 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _plain_dictionaries(column: pa.ChunkedArray) -> list[pa.DictionaryArray]:
-    """Without views, which Arrow can't look values up in."""
+    """Return dictionaries without views, which Arrow can't look up."""
     kind = _plain(column.type.value_type)
     return [pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(kind)) for chunk in column.chunks]
 
 
 def _is_spelled(kind: pa.DataType) -> bool:
-    """Whether values of a type go into text by their own spelling, and not by a cast of Arrow's."""
+    """Return whether values of a type become text by our own spelling, and not by a cast of Arrow's."""
     return log_type(kind) == pa.string() and kind not in _SAME and not pa.types.is_dictionary(kind)
 
 
 def text_of(value: object) -> str:
-    """A value that has no type of its own in the log."""
+    """Return the text of a value without a type in the log."""
     if isinstance(value, str):
         return value
     if isinstance(value, dt.time):
@@ -127,7 +127,7 @@ def _check_years(name: str, column: pa.ChunkedArray) -> None:
 
 
 def log_type(kind: pa.DataType) -> pa.DataType | None:
-    """The type that a column of some Arrow type has in the log: one that holds each of its values; None where there is none."""
+    """Return the log's type for an Arrow type, one that holds each of its values; None if there is none."""
     if kind in _SAME:
         return _SAME[kind]
     if isinstance(kind, pa.BaseExtensionType):
@@ -159,13 +159,13 @@ def _list_type(items: pa.DataType) -> pa.DataType | None:
 
 
 def json_of(value: object) -> str:
-    """A nested value as JSON; `TypeError`, `ValueError` where that would change it."""
+    """Return a nested value as JSON; `TypeError`, `ValueError` if that would change it."""
     _check_keys(value)
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_json_scalar)
 
 
 def _check_keys(value: object) -> None:
-    """`TypeError` where a name isn't text: JSON would make it text, and perhaps one with another."""
+    """Raise `TypeError` if a name isn't text: JSON would make it text, and perhaps equal to another."""
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
@@ -184,5 +184,5 @@ def _json_scalar(value: object) -> str:
 
 
 def no_value(name: str, why: str) -> InvalidValue:
-    """The error of a column whose values can't be taken."""
+    """Return the error of a column with unsupported values."""
     return InvalidValue(f"column {name} can't be taken: {why}", column=name)

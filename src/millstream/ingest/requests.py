@@ -1,4 +1,4 @@
-"""Requests of applications, many at a time: their rows as one operation each, and what each of them is told in the end."""
+"""Requests of applications, many at a time: one operation for each one's rows, and the outcome for each."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ from millstream.model.writes import AppendBatch, WriteId
 from millstream.wal.writing.submissions import parts_of
 
 REQUESTS_MAX: Final = 10_000
-"""Of one batch."""
+"""Limit of requests per batch."""
 WRITE_ID_BYTES_MAX: Final = 255
-"""Of a session's name, or of an idempotency key."""
+"""Size in bytes of a session's name, or of an idempotency key."""
 _NUMBER_MAX: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch's requests as the log takes them, without those that were refused."""
+    """A batch's requests as the log takes them, without refused ones."""
 
     ops: WriteOps | None
-    """None where none is left."""
+    """The operations; None if none is left."""
     requests: int
-    """How many there are, with those."""
+    """Number of requests, including refused ones."""
     places: tuple[int, ...]
     """Each operation's request, by its place in the batch."""
     counts: tuple[int, ...]
-    """Each operation's rows in the log: those that routing takes elsewhere aren't among them."""
+    """Each operation's rows in the log, without rows that routing sends elsewhere."""
     errors: Mapping[int, MillstreamError]
-    """Why others were refused, by place."""
+    """Errors of refused requests, by place."""
     rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
     """Rows that were left out of requests, by the request's place."""
     acks: AckLevel | None = None
-    """As the batch asks."""
+    """The acknowledgement level that the batch asks for."""
 
     def outcomes(
         self, ack: Ack | None, token_of: Callable[[SeqRange], StreamToken] | None = None
     ) -> list[Appended | MillstreamError]:
-        """What became of each request, in their order.
+        """Return the outcome of each request, in their order.
 
         Args:
-            ack: of `ops`.
-            token_of: who has read up to it has seen these numbers.
+            ack: the acknowledgement of `ops`.
+            token_of: returns a token whose readers see these numbers.
         """
         outcomes: dict[int, Appended | MillstreamError] = dict(self.errors)
         if ack is not None:
@@ -81,7 +81,7 @@ class PreparedBatch:
 
 
 def in_log(placed: Sequence[TableRows], counts: Sequence[int]) -> tuple[int, ...]:
-    """How many of each operation's rows the log gets, of so many that were placed."""
+    """Return how many of each operation's placed rows the log gets."""
     rows = [table.rows for table in placed if table.sink is None]
     if sum(batch.num_rows for batch in rows) == sum(counts):
         return tuple(counts)
@@ -98,7 +98,7 @@ def one_request(
     keep_valid_rows: bool,  # noqa: FBT001 (the batch's field)
     acks: AckLevel | None = None,
 ) -> AppendBatch:
-    """A batch of one; `UsageError` where the table has no name, `InvalidValue` where there are no rows."""
+    """Return a batch of one; `UsageError` if the table has no name, `InvalidValue` if there are no rows."""
     parse_qualified_name(table)
     if not rows.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
@@ -106,7 +106,7 @@ def one_request(
 
 
 def check_batch(batch: AppendBatch) -> None:
-    """`InvalidValue`, `RowsTooLarge` where counts don't say whose the rows are, or an id isn't one."""
+    """Raise `InvalidValue`, `RowsTooLarge` if the counts don't match the rows, or an id is invalid."""
     if not batch.counts or min(batch.counts) < 1 or sum(batch.counts) != batch.rows.num_rows:
         raise InvalidValue(
             "a batch's counts must say of all its rows, request by request, how many are whose: at least one each",
@@ -128,7 +128,7 @@ def check_batch(batch: AppendBatch) -> None:
 
 
 def check_write_id(write_id: WriteId) -> None:
-    """`InvalidValue` where it is neither a session with a number from 1 nor a key; `RowsTooLarge` where a text is too long."""
+    """Raise `InvalidValue` for neither a session with a number from 1 nor a key; `RowsTooLarge` for a long text."""
     session, number, key = write_id.session, write_id.number, write_id.key
     if (
         key is None
@@ -140,7 +140,7 @@ def check_write_id(write_id: WriteId) -> None:
         and "\0" not in session
         and not session.isspace()
     ):
-        return  # what nearly all of them are, and each request of a batch is looked at
+        return  # most requests have none, and each request of a batch is checked
     if (session is None) == (key is None) or (session is None) != (number is None):
         raise InvalidValue(
             "a write is told apart by a session and its number in it, or by an idempotency key",
@@ -169,7 +169,7 @@ def check_write_id(write_id: WriteId) -> None:
 
 
 def rows_of(batch: AppendBatch, places: Sequence[int]) -> pa.Table:
-    """The rows of some of the requests, in order."""
+    """Return the rows of some of the requests, in order."""
     ends = np.cumsum(batch.counts)
     if isinstance(places, range):
         start = int(ends[places.start] - batch.counts[places.start])
@@ -180,7 +180,7 @@ def rows_of(batch: AppendBatch, places: Sequence[int]) -> pa.Table:
 
 
 def said(rows: pa.Table) -> pa.Table:
-    """The rows without the values' types of columns that say nothing: other requests' columns."""
+    """Return the rows with null types for columns without values: other requests' columns."""
     columns = [
         pa.chunked_array([pa.nulls(rows.num_rows)]) if column.null_count == rows.num_rows else column
         for column in rows.columns
@@ -189,7 +189,7 @@ def said(rows: pa.Table) -> pa.Table:
 
 
 def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | None = None) -> pa.RecordBatch:
-    """A row of `OPERATION_SCHEMA` for each request of now, with the digests of those that have an id."""
+    """Return a row of `OPERATION_SCHEMA` for each request at this time, with the digests of those that have an id."""
     count = len(write_ids)
     columns = list(_columns(count))
     moments = np.arange(count)
@@ -214,9 +214,9 @@ _KEY: Final = OPERATION_SCHEMA.get_field_index("idempotency_key")
 _DIGEST: Final = OPERATION_SCHEMA.get_field_index("commit_end_lsn")
 
 
-@lru_cache(maxsize=64)  # batches are of a few sizes, and have at most `REQUESTS_MAX` requests
+@lru_cache(maxsize=64)  # batches have few sizes, and at most `REQUESTS_MAX` requests
 def _columns(count: int) -> tuple[pa.Array, ...]:
-    """The columns of `OPERATION_SCHEMA` of so many requests that say nothing but what they are."""
+    """Return the columns of `OPERATION_SCHEMA` for that many requests without ids or digests."""
     facts = {
         "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
         "source": pa.array(np.full(count, int(SourceId(0)), dtype=np.int32)),
@@ -225,9 +225,12 @@ def _columns(count: int) -> tuple[pa.Array, ...]:
 
 
 class _Moments:
-    """The time in microseconds, never the same twice: readers of the log and of the lake tell one application's write from the next by it.
+    """The time in microseconds, never the same twice.
 
-    Without that a token between two requests of one commit group would stand for neither, and who was given it wouldn't see its own rows.
+    Readers of the log and of the lake distinguish applications' writes by it.
+
+    Without that, a token between two requests of one commit group would stand for neither, and its holder
+    wouldn't see its own rows.
     """
 
     def __init__(self) -> None:
@@ -235,7 +238,7 @@ class _Moments:
         self._next_us = 0
 
     def next(self, count: int) -> int:
-        """The first of so many, one behind the other."""
+        """Return the first of that many consecutive times."""
         with self._lock:
             first = max(time.time_ns() // 1000, self._next_us)
             self._next_us = first + count

@@ -1,4 +1,4 @@
-"""Schema on write: how a table's schema grows by the rows that come, and how rows are fitted to it. Exactly, or not at all."""
+"""Schema on write: how new rows extend a table's schema, and how rows are fitted to it. Exactly, or not at all."""
 
 from __future__ import annotations
 
@@ -17,61 +17,64 @@ from millstream.model.operations import TableRows
 from millstream.model.schema import Column, TableSchema
 
 FITTED_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
-"""Of a call's rows with all columns of their table: a table may have a thousand that the call doesn't name."""
+"""Size in bytes of a call's rows with all columns of their table: a table may have a thousand that the call
+doesn't name."""
 _ROW_BYTES: Final = 32
-"""What the log adds to a row, about."""
+"""Approximate bytes that the log adds to a row."""
 _VALUE_BYTES: Final = 5
-"""What a null takes at the least, of text for example."""
+"""Smallest size in bytes of a null, for example of text."""
 
 
 class SchemaOnWrite(StrEnum):
-    """What rows may change of a stream's tables."""
+    """The changes that rows may make to a stream's tables."""
 
     STRICT = "strict"
-    """Nothing: tables and columns have to be there."""
+    """None: tables and columns must exist."""
     ADD_COLUMNS = "add_columns"
-    """A table that is there gets the columns that it lacks."""
+    """An existing table gets missing columns."""
     CREATE = "create"
-    """So does one that isn't: it is made."""
+    """As `add_columns`, and a missing table is created."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRules:
-    """What is configured for a table that applications write."""
+    """The configured rules of a table that applications write."""
 
     mode: SchemaOnWrite
     key: tuple[str, ...] = ()
-    """Names of the columns that tell rows of `current` apart; none: the table has history alone."""
+    """Names of the key columns of `current`'s rows; none: the table has only a history."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRules:
-    """What is configured for a stream's tables that applications write, and where their rows go."""
+    """The configured rules of a stream's tables that applications write, and of the placement of their rows."""
 
     rules_of: Callable[[str, str], WriteRules]
-    """What is configured for a table, by its schema and name."""
+    """Returns a table's rules, by its schema and name."""
     place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]]
-    """Where a table's rows go: the entries of their operations, by shard and partition."""
+    """Returns the placement of a table's rows: the entries of their operations, by shard and partition."""
     check_place: Callable[[TableSchema, pa.RecordBatch], None]
-    """Raises as `place`, of a table that is to be made, or to get columns: what has nowhere to go makes none."""
+    """Raises as `place`, before a table is created or extended: rows that can't be placed create nothing."""
     home_shard: Callable[[str], ShardId]
-    """The shard that the catalog notes for a table that is new, by `schema.name`."""
+    """Returns the shard that the catalog notes for a new table, by `schema.name`."""
 
 
 def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSchema:
-    """The schema that holds rows of these columns: `known` itself where it does already.
+    """Return the schema that holds rows of these columns: `known` itself if it already does.
 
     Args:
-        known: the newest; without columns where the table isn't there yet.
-        columns: of the rows, in the log's types; a column of Arrow's null type says nothing.
-        rules: of the table.
+        known: the newest schema; without columns if the table doesn't exist yet.
+        columns: the rows' columns, in the log's types; a column of Arrow's null type has no values.
+        rules: the table's.
 
     Raises:
-        UnknownTable: it isn't there, and may not be made.
+        UnknownTable: it doesn't exist, and may not be created.
         UnknownColumn: it lacks columns, and may not get them.
         KeyChanged: it was written with another key.
-        RowsTooLarge: it would have more than `COLUMNS_MAX` columns, or a name is longer than `NAME_BYTES_MAX`.
-        InvalidValue: it can't have this name, or these columns: a name that differs from another's by its case, a key that isn't among them.
+        RowsTooLarge: it would have more than `COLUMNS_MAX` columns, or a name is longer than
+            `NAME_BYTES_MAX`.
+        InvalidValue: its name or columns are invalid: a name that differs from another's only by case, a
+            key that isn't among the columns.
     """
     is_new = not known.columns
     if is_new and rules.mode is not SchemaOnWrite.CREATE:
@@ -144,15 +147,16 @@ def _spoken(key: tuple[str, ...]) -> str:
 
 
 def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
-    """The rows' columns as the schema has them: in its order and types, null where the rows lack one.
+    """Return the rows' columns as in the schema: in its order and types, null if the rows lack one.
 
     Args:
-        schema: of `grown`: it has all columns of the rows that say anything.
+        schema: from `grown`: it has all columns in which the rows have values.
         rows: in the log's types.
 
     Raises:
-        RowsTooLarge: with the columns that they lack they take more than `FITTED_BYTES_MAX`.
-        InvalidValue: a value isn't exactly one of its column's type, or a key is null; details: table, column.
+        RowsTooLarge: with the missing columns they take more than `FITTED_BYTES_MAX`.
+        InvalidValue: a value can't be stored exactly in its column's type, or a key is null; details:
+            table, column.
     """
     size = rows.nbytes + rows.num_rows * (_ROW_BYTES + _VALUE_BYTES * len(schema.columns))
     if size > FITTED_BYTES_MAX:
@@ -198,7 +202,7 @@ def _cast(schema: TableSchema, column: Column, values: pa.ChunkedArray) -> pa.Ch
 
 
 def fits(schema: TableSchema, column: Column, values: pa.Array) -> bool:
-    """Whether all of some values are exactly ones of a column's type."""
+    """Return whether all the values can be stored exactly in a column's type."""
     try:
         _cast(schema, column, pa.chunked_array([values]))
     except InvalidValue:
@@ -213,7 +217,7 @@ def _same(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _is_kin(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether values of one type may be values of another: numbers of numbers' types, where a safe cast says so for each."""
+    """Return whether values of one type may fit another: numeric to numeric, if a safe cast accepts each."""
     if pa.types.is_list(one) and pa.types.is_list(other):
         return (
             pa.types.is_null(one.value_type)

@@ -1,4 +1,4 @@
-"""Work that Ctrl-C must not break off in its midst: a transaction of the catalog, a log that is opened or closed."""
+"""Work that Ctrl-C must not interrupt: a catalog transaction, opening or closing a log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Made = TypeVar("_Made")
 
 
 def undisturbed(call: Callable[[], _Made]) -> _Made:
-    """What a call gives, made where no signal's handler runs: a KeyboardInterrupt comes when the call has ended.
+    """Return a call's result, computed where no signal handler runs: a KeyboardInterrupt comes after the call.
 
-    Handlers run on the main thread alone; on any other the call is simply made. Of a call that was interrupted nobody gets the result: what
-    must be kept is kept by the call itself.
+    Handlers run on the main thread only; on any other thread the call is simply made. An interrupted
+    call's result is lost: the call itself has to keep what must be kept.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -37,7 +37,10 @@ def undisturbed(call: Callable[[], _Made]) -> _Made:
 
 
 def made_elsewhere(call: Callable[[], _Made]) -> Future[_Made]:
-    """What a call will give, made on a thread of its own. Executors give out none once the main thread has ended, though others go on."""
+    """Return a future of a call on a thread of its own.
+
+    Executors refuse work once the main thread has ended, though others go on.
+    """
     made: Future[_Made] = Future()
     _begin(call, made)
     return made

@@ -1,7 +1,7 @@
-"""The rows of a request that have a place in their table, and why the others have none: for who asked to keep the valid ones.
+"""The rows of a request that fit their table, and why the others don't: for callers that ask to keep the valid ones.
 
-Columns without a clash cost nothing here but a look; in one with clashes the rows are found by whole columns where numbers are compared, and by
-halving else.
+Columns without a clash cost only a check. In a column with clashes, numbers are compared by whole
+columns; for other types the rows are found by bisection.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch
 
 REJECTED_MAX: Final = 10_000
-"""Of one request: where more have no place, all of it is refused."""
+"""Limit of rejected rows per request: with more, all of it is refused."""
 _TOLD_MAX: Final = 100
-"""In the error of a request that is refused whole."""
+"""Limit of rows listed in the error of a request that is refused whole."""
 _LOOKS_MAX: Final = 200_000
-"""How often a column's parts are tried, at some microseconds each."""
+"""Limit of tries on a column's parts, at some microseconds each."""
 Mask = npt.NDArray[np.bool_]
 
 
 class Clash(NamedTuple):
-    """Why a row has no place."""
+    """The reason why a row doesn't fit."""
 
     code: str
     reason: str
@@ -42,26 +42,26 @@ class Clash(NamedTuple):
 
     @classmethod
     def of(cls, error: MillstreamError, column: str | None = None) -> Clash:
-        """The clash that an error tells of."""
+        """Return the clash that an error reports."""
         return cls(error.code, error.message, error.details.get("column", column))
 
 
 @dataclass(frozen=True, slots=True)
 class ValidPart:
-    """What is left of rows."""
+    """The valid rows."""
 
     rows: pa.Table
     clashes: Mapping[int, Clash]
-    """The others, by their places."""
+    """The invalid rows, by their places."""
 
 
 def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPart:
-    """The rows that `grown` and `fitted` take together.
+    """Return the rows that `grown` and `fitted` accept together.
 
     Args:
-        known: the table's newest schema; without columns where it isn't there yet.
+        known: the table's newest schema; without columns if it doesn't exist yet.
         rows: in the log's types.
-        rules: of the table.
+        rules: the table's.
 
     Raises:
         UnknownTable, KeyChanged, RowsTooLarge, InvalidValue: it is no single row's fault.
@@ -89,7 +89,7 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
 
 
 def _known_columns(known: TableSchema, rows: pa.Table, rules: WriteRules, clashes: dict[int, Clash]) -> pa.Table:
-    """The rows without columns that the table lacks and can't get; those of them that say something there clash."""
+    """Return the rows without columns that the table lacks and can't get; rows that have values there clash."""
     have = {column.name for column in known.columns}
     for field in rows.schema:
         if field.name in have or pa.types.is_null(field.type):
@@ -109,18 +109,18 @@ def _known_columns(known: TableSchema, rows: pa.Table, rules: WriteRules, clashe
 
 
 def _note(clashes: dict[int, Clash], found: pa.Array, clash: Clash) -> None:
-    """A row's first clash is told."""
+    """Record a row's first clash."""
     for row in np.flatnonzero(found.to_numpy(zero_copy_only=False)).tolist():
         clashes.setdefault(row, clash)
 
 
 def _clashing(values: pa.Array, takes: Callable[[pa.Array], bool]) -> Mask:
-    """Which values can't be taken. Nulls can."""
+    """Return which values can't be taken. Nulls can."""
     found = np.zeros(len(values), dtype=bool)
     if takes(values):
         return found
     if not takes(values.slice(0, 0)):
-        # No value of this type can.
+        # No value of this type fits.
         return np.asarray(values.is_valid().to_numpy(zero_copy_only=False))
     looks = 0
     parts = [(0, len(values))]
@@ -142,10 +142,10 @@ def _clashing(values: pa.Array, takes: Callable[[pa.Array], bool]) -> Mask:
 def without_clashes(
     batch: AppendBatch, part: ValidPart, errors: dict[int, MillstreamError]
 ) -> tuple[AppendBatch | None, list[int], dict[int, tuple[RejectedRow, ...]]]:
-    """A batch's valid rows; requests of which nothing is left, or too little, go to `errors`.
+    """Return a batch's valid rows; requests with no rows left, or too few, go to `errors`.
 
     Returns:
-        The rest, the places of its requests in the batch, and by these what was left out of each.
+        The rest, the places of its requests in the batch, and the rows left out of each, by these places.
     """
     ends = np.cumsum(batch.counts)
     of_request: dict[int, list[RejectedRow]] = {}
@@ -190,16 +190,16 @@ def _refusal(gone: Sequence[RejectedRow], count: int) -> InvalidValue:
 
 @dataclass(frozen=True, slots=True)
 class ValidTable:
-    """Rows as columns, without those that can't be."""
+    """Rows as columns, without the invalid ones."""
 
     table: pa.Table
     places: Sequence[int]
-    """Each row's, among all."""
+    """Each row's place among all rows."""
     rejected: tuple[RejectedRow, ...]
-    """The others."""
+    """The invalid rows."""
 
     def told(self, appended: Appended) -> Appended:
-        """What `table`'s appending gave, with rejected rows named by their places among all."""
+        """Return the result of appending `table`, with rejected rows named by their places among all rows."""
         if not self.rejected:
             return appended
         later = (replace(row, row=self.places[row.row]) for row in appended.rejected)
@@ -207,7 +207,7 @@ class ValidTable:
 
 
 def columns_for(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
-    """`table_of_valid` where that is asked for, and else `table_of`."""
+    """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of`."""
     if keep_valid_rows:
         return table_of_valid(rows)
     table = table_of(rows)
@@ -220,15 +220,15 @@ def table_of_valid(
     table_made: Callable[[Any], pa.Table] = table_of,
     column_made: Callable[[str, list[Any]], pa.Array] = column_of,
 ) -> ValidTable:
-    """As `table_of`, without rows whose values are of another kind than most of their column, or of none.
+    """Return as `table_of`, without rows whose values have another kind than most of their column, or none.
 
     Args:
         rows: as there.
-        table_made: makes columns of rows that fit together; raises `InvalidValue` of others.
-        column_made: makes one of them of its values, likewise.
+        table_made: makes columns of rows that fit together; raises `InvalidValue` otherwise.
+        column_made: makes a column from its values, likewise.
 
     Raises:
-        InvalidValue: no row is left, more than `REJECTED_MAX` have no place, or it is no single row's fault.
+        InvalidValue: no row is left, more than `REJECTED_MAX` don't fit, or it is no single row's fault.
         RowsTooLarge: as `table_of`.
     """
     if isinstance(rows, Mapping):
@@ -269,12 +269,12 @@ def table_of_valid(
 def _clashing_values(
     name: str, values: list[Any], column_made: Callable[[str, list[Any]], pa.Array]
 ) -> list[tuple[int, Clash]]:
-    """The values of a column that keep it from being one, by place."""
+    """Return the values that prevent a column from being made, by place."""
     if _why_not(column_made, name, values) is None:
         return []
     holds_objects = any(isinstance(value, Mapping) for value in values)
     kinds = [None if value is None else _kind(value, holds_objects=holds_objects) for value in values]
-    # The most frequent that can be taken at all, and of several the first.
+    # The most frequent kind that is supported at all, and the first among equals.
     first = dict(reversed(list(zip(kinds, values, strict=True))))
     order = [kind for kind, _ in Counter(kind for kind in kinds if kind is not None).most_common()]
     most = next((kind for kind in order if _why_not(column_made, name, [first[kind]]) is None), order[0])
@@ -311,7 +311,7 @@ def _why_not(column_made: Callable[[str, list[Any]], pa.Array], name: str, value
 
 
 def _kind(value: Any, *, holds_objects: bool) -> str:
-    """What values of one column have in common."""
+    """Return the common kind of a column's values."""
     kind = kind_of(value)
     if kind in {int, float}:
         return "numbers"
