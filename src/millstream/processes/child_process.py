@@ -1,6 +1,6 @@
-"""A part's own side of supervision: it hears `stop` and `drain`, tells facts, and ends when its supervisor has gone.
+"""A part's side of supervision: it receives `stop` and `drain`, reports facts, and ends when its supervisor has gone.
 
-The same process started by a person is its own: signals stop it, and there is nobody to tell.
+If an operator starts the same process, it is unsupervised: signals stop it, and it reports to no process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Lifeline:
-    """What a part hears and tells.
+    """A part's channel to its supervisor, in both directions.
 
-    `stop` is set by the word, by SIGTERM and by SIGINT; `drain` by its word alone. Facts may be told from any thread.
+    `stop` is set by that word, by SIGTERM and by SIGINT; `drain` by its word only. Facts may be reported
+    from any thread.
     """
 
     def __init__(self) -> None:
@@ -38,16 +39,16 @@ class Lifeline:
 
     @property
     def supervised(self) -> bool:
-        """Whether somebody listens."""
+        """Return whether there is a supervisor."""
         return self._tell is not None
 
     def on_word(self, call: Callable[[], None]) -> None:
-        """Call something once `stop` or `drain` is set, on the thread that heard it."""
+        """Call something once `stop` or `drain` is set, on the thread that received it."""
         self._on_word.append(call)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hear and tell inside of the block; what it raises is told before it goes on. Main thread only."""
+        """Receive and report inside the block; its error is reported before it propagates. Main thread only."""
 
         def heard(number: int, frame: object) -> None:
             del number, frame
@@ -65,11 +66,12 @@ class Lifeline:
         except MillstreamError as error:
             self.tell("error", error.as_dict())
             if self.supervised:
-                # Who supervises says it; said twice it would look like two.
+                # The supervisor reports it, so that it isn't reported twice.
                 raise SystemExit(error.exit_code) from error
             raise
         except Exception as error:
-            # Our bug: another process may get by it, and whoever waits for the work to end must hear of it.
+            # Our bug: another process may avoid it, and a caller that waits for the work to end must
+            # learn of it.
             facts = {"code": "unexpected", "message": f"{type(error).__name__}: {error}", "retry": Retry.BACKOFF.value}
             self.tell("error", facts)
             raise
@@ -78,13 +80,16 @@ class Lifeline:
                 signal.signal(number, handler)
 
     def fail(self, error: MillstreamError) -> None:
-        """End the process: set `stop`, and have `held` raise the error once its block has ended. From any thread; the first error counts."""
+        """End the process: set `stop`, and have `held` raise the error once its block has ended.
+
+        From any thread; the first error counts.
+        """
         if self._failure is None:
             self._failure = error
         self._hear("stop")
 
     def tell(self, event: str, facts: dict[str, Any]) -> None:
-        """Tell the supervisor; nothing happens where there is none, or where it has gone."""
+        """Report to the supervisor; does nothing if there is none, or if it has gone."""
         if self._tell is None:
             return
         line = json.dumps({"event": event, **facts}, default=str).encode() + b"\n"
@@ -93,13 +98,15 @@ class Lifeline:
                 line = line[os.write(self._tell, line) :]
 
     def _listen(self) -> None:
-        # Not through sys.stdin: its lock, held by a thread that waits, aborts the interpreter when it shuts down.
+        # Not through sys.stdin: its lock, held by a thread that waits, aborts the interpreter when it
+        # shuts down.
         heard = b""
         while piece := os.read(0, 4096):
             *words, heard = (heard + piece).split(b"\n")
             for word in words:
                 self._hear(word.decode(errors="replace"))
-        # Only the supervisor's death closes the pipe. All that is durable stays so; all else is for its successor.
+        # Only the supervisor's death closes the pipe. Everything durable stays so; the rest is for its
+        # successor.
         os._exit(1)
 
     def _hear(self, word: str) -> None:
@@ -112,7 +119,7 @@ class Lifeline:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies: also where no thread runs to see the pipe's end."""
+    """Ask Linux to kill this process when its parent dies: also if no thread runs to see the pipe's end."""
     if sys.platform != "linux":
         return
     parent = os.getppid()

@@ -1,7 +1,7 @@
 """The control socket of a part: one JSON line asks, one JSON line answers.
 
-It tells what only the living process knows. Everything durable is read from the catalog, the log and the lake, so that a
-silent or missing part takes nothing away but the live figures.
+It returns what only the living process knows. Everything durable is read from the catalog, the log and
+the lake, so that a silent or missing part costs only the live figures.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ControlServer:
     """Answers calls on `<role>.sock` until it is closed; calls run one at a time, on its own thread.
 
     Args:
-        home: whose part it is.
+        home: the part's home.
         role: the part's.
-        calls: what can be asked, by name: from memory, at once.
-        acts: what can be asked to be done, by name, with arguments; each on a thread of its own, for it may take a while. What it raises of
-            our tree of errors is raised where it was asked.
+        calls: the queries, by name: answered from memory, at once.
+        acts: the actions, by name, with arguments; each on a thread of its own, since it may take a
+            while. Its errors of our tree are raised in the caller.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ControlServer:
         self._calls = calls
         self._acts = acts or {}
         self._path = _socket_of(home.make_socket_folder(), role)
-        # The role's lock is ours: a socket that is still there was left by somebody who is dead.
+        # The role's lock is ours: a dead process left the socket that still exists.
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         self._socket = socket.socket(socket.AF_UNIX)
@@ -66,7 +66,7 @@ class ControlServer:
         self.close()
 
     def close(self) -> None:
-        """Take the socket away."""
+        """Remove the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -91,7 +91,7 @@ class ControlServer:
                 threading.Thread(target=_do, args=(connection, *act), name="control-act", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> tuple[Act, Mapping[str, Any]] | None:
-        """Answer a call, or say what is to be done."""
+        """Answer a call, or return the action to carry out."""
         asked = json.loads(_read_line(connection))
         name = str(asked.get("call")) if isinstance(asked, dict) else ""
         if name in self._acts:
@@ -102,17 +102,19 @@ class ControlServer:
 
 
 def ask(home: Home, role: Role | WriterRole, call: str) -> dict[str, Any] | None:
-    """A part's answer; None where it isn't there or doesn't answer in time."""
+    """Return a part's answer; None if it isn't there or doesn't answer in time."""
     return _asked(home, role, {"call": call}, _TIMEOUT_S)
 
 
 def have_done(
     home: Home, role: Role | WriterRole, act: str, arguments: Mapping[str, Any], *, deadline_s: float
 ) -> dict[str, Any] | None:
-    """Have a part do something; what it says of it, or None where it isn't there, or doesn't answer in time: then it may be done or not.
+    """Have a part carry out an action; return its answer.
+
+    None if it isn't there, or doesn't answer in time: then the action may be done or not.
 
     Raises:
-        Whatever of our tree of errors the part's act raised.
+        MillstreamError: any error of our tree that the part's action raised.
     """
     answer = _asked(home, role, {"call": act, "with": dict(arguments)}, deadline_s)
     if answer is not None and isinstance(answer.get("failed"), dict):
@@ -136,7 +138,7 @@ def _asked(home: Home, role: Role | WriterRole, asked: Mapping[str, Any], deadli
 
 
 def _socket_of(folder: Path, role: Role | WriterRole) -> Path:
-    """Where a part is asked; who writes listens for appends by its role's own name."""
+    """Return a part's control socket; a writer listens for appends under its role's own name."""
     return folder / (f"{role}.sock" if role in get_args(Role) else f"{role}-control.sock")
 
 
@@ -147,7 +149,7 @@ def _do(connection: socket.socket, act: Act, arguments: Mapping[str, Any]) -> No
         except MillstreamError as error:
             answer = {"failed": error.as_dict()}
         except Exception as error:
-            # Our bug: who asked hears of it, and the part goes on.
+            # Our bug: the caller gets an error, and the part goes on.
             logger.exception("an act failed")
             answer = {"failed": MillstreamError(f"{type(error).__name__}: {error}").as_dict()}
         _send(connection, answer)

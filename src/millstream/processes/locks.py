@@ -1,4 +1,4 @@
-"""Who runs what of a home: one process a role, held by flock, so that the kernel lets go when the process dies."""
+"""The roles of a home's processes: one process per role, held by flock, which the kernel releases at its death."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from millstream.private_files import open_private
 
 _Result = TypeVar("_Result")
 WriterRole = NewType("WriterRole", str)
-"""Who appends to the home's logs, by the writer's name: see `writer_role`."""
+"""The role of an appender to the home's logs, by the writer's name: see `writer_role`."""
 Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay"]
-"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP and Flight. `follow`: takes what other nodes lead. `promote`: makes this node a leader.
-`reconcile`: keeps what regions have together. `replay`: writes a range of records into a table of its own."""
+"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP
+and Flight. `follow`: copies the streams that other nodes lead. `promote`: makes this node a leader.
+`reconcile`: merges regions' tables. `replay`: writes a range of records into a table of its own."""
 
 _HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
-"""This process's: a fork's child has none of them."""
+"""This process's locks: a forked child has none of them."""
 _WORDS: Final[dict[str, str]] = {
     "run": "`millstream run`",
     "owner": "`millstream capture run`",
@@ -36,9 +37,9 @@ _WORDS: Final[dict[str, str]] = {
     "replay": "`millstream pipeline replay`",
 }
 LOCK_PATIENCE_S: Final = 30.0
-"""How long a supervised part waits for one whose supervisor was killed: that one is gone within a second or two."""
+"""How long a supervised part waits for one whose supervisor was killed: it ends within a second or two."""
 _STEP_ASIDE_S: Final = 15.0
-"""How long an application that appends may take to answer those who wait."""
+"""How long an application that appends may take to answer its waiting callers."""
 _POLL_S: Final = 0.1
 
 
@@ -53,13 +54,14 @@ class RoleLock:
     def take(
         cls, run_folder: Path, role: Role | WriterRole, *, patience_s: float = 0.5, **facts: str | bool | None
     ) -> RoleLock:
-        """Take a role and write down who has it.
+        """Take a role and record its holder.
 
         Args:
             run_folder: the home's `data/run`; it exists.
-            role: which.
-            patience_s: how long to wait for one who is just leaving (or for `holder`, which looks for a moment).
-            facts: what else others may want to know; `what` is how errors call who has it.
+            role: the role to take.
+            patience_s: how long to wait for a holder that is just leaving (or for `holder`, which locks
+                for a moment).
+            facts: other facts about the holder; `what` is its name in errors.
 
         Raises:
             HomeBusy: another process has it; details: pid, role.
@@ -85,7 +87,7 @@ class RoleLock:
                         role=role,
                     ) from None
                 time.sleep(_POLL_S)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, and nobody reads who has it
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, but its holder isn't recorded
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": time.time(), **facts}).encode(), 0)
         lock = cls(file, descriptor)
@@ -93,13 +95,13 @@ class RoleLock:
         return lock
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the role is the parent's, and ends with that."""
+        """Drop the lock object in a forked child: the role is the parent's, and ends with the parent."""
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
 
     def release(self) -> None:
         """Give the role back; calling it again does nothing."""
-        # Two threads may give it back: the number may be another file's behind the first.
+        # Two threads may release it: after the first, the number may be another file's.
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
@@ -115,21 +117,21 @@ class RoleLock:
 
 
 def writer_role(name: str | None) -> WriterRole:
-    """The role of a home's writer: of its only one, or of one among several by its name."""
-    # Short, since a socket is named by it.
+    """Return the role of a home's writer: of its only one, or of one among several by its name."""
+    # Short, since it is in a socket's name.
     return WriterRole("writer" if name is None else f"writer-{hashlib.sha256(name.encode()).hexdigest()[:10]}")
 
 
 def writer_roles(run_folder: Path) -> list[WriterRole]:
-    """Roles of writers that somebody has, or has had."""
+    """Return the roles of writers that are held, or were."""
     return sorted(WriterRole(file.stem) for file in run_folder.glob("writer*.lock"))
 
 
 @contextlib.contextmanager
 def nobody_writes(run_folder: Path) -> Iterator[None]:
-    """Keep everybody from writing the home's logs meanwhile; `HomeBusy` where somebody does, and goes on.
+    """Keep every other process from writing the home's logs; `HomeBusy` if one writes, and goes on.
 
-    Applications that append step aside for `owner`, and come back through whoever writes then.
+    Applications that append give way to `owner`, and then append through the current writer.
     """
     with contextlib.ExitStack() as held:
         held.enter_context(RoleLock.take(run_folder, "owner"))
@@ -139,13 +141,16 @@ def nobody_writes(run_folder: Path) -> Iterator[None]:
 
 
 def holder(run_folder: Path, role: Role | WriterRole) -> dict[str, Any]:
-    """Who has a role now: `pid`, `since`, and what else was said of it; empty where nobody has. Takes nothing away from anybody."""
+    """Return a role's holder: `pid`, `since`, and its recorded facts; empty if there is none.
+
+    Doesn't disturb the holder.
+    """
     try:
         descriptor = os.open(run_folder / f"{role}.lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return {}
     try:
-        # A shared lock is had at once where nobody holds the exclusive one.
+        # A shared lock is granted at once if no process holds the exclusive one.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         with contextlib.suppress(ValueError, OSError):
@@ -158,7 +163,7 @@ def holder(run_folder: Path, role: Role | WriterRole) -> dict[str, Any]:
 
 
 def runs(run_folder: Path, role: Role) -> bool:
-    """Whether a process has a role, or will have it again soon: `millstream run` starts what has died."""
+    """Return whether a process has a role, or will have it again soon: `millstream run` restarts dead parts."""
     return bool(holder(run_folder, role) or holder(run_folder, "run"))
 
 
@@ -172,7 +177,10 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def once_let_go(do: Callable[[], _Result], within_s: float) -> _Result:
-    """Do what takes a log's locks, once whoever has them has let go. `ShardLocked` where that doesn't happen in so many seconds."""
+    """Do something that takes a log's locks, once their holder has released them.
+
+    `ShardLocked` if it doesn't within that time.
+    """
     deadline = time.monotonic() + within_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""How processes say what happens: structlog on stderr, in lines for people, or as JSON lines where these are asked for."""
+"""Logging of processes: structlog on stderr, in lines for people, or as JSON lines on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEVEL_VARIABLE = "MILLSTREAM_LOG_LEVEL"
 
 
 def configure_logs(*, part: str = "", style: LogFormat = "text") -> None:
-    """Set up this process's logs. `part` stands in every line where it is given. `MILLSTREAM_LOG_LEVEL` sets the level."""
+    """Set up this process's logs. Every line has `part`, if it is given. `MILLSTREAM_LOG_LEVEL` sets the level."""
     level = logging.getLevelName(os.environ.get(LEVEL_VARIABLE, "info").upper())
 
     def name_part(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -43,7 +43,7 @@ def configure_logs(*, part: str = "", style: LogFormat = "text") -> None:
 
 
 def leave_logs_to_application() -> None:
-    """Have what happens go to `logging`, under `millstream.*`, in a process that isn't ours and hasn't set structlog up by itself."""
+    """Send events to `logging`, under `millstream.*`, in a process that isn't ours and hasn't set structlog up."""
     if not structlog.is_configured():
         structlog.configure(
             processors=[
@@ -57,7 +57,7 @@ def leave_logs_to_application() -> None:
 
 
 class _Lines(io.TextIOBase):
-    """stderr, whose trouble is nobody's: where it goes to a disk that is full, or to nobody any more, a line is missing, and all goes on."""
+    """Stderr, with its errors ignored: on a full disk or a closed pipe a line is lost, and everything goes on."""
 
     def write(self, text: str, /) -> int:
         with contextlib.suppress(OSError):
@@ -70,10 +70,10 @@ class _Lines(io.TextIOBase):
 
 
 class Words:
-    """A structlog renderer: one short line for people, as those that `run` says itself; a repeated trouble is shorter still."""
+    """A structlog renderer: one short line for people, like those of `run`; a repeated error is shorter still."""
 
     def __init__(self, *, terminal: bool) -> None:
-        # `run` redraws a line there: what is said beside it takes its place.
+        # `run` redraws a line there: a log line replaces it.
         self._clear = "\r\x1b[K" if terminal else ""
         self._trouble: dict[tuple[str, str], str] = {}
 

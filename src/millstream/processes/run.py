@@ -14,27 +14,27 @@ from millstream.processes.locks import RoleLock
 from millstream.processes.supervise import Event, Part, PartState, Supervisor
 
 _ERRORS_MAX: Final = 5
-"""How often a part of `--until-caught-up` may end with the same kind of trouble before a job should fail."""
+"""How often a part of `--until-caught-up` may end with the same kind of error before the job fails."""
 
 
 @dataclass(slots=True)
 class RunOutcome:
-    """How a `run` ended."""
+    """The result of a `run`."""
 
     caught_up: bool
     interrupted: bool
     set_aside: dict[str, str] = field(default_factory=dict)
     """Tables that were set aside (`stream: schema.table`), each with its reason."""
     paused: list[str] = field(default_factory=list)
-    """Tables whose copies are paused (`stream: schema.table`): nobody waited for them."""
+    """Tables whose copies are paused (`stream: schema.table`): the run didn't wait for them."""
     errors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By part, the error for which it was given up."""
+    """The error for which each part was given up, by part."""
     slots: dict[str, int | None] = field(default_factory=dict)
-    """By slot, the bytes of WAL that it holds at the source."""
+    """Bytes of WAL that each slot holds at the source, by slot."""
 
 
 def part_command(home: Home, *words: str) -> list[str]:
-    """How a part of a home is started: by this very Python, whatever PATH says."""
+    """Return the command that starts a part of a home: with this very Python, whatever PATH contains."""
     return [sys.executable, "-m", "millstream.cli", "--home", str(home.path), *words]
 
 
@@ -43,8 +43,9 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
 
     Args:
         home: the home.
-        until_caught_up: end when all that the sources had committed at the call is durable, landed and folded.
-        on_event: told of everything that parts do and tell.
+        until_caught_up: end when everything that the sources had committed at the call is durable, landed
+            and folded.
+        on_event: called with all events of parts and their reports.
 
     Raises:
         HomeBusy: another `run` has the home.
@@ -68,14 +69,14 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
 
 
 class _Conductor:
-    """Knows in which order parts end."""
+    """Decides the order in which parts end."""
 
     def __init__(self, home: Home, on_event: Callable[[Event], None], *, until_caught_up: bool) -> None:
         self._until_caught_up = until_caught_up
         self._on_event = on_event
         self._captures = False
         option = ["--until-caught-up"] if until_caught_up else []
-        # Capture has been patient already when it says an error.
+        # Capture has already retried when it reports an error.
         most, most_of_capture = (_ERRORS_MAX, 1) if until_caught_up else (None, None)
         parts = [
             Part(
@@ -103,11 +104,12 @@ class _Conductor:
         if capture.over and pipeline.over:
             self.supervisor.stop()
         elif name == "capture" and self._until_caught_up:
-            # The pipeline lands what is durable, whether capture reached its goal or not; not where it never began.
+            # The pipeline lands everything durable, whether capture reached its goal or not; not if it
+            # never began.
             self.supervisor.tell("pipeline", "stop" if what == "given_up" and not self._captures else "drain")
 
     def outcome(self) -> RunOutcome:
-        """What came of it."""
+        """Return the result."""
         parts = self.supervisor.parts
         streams = {
             name: list(parts[name].outcome.get("streams", {}).items()) if name in parts else []

@@ -1,14 +1,16 @@
-"""Supervision: child processes that are started again when they die, and never outlive their supervisor.
+"""Supervision: child processes that are restarted when they die, and never outlive their supervisor.
 
-A *part* is a process of this program. What holds between the two (the child's side is `millstream.processes.child_process`):
+A *part* is a process of this program. The contract between the two (the child's side is
+`millstream.processes.child_process`):
 
-- its standard input is a pipe that only the supervisor holds: words on it (`stop`, `drain`), and its end, tell the
-  child what to do; at its end the child exits, so a SIGKILL of the supervisor leaves nobody behind;
-- it tells facts as JSON lines on a pipe of its own, the last of them being `error` or `outcome`;
-- it runs in a session of its own, so that a Ctrl-C at the terminal reaches the supervisor alone, who lets all drain.
+- The child's standard input is a pipe that only the supervisor holds. Words on it (`stop`, `drain`) are
+  commands. At its end the child exits, so a SIGKILL of the supervisor leaves no child behind.
+- The child reports facts as JSON lines on a pipe of its own, the last of them being `error` or `outcome`.
+- The child runs in a session of its own, so that a Ctrl-C at the terminal reaches only the supervisor,
+  which lets all parts drain.
 
-A part that dies is started again, with a delay that doubles while it goes on dying young. One that has said an error
-which only a person can mend, or nobody (`OPERATOR`, `NEVER`), is given up and reported; the others go on.
+A part that dies is restarted, with a delay that doubles while it goes on dying young. A part is given up
+and reported if its error needs an operator or can't be fixed (`OPERATOR`, `NEVER`); the others go on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from enum import StrEnum
 from typing import Any, Final, Literal
 
 REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
-"""In a child's environment: the descriptor on which it tells facts; its being there says that it is supervised."""
+"""In a child's environment: the descriptor on which it reports facts; its presence means that it is supervised."""
 
 Word = Literal["stop", "drain"]
 
@@ -39,29 +41,29 @@ class Part:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own."""
+    """Variables added to the supervisor's own."""
     may_end: bool = False
-    """Whether an end with exit code 0, unasked for, is the end of its work rather than a death."""
+    """Whether an unrequested end with exit code 0 is the end of its work rather than a death."""
     errors_max: int | None = None
-    """Give it up after that many deaths in a row with an error told, whatever the error; None: never for that. A bug of
-    ours (`unexpected`) has one try more."""
+    """Give it up after that many deaths in a row with a reported error, whatever the error; None: never for
+    that. A bug of ours (`unexpected`) has one try more."""
 
 
 class PartState(StrEnum):
-    """Where a part stands."""
+    """The state of a part."""
 
     RUNNING = "running"
     WAITING = "waiting"
-    """It died; it is started again when its delay is over."""
+    """It died; it is restarted when its delay is over."""
     ENDED = "ended"
-    """It did what it was asked to, or was told to stop."""
+    """It did its work, or was told to stop."""
     GIVEN_UP = "given_up"
-    """It said an error that no restart mends."""
+    """It reported an error that no restart fixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long to wait before a part is started again."""
+    """The delay before a part's restart."""
 
     first_s: float = 0.5
     most_s: float = 30.0
@@ -69,13 +71,13 @@ class Backoff:
     """A part that lived this long starts over at `first_s`."""
 
     def delay_s(self, deaths: int) -> float:
-        """The delay after that many deaths in a row, from 1."""
+        """Return the delay after that many deaths in a row, from 1."""
         return float(min(self.most_s, self.first_s * 2 ** min(deaths - 1, 16)))
 
 
 @dataclass(slots=True)
 class Running:
-    """A part with what became of it; the supervisor's own."""
+    """A part with its state; the supervisor's own."""
 
     part: Part
     state: PartState = PartState.WAITING
@@ -91,22 +93,22 @@ class Running:
 
     @property
     def over(self) -> bool:
-        """Whether it will not run again."""
+        """Return whether it won't run again."""
         return self.state in {PartState.ENDED, PartState.GIVEN_UP}
 
 
 Event = tuple[str, str, dict[str, Any]]
-"""(part, what, facts): `started`, `died`, `ended`, `given_up`, or what the part told itself."""
+"""(part, what, facts): `started`, `died`, `ended`, `given_up`, or the part's own report."""
 
 
 class Supervisor:
-    """Runs parts until all are over. Made, used and ended by the main thread alone.
+    """Runs parts until all are over. Made, used and ended only by the main thread.
 
     Args:
-        parts: what to run; names are unique.
-        on_event: told of everything, on the main thread; may call `tell` and `stop`.
+        parts: the parts to run; names are unique.
+        on_event: called with everything, on the main thread; may call `tell` and `stop`.
         backoff: delays between restarts.
-        patience_s: how long parts may drain once they were told to stop, before they are killed.
+        patience_s: how long parts may drain after a stop, before they are killed.
     """
 
     def __init__(
@@ -128,9 +130,9 @@ class Supervisor:
         """How often SIGINT or SIGTERM came."""
 
     def run(self) -> None:
-        """Start all parts and see to them until none is left.
+        """Start all parts and supervise them until none is left.
 
-        SIGINT, SIGTERM and a terminal's end tell all to stop; a second one kills them.
+        SIGINT, SIGTERM and a terminal's end stop all parts; a second one kills them.
         """
         with self._signals():
             try:
@@ -142,7 +144,7 @@ class Supervisor:
                 self._kill_all()
 
     def tell(self, name: str, word: Word) -> None:
-        """Say a word to a part; one that is started again hears it again."""
+        """Send a word to a part; a restarted part receives it again."""
         running = self.parts[name]
         if running.word == "stop":
             return
@@ -160,7 +162,8 @@ class Supervisor:
             if not running.over:
                 self.tell(name, "stop")
 
-    # --- steps -------------------------------------------------------------------------------------------------
+    # --- steps
+    # -------------------------------------------------------------------------------------------------
 
     def _start_what_is_due(self) -> None:
         for running in self.parts.values():
@@ -307,6 +310,6 @@ class Supervisor:
 
 def _say(process: subprocess.Popen[bytes], word: Word) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it is dying: it hears the word when it is started again
+    with contextlib.suppress(OSError):  # it is dying: it receives the word when it is restarted
         process.stdin.write(word.encode() + b"\n")
         process.stdin.flush()

@@ -1,1 +1,1 @@
-"""What a home serves over the network: its status, and what applications send it."""
+"""The network services of a home: its status, and the endpoints that applications write to."""

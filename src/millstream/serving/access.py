@@ -1,8 +1,9 @@
-"""Who may do what over the network: access tokens and client certificates, for HTTP and for Arrow Flight.
+"""Authorization over the network: access tokens and client certificates, for HTTP and for Arrow Flight.
 
-A call's token is looked for in memory: the home's tokens are read from the catalog at most every `FRESH_S` seconds, so that a call costs no
-round trip and a revoked token is refused within that time. A token that isn't known is looked for before it is refused, so that a new one works
-at once; who guesses waits for it, and can't have the catalog read more than `_GUESSES_PER_S` times a second.
+A call's token is looked up in memory. The home's tokens are read from the catalog at most every `FRESH_S`
+seconds, so that a call costs no round trip, and a revoked token is refused within that time. An unknown
+token is looked up in the catalog before it is refused, so that a new one works at once. A client that
+guesses waits for this look-up, and can't cause more than `_GUESSES_PER_S` catalog reads a second.
 """
 
 from __future__ import annotations
@@ -31,40 +32,40 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.serve")
 
 FRESH_S: Final = 2.0
-"""For how long a token that was revoked may still open."""
+"""For how long a revoked token may still be accepted."""
 _GUESSES_PER_S: Final = 4
 _AWAY_S: Final = 60.0
-"""For how long tokens hold as they were last seen while the catalog can't be read: longer than a server needs to start anew."""
+"""For how long the last known tokens hold while the catalog can't be read: longer than a server restart takes."""
 _CATALOG_PATIENCE_S: Final = 2.0
 CERTIFICATE: Final = "millstream.certificate"
-"""In an ASGI scope: the name in the client's certificate, where it has shown one."""
+"""Key in an ASGI scope: the name in the client's certificate, if it has presented one."""
 _SCHEMES: Final = ("bearer", "token", "basic")
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a call shows of who sends it."""
+    """The credentials that a call presents."""
 
     token: str | None = None
-    """The text of an access token, or what stands in its place."""
+    """The text of an access token, or the text in its place."""
     certificate: str | None = None
-    """The name in the client's certificate, which its authority has vouched for."""
+    """The name in the client's certificate, verified by its authority."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, and what they may do."""
+    """The caller and its rights."""
 
     name: str | None
-    """The token's; None where nobody is asked."""
+    """The token's name; None if no token is required."""
     rights: Rights
 
     def may(self, right: Right, stream: str = ALL_STREAMS) -> bool:
-        """Whether they may do it with that stream; with every one, where none is named."""
+        """Return whether the caller has a right on that stream; on every stream, if none is named."""
         return self.rights.allow(right, stream)
 
     def check(self, right: Right, stream: str = ALL_STREAMS) -> None:
-        """`Forbidden` where they may not."""
+        """Raise `Forbidden` if the caller lacks the right."""
         if not self.may(right, stream):
             what = "every stream" if stream == ALL_STREAMS else f"stream {stream}"
             grant = "--all " if stream == ALL_STREAMS else f"--stream {stream}="
@@ -84,8 +85,8 @@ class TokenBook:
     """The home's access tokens, as they were a moment ago.
 
     Args:
-        open_catalog: opens the catalog when the first token is looked for.
-        fresh_s: for how long what was read is taken for what is.
+        open_catalog: opens the catalog at the first look-up.
+        fresh_s: for how long the tokens that were read count as current.
 
     Concurrency: any number of threads; one reads, the others wait for it.
     """
@@ -98,30 +99,31 @@ class TokenBook:
         self._by_id: Mapping[str, AccessToken] = {}
         self._by_name: Mapping[str, AccessToken] = {}
         self._begun_s = self._tried_s = self._read_s = -float("inf")
-        """When it was last begun to be read, when that ended, and when what is known was read."""
+        """When the last read began and ended, and when the current tokens were read."""
         self._failed: MillstreamError | None = None
 
     @property
     def is_fresh(self) -> bool:
-        """Whether what was read still counts."""
+        """Return whether the tokens that were read are still current."""
         return time.monotonic() - self._tried_s < self._fresh_s
 
     def by_id(self, token_id: str) -> AccessToken | None:
-        """What was read of a token."""
+        """Return a token that was read, by its id."""
         return self._by_id.get(token_id)
 
     def by_name(self, name: str) -> AccessToken | None:
-        """Likewise, by its name."""
+        """Return a token that was read, by its name."""
         return self._by_name.get(name)
 
     def refresh(self, *, since_s: float | None = None) -> None:
-        """Read the catalog, where what was read counts no more. Blocks for as long as that takes.
+        """Read the catalog, if the tokens are no longer current. Blocks for as long as that takes.
 
         Args:
-            since_s: of the monotonic clock: what was read before it doesn't count. For a token that isn't among what was read.
+            since_s: on the monotonic clock: an earlier read doesn't count. For a token that isn't among
+                those that were read.
 
         Raises:
-            CatalogError: it can't be read, and hasn't been for `_AWAY_S` seconds (or a kin of it).
+            CatalogError: it can't be read, and hasn't been for `_AWAY_S` seconds (or a subclass).
         """
         with self._lock:
             if since_s is not None and self._begun_s < since_s:
@@ -133,7 +135,7 @@ class TokenBook:
                 raise self._failed
 
     def close(self) -> None:
-        """Let go of the catalog."""
+        """Close the catalog."""
         with self._lock:
             if self._catalog is not None:
                 self._catalog.close()
@@ -158,11 +160,11 @@ class TokenBook:
 
 
 class Access:
-    """Says who a call's sender is.
+    """Identifies the callers.
 
     Args:
-        book: the tokens; None where nobody is asked who they are (`tokens_required`).
-        clients: which token a certificate stands for, by the name in it.
+        book: the tokens; None if no token is required (`tokens_required`).
+        clients: the token that a certificate stands for, by the name in it.
 
     Concurrency: any number of threads and tasks.
     """
@@ -174,7 +176,7 @@ class Access:
 
     @classmethod
     def of_home(cls, home: Home) -> Access:
-        """As the home's configuration has it."""
+        """Return the access of the home's configuration."""
         http = home.config.http
         if not http.tokens_required:
             return cls(None)
@@ -182,16 +184,16 @@ class Access:
 
     @property
     def is_asked(self) -> bool:
-        """Whether callers have to say who they are."""
+        """Return whether callers have to authenticate."""
         return self._book is not None
 
     def caller(self, shown: Credentials) -> Caller:
-        """Who it is. Blocks where the catalog has to be read: for threads.
+        """Return the caller. Blocks if the catalog has to be read: for threads.
 
         Raises:
-            Unauthenticated: nothing is shown, or it isn't known here (any more).
-            AccessTokenExpired: it was known.
-            CatalogError: the catalog can't be read (or a kin of it).
+            Unauthenticated: no credentials are presented, or they are unknown or no longer known.
+            AccessTokenExpired: the token has expired.
+            CatalogError: the catalog can't be read (or a subclass).
         """
         if self._book is None:
             return EVERYBODY
@@ -202,46 +204,46 @@ class Access:
         return self._caller(shown)
 
     async def caller_async(self, shown: Credentials) -> Caller:
-        """As `caller`, for a task."""
+        """Return as `caller`, for a task."""
         if self._book is None:
             return EVERYBODY
         since_s = None if self._is_known(shown) else time.monotonic()
         if since_s is not None or not self._book.is_fresh:
-            # By one thread: who guesses must not keep those busy that others wait for.
+            # On one thread: clients that guess must not occupy the threads that others wait for.
             read = partial(self._book.refresh, since_s=since_s)
             await asyncio.get_running_loop().run_in_executor(self._reads, read)
         return self._caller(shown)
 
     async def caller_of(self, scope: Mapping[str, Any], *, in_query: bool = False) -> Caller:
-        """Who sends a request; raises as `caller`.
+        """Return the caller of a request; raises as `caller`.
 
         Args:
             scope: ASGI's.
-            in_query: whether a token may stand in the address as `p=…` too, as InfluxDB's clients put it.
+            in_query: whether the address may contain a token as `p=…` too, as InfluxDB's clients send it.
         """
         return EVERYBODY if self._book is None else await self.caller_async(credentials_of(scope, in_query=in_query))
 
     async def allowed(
         self, scope: Mapping[str, Any], right: Right, stream: str = ALL_STREAMS, *, in_query: bool = False
     ) -> Caller:
-        """Who sends a request, who may do that with the stream: for paths that no dependency guards.
+        """Return the caller of a request that has a right on the stream: for paths without a dependency.
 
         Raises:
             Unauthenticated, AccessTokenExpired, CatalogError: as `caller`.
-            Forbidden: they may not.
+            Forbidden: the caller lacks the right.
         """
         caller = await self.caller_of(scope, in_query=in_query)
         caller.check(right, stream)
         return caller
 
     def close(self) -> None:
-        """Let go of the catalog."""
+        """Close the catalog."""
         self._reads.shutdown()
         if self._book is not None:
             self._book.close()
 
     def _is_known(self, shown: Credentials) -> bool:
-        """Whether what was read last has an answer. What is no token at all is known for that."""
+        """Return whether the last read decides the call. Text that is no token at all is decided."""
         assert self._book is not None
         if shown.token is not None:
             parts = token_parts(shown.token)
@@ -287,7 +289,7 @@ class Access:
 
 
 def credentials_of(scope: Mapping[str, Any], *, in_query: bool = False) -> Credentials:
-    """What a request shows. See `Access.caller_of` for the arguments."""
+    """Return the credentials of a request. See `Access.caller_of` for the arguments."""
     said = next((value for name, value in scope["headers"] if name == b"authorization"), None)
     token = None if said is None else token_said(said.decode("latin-1"))
     if token is None and in_query:
@@ -296,10 +298,10 @@ def credentials_of(scope: Mapping[str, Any], *, in_query: bool = False) -> Crede
 
 
 def token_said(authorization: str) -> str | None:
-    """The token of an `Authorization` header: `Bearer …`, `Token …` as InfluxDB's clients say it, or the password of `Basic …`.
+    """Return the token of an `Authorization` header: `Bearer …`, InfluxDB's `Token …`, or the password of `Basic …`.
 
     Returns:
-        None where it says nothing of that kind; text that is no token as it stands.
+        None if the header has no such form; text that is no token unchanged.
     """
     scheme, _, rest = authorization.strip().partition(" ")
     rest = rest.strip()
@@ -315,10 +317,10 @@ def token_said(authorization: str) -> str | None:
 
 
 def name_in_certificate(certificate: Mapping[str, Any] | None) -> str | None:
-    """The name by which a client is known: the first subject alternative name, else the common name, as gRPC has it too.
+    """Return a client's name: its certificate's first subject alternative name, or the common name, as in gRPC.
 
     Args:
-        certificate: as `ssl.SSLSocket.getpeercert` gives it; None or empty where none was shown.
+        certificate: as `ssl.SSLSocket.getpeercert` returns it; None or empty if none was presented.
     """
     if not certificate:
         return None
@@ -329,14 +331,15 @@ def name_in_certificate(certificate: Mapping[str, Any] | None) -> str | None:
 
 
 def allow(right: Right, stream: str | None = None) -> Callable[..., Any]:
-    """A FastAPI dependency: the request's sender has a right, or the request goes no further.
+    """Return a FastAPI dependency that requires a right of the request's caller.
 
     Args:
-        right: what the endpoint does.
-        stream: with which stream; None for the one that the path has as `{stream}` or `{s}`, and where it has none for every one.
+        right: the right that the endpoint needs.
+        stream: the stream; None for the path's `{stream}` or `{s}`, and if it has none, for every stream.
 
     Returns:
-        What `Depends` takes; it gives the `Caller`. Raises as `Access.allowed`. The application has the `Access` in `app.state.access`.
+        An argument of `Depends`; its value is the `Caller`. Raises as `Access.allowed`. The application
+        has the `Access` in `app.state.access`.
     """
     from starlette.requests import Request
 

@@ -1,4 +1,4 @@
-"""The ASGI application of a home: FastAPI for what people and programs ask now and then, and beside it the paths on which rows come in."""
+"""The ASGI application of a home: FastAPI for occasional requests, and separate fast paths for incoming rows."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _ABOUT: Final = "An ordered, durable change log: rows in over HTTP, and how the 
 
 
 class Application:
-    """What `serve` serves.
+    """The application that `serve` runs.
 
     Args:
-        home: which.
-        access: who may do what.
+        home: the home to serve.
+        access: the callers' rights.
     """
 
     def __init__(self, home: Home, access: Access) -> None:
@@ -64,7 +64,7 @@ class Application:
         self.reading: Final = Reading(home, self.intake)
         self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
         self._writes = Writes(home, self.groups, self.intake, access)
-        # Compiled, or read, while the first requests come: the first time on a machine it takes seconds.
+        # Compile or load it during the first requests: the first time on a machine it takes seconds.
         parser = made_elsewhere(warm)
         self._of_paths = {
             b"/write": LineWrites(self._writes, "v1", parser),
@@ -75,7 +75,7 @@ class Application:
         return await self.appender.append_batch_async(stream, batch, deadline_s=deadline_s)
 
     def close(self) -> None:
-        """Where this process wrote the home, it is done with that."""
+        """Stop writing the home, if this process did."""
         self.reading.close()
         self.appender.close()
 
@@ -85,7 +85,7 @@ class Application:
         return False
 
     def asgi(self) -> Any:
-        """The application, as a server calls it."""
+        """Return the application, as a server calls it."""
         others = self.make_fastapi()
         rows, lines, origins = self._writes, self._of_paths, self._origins
 
@@ -109,7 +109,7 @@ class Application:
         return application
 
     def make_fastapi(self) -> FastAPI:
-        """What isn't a write."""
+        """Return the part for everything except writes."""
         app = FastAPI(
             title=_TITLE,
             description=_ABOUT,
@@ -152,7 +152,7 @@ class Application:
         )
         async def get_health(request: Request) -> JSONResponse:
             healthy, facts = await asyncio.to_thread(health.healthy)
-            # Load balancers have no token: they are told that it is, not what.
+            # Load balancers have no token: they get the status without the reasons.
             if not await self._may_read(request.scope):
                 facts = {"healthy": healthy}
             return JSONResponse(facts, 200 if healthy else 503)
@@ -172,7 +172,7 @@ class Application:
         )
         async def get_readiness(request: Request) -> Response:
             ready, why = await asyncio.to_thread(health.ready)
-            # A caller that may read nothing is told whether it is ready, not why capture waits.
+            # A caller without read rights gets whether the home is ready, not why capture waits.
             errors = await asyncio.to_thread(health.errors) if await self._may_read(request.scope) else []
             if not ready:
                 return response_of(plain_problem(503, why) | ({"errors": errors} if errors else {}))
@@ -214,7 +214,7 @@ class Application:
             }
             return JSONResponse({**facts, "version": VERSION.decode()}, 200 if ready else 503, influx)
 
-        # A path that takes writes says so to who asks it otherwise.
+        # A path that takes writes reports its methods to other requests.
         app.router.routes.append(Route("/v1/streams/{stream}/tables/{table}", self._writes, methods=["POST"]))
         for path, endpoint in self._of_paths.items():
             app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))

@@ -1,4 +1,4 @@
-"""What may listen where: beyond this machine nothing does without TLS and access tokens."""
+"""The rule for listening addresses: reachable from other machines only with TLS and access tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def check_protected(section: str, address: tuple[str, int], http: HttpConfig) -> None:
-    """Refuse an address that other machines reach, where what protects it is missing.
+    """Refuse an address that other machines reach, if its protection is missing.
 
     Args:
-        section: whose address it is: `http` or `flight`.
+        section: the section of the address: `http` or `flight`.
         address: host and port.
-        http: says what protects it.
+        http: the settings that protect it.
 
     Raises:
-        Unprotected: it is; details: listen, missing.
+        Unprotected: protection is missing; details: listen, missing.
     """
     host, port = address
     given = {
@@ -41,7 +41,7 @@ def check_protected(section: str, address: tuple[str, int], http: HttpConfig) ->
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine's own, whatever it resolves to; one that resolves to nothing can't be told, and isn't."""
+    """Return whether every address of a host is this machine's own; False if it resolves to none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

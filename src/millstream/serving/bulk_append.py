@@ -1,7 +1,8 @@
-"""One bulk append: batches come while those before are written, and each is told of once it is durable, in their order.
+"""One bulk append: batches arrive while earlier ones are written, and each is acknowledged once durable, in order.
 
-Two threads take turns nowhere: the call's own receives, the other appends whatever has come, as one submission to the log. So batches of a
-transfer stand in the log in its order, and a slow disk holds the sender back by the room that there is.
+It uses two threads. The call's own receives; the other appends everything that has arrived as one
+submission to the log. So batches of a transfer are in the log in its order, and a slow disk holds the
+sender back through the limited room.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ _SUBMISSION_PIECES: Final = 1000
 
 
 class Room:
-    """So many bytes at once, over all transfers; one larger piece may stretch it while nothing else is there."""
+    """A limit of bytes over all transfers; one larger piece may exceed it while there is no other."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free = self._all = size_bytes
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, given_up: Callable[[], bool]) -> None:
-        """Wait until there is room for as many; or until `given_up`, which is looked at now and then."""
+        """Wait until there is room for that many bytes; or until `given_up`, which is checked periodically."""
         with self._changed:
             while self._free < min(size_bytes, self._all) and not given_up():
                 self._changed.wait(0.2)
             self._free -= size_bytes
 
     def give(self, size_bytes: int) -> None:
-        """Have room for as many again."""
+        """Release that many bytes."""
         with self._changed:
             self._free += size_bytes
             self._changed.notify_all()
 
 
 class BulkAppend:
-    """Appends what one transfer brings.
+    """Appends the batches of one transfer.
 
     Args:
-        asked: to which table, and how.
+        asked: the table, and the options.
         appender: the way to the log.
-        room: what pieces are counted against from when they have come until they are told of.
-        tell: sends the sender a line of JSON; called on another thread than `run`.
+        room: counts pieces from their arrival until their acknowledgement.
+        tell: sends a line of JSON to the client; called on another thread than `run`.
     """
 
     def __init__(self, asked: PutRequest, appender: HomeAppender, room: Room, tell: Callable[[bytes], None]) -> None:
@@ -68,11 +69,11 @@ class BulkAppend:
         self._waiting: deque[Piece] = deque()
         self._has_all = False
         self._open = 0
-        """Pieces that have come and aren't told of."""
+        """Number of pieces that have arrived and aren't acknowledged."""
         self._failure: Exception | None = None
 
     def has_work(self) -> bool:
-        """Whether something that has come isn't told of yet."""
+        """Return whether something that has arrived isn't acknowledged yet."""
         return self._open > 0
 
     def run(
@@ -81,16 +82,16 @@ class BulkAppend:
         closing: threading.Event,
         admit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Append them all; return once everything is durable and told.
+        """Append all batches; return once everything is durable and acknowledged.
 
         Args:
-            batches: with what was sent beside each. Iterating blocks until the next has come.
-            closing: set when the server ends: what has come then is appended, and no more is taken.
-            admit: called with each batch; raises where its sender may send no more.
+            batches: each with its metadata. Iterating blocks until the next has arrived.
+            closing: set when the server ends: arrived batches are appended, and no more are taken.
+            admit: called with each batch; raises if the sender may send no more.
 
         Raises:
-            MillstreamError: a batch was refused, or couldn't be appended. Those that were told of are durable; of the one that the error
-                is about a line was told as well, with `error` in it.
+            MillstreamError: a batch was refused, or couldn't be appended. Acknowledged batches are
+                durable; for the failed one a line with `error` was sent as well.
             WriterClosed: the server ends.
         """
         cutter = Cutter(self._asked)
@@ -141,7 +142,7 @@ class BulkAppend:
                     self._open -= len(group)
 
     def _next_group(self) -> list[Piece]:
-        """What has come, as much as goes at once; nothing when all is done."""
+        """Return the pieces that have arrived, up to one submission's size; none at the end."""
         with self._changed:
             while not self._waiting and not self._has_all:
                 self._changed.wait()
@@ -160,7 +161,7 @@ class BulkAppend:
         except MillstreamError as error:
             if len(group) == 1:
                 self._tell_refused(group[0], error)
-            # One of them isn't what the log takes; those before it are.
+            # The log refuses one of them; those before it are fine.
             for piece in group:
                 self._append([piece])
             return
@@ -174,7 +175,7 @@ class BulkAppend:
         )
         try:
             outcomes = self._appender.append_batch(self._asked.stream, batch, deadline_s=self._asked.deadline_s)
-        except MillstreamError as error:  # all of them: no such stream, no room, nobody who writes
+        except MillstreamError as error:  # all of them: no such stream, no room, no writer
             self._tell_refused(group[0], error)
         refused: list[tuple[Piece, MillstreamError]] = []
         for piece, outcome in zip(group, outcomes, strict=True):
@@ -189,7 +190,7 @@ class BulkAppend:
         self._tell(json.dumps(piece.told(outcome)).encode())
 
     def _tell_refused(self, piece: Piece, error: MillstreamError) -> NoReturn:
-        """Who sends a batch only once the one before is told of hears of it here: a call can't be ended while it is waited for."""
+        """Send the refusal as a line: a client that waits for each acknowledgement doesn't see the call end."""
         self._tell(json.dumps({"batch": piece.batch, "row": piece.row, "error": error.as_dict()}, default=str).encode())
         error.details.setdefault("batch", piece.batch)
         error.details.setdefault("batch_row", piece.row)

@@ -1,4 +1,4 @@
-"""One bulk read: a table's records between two tokens, in order, in batches of a size that suits a network."""
+"""One bulk read: a table's records between two tokens, in order, in batches sized for a network."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from millstream.wal.reader import StreamReader
 
 BATCH_ROWS: Final = 16_384
-"""Small frames are put together to about this many rows: a message costs some tens of microseconds, whatever its size."""
+"""Small frames are merged to about this many rows: a message costs some tens of microseconds, whatever its size."""
 BATCH_BYTES: Final = 4 << 20
-"""Larger ones are cut: so much is in memory for each reader, however slow."""
+"""Larger frames are cut: each reader holds this much memory, however slow it is."""
 
 
 def records(reader: StreamReader, asked: GetRequest) -> Iterator[pa.RecordBatch]:
-    """The records, in their order; a batch is of one version of the table's columns.
+    """Yield the records, in their order; a batch has one version of the table's columns.
 
     Raises:
         UnknownTable, InvalidToken, OffsetExpired, TokenFromFuture: as `OpenHome.read`.
@@ -37,7 +37,7 @@ def records(reader: StreamReader, asked: GetRequest) -> Iterator[pa.RecordBatch]
 
 
 def _pieces(held: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows, in one batch where they are small, and in several where they are large."""
+    """Yield the same rows, as one batch if they are small, and as several if they are large."""
     if not held:
         return
     together = held[0] if len(held) == 1 else pa.Table.from_batches(held).combine_chunks().to_batches()[0]

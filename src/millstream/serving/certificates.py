@@ -1,7 +1,8 @@
-"""The server's certificate, its key and the authorities of clients: read, checked, and read again once they have changed.
+"""The server's certificate, its key and the clients' authorities: loaded, checked, and reloaded when they change.
 
-They are checked by a handshake with ourselves, in memory: what a client would stumble over (a key of another certificate, one that has
-expired) is said when the server starts, with the file's name, and a renewal that went wrong leaves the one in use alone.
+A handshake with ourselves, in memory, checks them. So errors that a client would hit (another
+certificate's key, an expired certificate) are reported when the server starts, with the file's name. A
+failed renewal leaves the current certificate in use.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.serve")
 
 LOOK_EVERY_S: Final = 2.0
-"""How often it is looked whether the files have changed."""
+"""How often to check whether the files have changed."""
 _SOON_S: Final = 14 * 86_400.0
-"""An end this near is worth a warning: those that renew by themselves do it earlier."""
+"""Remaining lifetime that causes a warning: automatic renewals happen earlier."""
 _HANDSHAKE_STEPS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Where they lie."""
+    """The paths of the files."""
 
     certificate: Path
     key: Path
@@ -40,7 +41,7 @@ class Certificates:
 
     @classmethod
     def of_home(cls, home: Home) -> Certificates | None:
-        """As the configuration has them; None where there is no TLS."""
+        """Return the configured certificates; None if there is no TLS."""
         http = home.config.http
         if http.tls_certificate is None or http.tls_key is None:
             return None
@@ -48,10 +49,11 @@ class Certificates:
         return cls(certificate, key, None if http.client_ca is None else home.path / Path(http.client_ca).expanduser())
 
     def server_context(self) -> ssl.SSLContext:
-        """A context for a server that has them.
+        """Return a server's context with them.
 
         Raises:
-            CertificateUnusable: a file can't be read, the key is another's or has a passphrase, or one has expired.
+            CertificateUnusable: a file can't be read, the key is another's or has a passphrase, or one
+                has expired.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -67,14 +69,15 @@ class Certificates:
             if ends and max(ends) < now:
                 raise _unusable(self.client_ca, "has nothing but authorities that have expired")
             context.verify_mode = ssl.CERT_REQUIRED
-            # A session that is resumed shows no certificate again, whatever authorities there are by then.
+            # A resumed session doesn't present its certificate again, even if the authorities have
+            # changed by then.
             context.num_tickets = 0
             context.options |= ssl.OP_NO_TICKET
         self._check_handshake(context)
         return context
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """The files' bytes: certificate, key and clients' authorities. Raises as `server_context`."""
+        """Return the files' bytes: certificate, key and clients' authorities. Raises as `server_context`."""
         self.server_context()
         found = [
             b"" if file is None else _check_readable(file) for file in (self.certificate, self.key, self.client_ca)
@@ -82,12 +85,12 @@ class Certificates:
         return found[0], found[1], None if self.client_ca is None else found[2]
 
     def renew(self, context: ssl.SSLContext) -> None:
-        """Put certificate and key into a context in use: connections that are made from now on have them. Raises as `server_context`."""
+        """Load certificate and key into a context in use: new connections have them. Raises as `server_context`."""
         self.server_context()
         self._load(context)
 
     def fingerprint(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """What changes when a file does."""
+        """Return a value that changes when a file does."""
         found: list[tuple[int, int, int] | None] = []
         for file in (self.certificate, self.key, self.client_ca):
             if file is None:
@@ -101,7 +104,7 @@ class Certificates:
         return tuple(found)
 
     def content(self) -> tuple[bytes | None, ...]:
-        """What the files hold; None of one that can't be read, or isn't configured."""
+        """Return the files' content; None for one that can't be read, or isn't configured."""
         found: list[bytes | None] = []
         for file in (self.certificate, self.key, self.client_ca):
             try:
@@ -127,7 +130,7 @@ class Certificates:
             ) from error
 
     def _check_handshake(self, server: ssl.SSLContext) -> None:
-        """Have a client that trusts this certificate and nothing else shake hands: it sees the dates as others will."""
+        """Have a client that trusts only this certificate shake hands: it checks the dates as other clients will."""
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = False
         client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -151,33 +154,37 @@ class Certificates:
 
 
 class Renewal:
-    """Looks whether the files have changed, and has a context take them. Called from the thread that uses the context."""
+    """Checks whether the files have changed, and loads them into a context. Called on the context's thread."""
 
     def __init__(self, certificates: Certificates, context: ssl.SSLContext) -> None:
         self._certificates = certificates
         self.context: Final = context
         self._newest = context
         if certificates.client_ca is not None:
-            # Authorities can be added to a context, and none taken away: a connection goes over to the newest one.
+            # Authorities can be added to a context, but not removed: each connection switches to the
+            # newest context.
             context.sni_callback = self._choose
         self._seen = certificates.fingerprint()
         self._in_use = certificates.content()
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called for each connection when it has said hello, whether it names a server or not."""
+        """Switch a connection after its client hello, whether it names a server or not."""
         del name, context
         connection.context = self._newest
 
     @classmethod
     def of_home(cls, home: Home) -> Renewal | None:
-        """Of a new context with what the configuration has; None where there is no TLS. Raises as `Certificates.server_context`."""
+        """Return the renewal of a new context with the configured files; None if there is no TLS.
+
+        Raises as `Certificates.server_context`.
+        """
         certificates = Certificates.of_home(home)
         return None if certificates is None else cls(certificates, certificates.server_context())
 
     def look(self) -> bool:
-        """Whether the context has new ones. Of files that can't be used it is said once, and those before stay.
+        """Return whether the context has new files. Unusable files are logged once, and the current ones stay.
 
-        Files that were written again as they are renew nothing: calls of Flight would be ended for it.
+        Files rewritten with the same content renew nothing: calls of Flight would be ended for it.
         """
         found = self._certificates.fingerprint()
         if found == self._seen:
@@ -204,19 +211,19 @@ class Renewal:
 
 
 def telling_certificates(protocol: Any) -> Any:
-    """A protocol of uvicorn's whose requests find in their scope what the connection's client has shown: see `access.CERTIFICATE`.
+    """Return a uvicorn protocol that puts the client's certificate into requests' scope: see `access.CERTIFICATE`.
 
     Args:
         protocol: its class.
     """
 
     class Telling(protocol):  # type: ignore[misc] # known when it runs
-        """As it is, else."""
+        """The protocol with the client's certificate in each request's scope."""
 
         app: Any
 
         def connection_made(self, transport: Any) -> None:
-            """See asyncio.Protocol."""
+            """Handle a new connection; see asyncio.Protocol."""
             connection = transport.get_extra_info("ssl_object")
             name = None if connection is None else name_in_certificate(connection.getpeercert())
             if name is not None:
@@ -235,7 +242,7 @@ def _telling(application: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _shaken(client: ssl.SSLContext, server: ssl.SSLContext) -> dict[str, Any]:
-    """The server's certificate as a client finds it."""
+    """Return the server's certificate as a client sees it."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ours = client.wrap_bio(to_client, to_server)
     theirs = server.wrap_bio(to_server, to_client, server_side=True)

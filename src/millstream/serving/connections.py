@@ -1,7 +1,7 @@
-"""Connections that hold nobody up: each has so many bytes for its head and so much time for each request, and there are so many of them.
+"""Connections that can't block others: limits of the header's bytes, of the time per request, and of their number.
 
-uvicorn leaves these to a proxy in front. A timer for each request would cost as much as a tenth of a small one, so that one task looks at all
-connections a few times in the shortest of their times.
+uvicorn leaves these limits to a proxy in front. A timer for each request would cost as much as a tenth of
+a small one, so one task checks all connections a few times within the shortest limit.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from millstream.serving.problems import encoded, headers_of, plain_problem, prob
 
 HEAD_BYTES_MAX: Final = 64 << 10
 _LOOKS: Final = 4
-"""In the shortest time that a connection has."""
+"""Number of checks within a connection's shortest limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """What a connection may take."""
+    """The limits of a connection."""
 
     connections_max: int
     request_s: float
-    """For a request to come, head and body."""
+    """Seconds for a request to arrive, header and body."""
     idle_s: float
-    """Between two requests."""
+    """Seconds between two requests."""
     unread_bytes_max: int
-    """Of a body that nobody reads any more: its request was answered before it was whole."""
+    """Bytes of a body that is read and dropped: its request was answered before it was whole."""
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's protocol, within bounds."""
+    """uvicorn's protocol, with limits."""
 
     bounds: ClassVar[ConnectionBounds]
-    """See `bounded`."""
+    """The limits; see `bounded`."""
 
     def __init__(
         self,
@@ -53,42 +53,43 @@ class BoundedConnection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._coming_since: float | None = None
-        """When the request that isn't whole yet began; of a new connection, when it was made."""
+        """When the incomplete request began; for a new connection, when it was made."""
         self._head_bytes: int | None = 0
-        """Of the head that comes, those beside its first piece; None behind it."""
+        """Bytes of the current header after its first piece; None after the header."""
         self._has_begun = False
-        """Whether it has said anything."""
+        """Whether it has sent anything."""
         self._begun_here = False
-        """Whether a request began or ended in what is being read."""
+        """Whether a request began or ended in the data being read."""
         self._unread_bytes = 0
         self._beside_bytes = 0
-        """Of a body that comes in chunks, what came beside them since the last one: their lengths, and what stands behind them."""
+        """Bytes in a chunked body that aren't data, since the last chunk: chunk lengths and trailers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
-        """See asyncio.Protocol."""
+        """Handle a new connection; see asyncio.Protocol."""
         super().connection_made(transport)
         self._coming_since = time.monotonic()
         if len(self.connections) > self.bounds.connections_max:
             self.refuse(plain_problem(503, f"{self.bounds.connections_max} connections are open, as many as may be"))
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Parse data; see asyncio.Protocol."""
         self._begun_here = False
         self._beside_bytes += len(data)
         self._parse(data)
         if self._head_bytes is None and self._beside_bytes > HEAD_BYTES_MAX + len(data):
             self.refuse(plain_problem(431, f"a body has more than {HEAD_BYTES_MAX} bytes beside its chunks"))
-        # Where a head begins in the midst of what came, or behind it, the rest of that is none of it; as much comes at once as a read takes.
+        # If a header begins within or after this data, the rest of the data isn't part of it; at most one
+        # read's worth.
         if self._head_bytes is not None and not self._begun_here:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.refuse(plain_problem(431, f"a request's head has more than {HEAD_BYTES_MAX} bytes"))
 
     def _parse(self, data: bytes) -> None:
-        """As uvicorn, but for a request that would go on in another protocol. It needn't (RFC 9110, 7.8).
+        """Parse as uvicorn, except for a request that offers another protocol: it is served as HTTP (RFC 9110, 7.8).
 
-        httptools takes what is behind its head for that protocol's, so that its body was lost, or heard as a request of its own. It is parsed
-        once more without the offer.
+        httptools takes the bytes after its header for the other protocol's. So its body was lost, or
+        parsed as a request of its own. The request is parsed again without the offer.
         """
         self._unset_keepalive_if_required()
         while True:
@@ -107,7 +108,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
 
     def _without_offer(self) -> bytes:
-        """The head of the request that was parsed last."""
+        """Return the header of the request that was parsed last."""
         version = self.parser.get_http_version().encode()
         head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
         for name, value in self.headers:
@@ -118,7 +119,7 @@ class BoundedConnection(HttpToolsProtocol):
         return b"".join((*head, b"\r\n"))
 
     def on_message_begin(self) -> None:
-        """See httptools."""
+        """Start a request; see httptools."""
         super().on_message_begin()
         self._has_begun = self._begun_here = True
         self._head_bytes = 0
@@ -127,12 +128,15 @@ class BoundedConnection(HttpToolsProtocol):
             self._coming_since = time.monotonic()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools. What stands behind a body is dropped: a field there is none of the head, where it may say who sends it."""
+        """Take a header.
+
+        Ignore trailer fields: a trailer must never act as a header (it could forge `Authorization`).
+        """
         if self._head_bytes is not None:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
+        """Finish the header; see httptools."""
         if self.parser.should_upgrade():
             return  # see `_parse`
         self._head_bytes = None
@@ -140,17 +144,17 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
+        """Take a part of the body; see httptools."""
         self._beside_bytes = 0
         if self.cycle.response_complete:
-            # Read on for a while: a connection that is reset takes the answer away from who hasn't read it yet.
+            # Read on for a while: a reset connection loses an answer that the client hasn't read yet.
             self._unread_bytes += len(body)
             if self._unread_bytes > self.bounds.unread_bytes_max:
                 self.transport.close()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
+        """Finish the request; see httptools."""
         if self.parser.should_upgrade():
             return
         self._coming_since = None
@@ -159,11 +163,11 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what isn't HTTP."""
+        """Refuse data that isn't HTTP."""
         self.refuse(plain_problem(400, msg))
 
     def look(self, now: float) -> None:
-        """End the connection where its request takes too long to come."""
+        """End the connection if its request takes too long to arrive."""
         since = self._coming_since
         if since is None or now - since <= self.bounds.request_s or self.transport.is_closing():
             return
@@ -173,14 +177,14 @@ class BoundedConnection(HttpToolsProtocol):
                 self.transport.close()  # answered, and still sending
                 return
         elif cycle is not None and not cycle.response_complete:
-            return  # the one before is being answered
+            return  # the previous request is being answered
         elif cycle is None and not self._has_begun:
-            self.transport.close()  # it has never said a word
+            self.transport.close()  # it has never sent anything
             return
         self.refuse(problem_of(RequestTimeout(f"the request wasn't whole within {self.bounds.request_s:g} s")))
 
     def refuse(self, document: Mapping[str, Any]) -> None:
-        """Answer with a problem, unless an answer has begun, and close the connection; what was being read is dropped."""
+        """Answer with a problem, unless an answer has begun, and close the connection; drop the data being read."""
         if self.transport.is_closing():
             return
         cycle: RequestResponseCycle | None = self.cycle
@@ -199,17 +203,17 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def bounded(bounds: ConnectionBounds) -> type[BoundedConnection]:
-    """The protocol within these bounds, as uvicorn takes it."""
+    """Return the protocol with these limits, as uvicorn takes it."""
 
     class Bounded(BoundedConnection):
-        """Within these."""
+        """A connection with these limits."""
 
     Bounded.bounds = bounds
     return Bounded
 
 
 async def watch(state: ServerState, bounds: ConnectionBounds) -> None:
-    """Look at all connections until cancelled."""
+    """Check all connections until cancelled."""
     while True:
         await asyncio.sleep(min(bounds.request_s / _LOOKS, 1.0))
         now = time.monotonic()

@@ -1,7 +1,8 @@
-"""Arrow Flight: bulk appends (`DoPut`), records between two tokens (`DoGet`), and what there is (`ListFlights`, `GetFlightInfo`).
+"""Arrow Flight: bulk appends (`DoPut`), reads (`DoGet`), and listings (`ListFlights`, `GetFlightInfo`).
 
-Each call has a thread of gRPC's own; so many read and so many write at a time, and others are told to come again. Who may do what is asked at
-each call, as over HTTP; the errors carry our own as JSON in `extra_info`.
+Each call has a thread of gRPC's own. The numbers of concurrent reads and writes are limited; further
+calls are told to retry. Rights are checked at each call, as over HTTP; the errors carry ours as JSON in
+`extra_info`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _ENDS_WITHIN_S: Final = 10.0
 _AGAIN_S: Final = 2.0
 _HEADERS: Final = "millstream"
 _FACTS_BYTES_MAX: Final = 2500
-"""Of an error: gRPC's clients take 8 KiB of headers, where it stands once, in base64, and its words three times."""
+"""Size in bytes of an error: gRPC's clients take 8 KiB of headers, which contain it once, in base64, and its
+message three times."""
 _WORDS_MAX: Final = 300
 """Characters of a message, and of a hint."""
 _DETAIL_MAX: Final = 200
@@ -68,18 +70,18 @@ _OTHER_COLUMNS: Final = (
 
 
 class _Headers(fl.ServerMiddleware):  # type: ignore[misc] # pyarrow ships no types
-    """What a call says of who sends it."""
+    """The credentials of a call."""
 
     def __init__(self, authorization: str | None) -> None:
         self.token = None if authorization is None else token_said(authorization)
 
 
 class _HeadersFactory(fl.ServerMiddlewareFactory):  # type: ignore[misc] # as above
-    """Hears who calls before anything of the call is read: what comes first may be as large as gRPC takes it.
+    """Identifies the caller before anything of the call is read: the first message may be as large as gRPC allows.
 
     Args:
-        access: who may call.
-        mutual: whether a client certificate may stand for a token: of it nothing is known here.
+        access: the callers' rights.
+        mutual: whether a client certificate may stand for a token; it isn't available here.
     """
 
     def __init__(self, access: Access, *, mutual: bool) -> None:
@@ -88,20 +90,20 @@ class _HeadersFactory(fl.ServerMiddlewareFactory):  # type: ignore[misc] # as ab
         self._mutual = mutual
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> _Headers:
-        """Keep the one header that counts, and refuse who isn't known by it, and calls that there are none of."""
+        """Keep the one header that counts, and refuse unknown callers and unsupported calls."""
         found = _Headers(next(iter(headers.get("authorization", ())), None))
         token = found.token
         if token is not None or not self._mutual:
             with telling():
                 self._access.caller(Credentials(token))
         if info.method == fl.FlightMethod.GET_SCHEMA:
-            # Here, for what a server's method raises for it pyarrow tells with our stack.
+            # Raised here: pyarrow reports an error from a server's method with our stack.
             raise flight_error(UsageError("there is no GetSchema", hint="GetFlightInfo has the columns of a table."))
         return found
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Our errors as Flight's."""
+    """Raise our errors as Flight's."""
 
     @functools.wraps(call)
     def told(*args: Any) -> Any:
@@ -113,20 +115,23 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """Our errors as Flight's; a bug of ours is logged, and told as no more than that."""
+    """Raise our errors as Flight's; a bug of ours is logged, and reported without details."""
     try:
         yield
     except MillstreamError as error:
         raise flight_error(error) from error
     except (fl.FlightError, pa.ArrowException):
-        raise  # what the transport says of a caller that went away, among them
+        raise  # includes the transport's errors about a caller that went away
     except Exception as error:
         logger.exception("a Flight call failed")
         raise fl.FlightInternalError(f"unexpected: {type(error).__name__}; the server's log has it") from error
 
 
 def flight_error(error: MillstreamError) -> fl.FlightError:
-    """The nearest of Flight's errors, with ours as JSON in `extra_info`: what is long is left out of it, for it travels in headers."""
+    """Return the nearest of Flight's errors, with ours as JSON in `extra_info`.
+
+    Long values are left out, since it travels in headers.
+    """
     said = error.as_dict()
     said |= {name: _shortened(said[name]) for name in ("message", "hint")}
     facts = json.dumps(said, default=str).encode()
@@ -155,11 +160,11 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
     Args:
         home: the home.
-        access: who may do what.
+        access: the callers' rights.
         appender: the way to the logs.
-        address: host and port; port 0 for any that is free.
+        address: host and port; port 0 for any free one.
         certificates: for TLS; None for none.
-        shipping: what other nodes follow; None where the home is none.
+        shipping: serves the nodes that follow; None if the home is no node.
 
     Raises:
         AddressInUse: it can't listen there.
@@ -219,11 +224,12 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
             )
             ending.join(_ENDS_WITHIN_S)
 
-    # --- writing -----------------------------------------------------------------------------------------------
+    # --- writing
+    # -----------------------------------------------------------------------------------------------
 
     @_told
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Append what comes: see `BulkAppend`."""
+        """Append the caller's batches: see `BulkAppend`."""
         asked = PutRequest.parse(descriptor.path, descriptor.command)
         shown = self._shown(context)
         self._check(shown, Right.WRITE, asked.stream)
@@ -232,7 +238,8 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
             sender.has_work = append.has_work
             append.run(_batches(reader, sender), self._closing, lambda: self._check(shown, Right.WRITE, asked.stream))
 
-    # --- reading -----------------------------------------------------------------------------------------------
+    # --- reading
+    # -----------------------------------------------------------------------------------------------
 
     @_told
     def do_get(self, context: Any, ticket: Any) -> Any:
@@ -257,11 +264,12 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                     )
                 yield conform(batch, schema, hint=_OTHER_COLUMNS)
 
-    # --- other nodes -----------------------------------------------------------------------------------------------
+    # --- other nodes
+    # -----------------------------------------------------------------------------------------------
 
     @_told
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Another node follows a stream that this one leads: see `Shipping.serve_exchange`. It lasts as long as that."""
+        """Ship a stream that this node leads to another node: see `Shipping.serve_exchange`. Returns when that ends."""
         request = FollowRequest.parse(descriptor.command)
         shown = self._shown(context)
         self._check(shown, Right.ADMIN, request.stream)
@@ -281,7 +289,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
     @_told
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """What other nodes ask: see `nodes.peer_requests`."""
+        """Answer another node's call: see `nodes.peer_requests`."""
         if action.type != ACTION:
             raise UsageError(f"there is no action {action.type}", hint=f"There is {ACTION}, for nodes alone.")
         try:
@@ -294,15 +302,15 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
     @_told
     def list_actions(self, context: Any) -> list[Any]:
-        """The one that there is."""
+        """Return the only action."""
         self._caller(context)
         return [fl.ActionType(ACTION, "What other nodes ask.")]
 
     @_told
     def get_flight_info(self, context: Any, descriptor: Any) -> Any:
-        """The columns of a table's records, and a ticket for what there is now: the same for ever.
+        """Return the columns of a table's records, and a ticket for the current range: its records never change.
 
-        There is no `GetSchema` beside it: `_HeadersFactory` refuses it.
+        `GetSchema` isn't offered: `_HeadersFactory` refuses it.
         """
         asked = GetRequest.parse(descriptor.path, descriptor.command)
         self._caller(context).check(Right.READ, asked.stream)
@@ -311,13 +319,13 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
     @_told
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
-        """Each table that the caller may read; with `criteria`, of the stream of that name."""
+        """Yield each table that the caller may read; with `criteria`, of the stream of that name."""
         caller = self._caller(context)
         found = []
         for stream in self._home.streams_on_disk():
             if not caller.may(Right.READ, stream) or (criteria and criteria != stream.encode()):
                 continue
-            # What tables there are is told of one that is too old, too: who reads its records hears of that.
+            # Tables are listed for a stale stream, too: a read of its records raises the error.
             reader = open_reader(self._home, stream, of_any_age=True)
             for schema in reader.schemas().values():
                 asked = GetRequest(stream, schema.full_name)
@@ -328,13 +336,14 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     def _info(reader: StreamReader, asked: GetRequest, schema: TableSchema, descriptor: Any) -> Any:
         upto = asked.upto or str(reader.token())
         ticket = GetRequest(asked.stream, asked.table, asked.after, upto, schema.version).ticket()
-        # No place: whoever was asked has it.
+        # No location: the answering server has it.
         return fl.FlightInfo(record_schema(schema), descriptor, [fl.FlightEndpoint(ticket, [])], -1, -1)
 
-    # --- who, and how many -------------------------------------------------------------------------------------
+    # --- who, and how many
+    # -------------------------------------------------------------------------------------
 
     def _check(self, shown: Credentials, right: Right, stream: str) -> None:
-        """Asked with each batch too: a transfer may outlast the token that it began with."""
+        """Check a right; with each batch too, since a transfer may outlast its token."""
         self._access.caller(shown).check(right, stream)
 
     def _caller(self, context: Any) -> Caller:
@@ -361,7 +370,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
 
 class FlightService:
-    """A home's Flight server, which is made anew where its certificate was renewed: gRPC keeps the one with which it began."""
+    """A home's Flight server, replaced when its certificate is renewed: gRPC keeps the certificate it started with."""
 
     def __init__(self, make: Callable[[tuple[str, int]], FlightServer], address: tuple[str, int]) -> None:
         self._make = make
@@ -373,16 +382,16 @@ class FlightService:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Return the listening address."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._port}"
 
     def renew(self) -> None:
-        """End the server, whose callers are told to come again, and listen anew. It is done on a thread of its own."""
+        """End the server, whose callers are told to retry, and listen again. Runs on a thread of its own."""
         threading.Thread(target=self._renew, name="flight-renews", daemon=True).start()
 
     def end(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._ended.set()
         with self._lock:
             if self._server is not None:
@@ -409,7 +418,7 @@ class FlightService:
 def flight_of(
     home: Home, access: Access, appender: HomeAppender, shipping: Shipping | None = None
 ) -> Iterator[FlightService]:
-    """A home's Flight server while the block lasts, on threads of its own; the home configures one.
+    """Run a home's Flight server while the block lasts, on threads of its own; the home configures one.
 
     Raises:
         AddressInUse, Unprotected, CertificateUnusable: it can't or may not listen.
@@ -430,7 +439,7 @@ def flight_of(
 
 
 def _batches(reader: Any, sender: Sender) -> Iterator[tuple[pa.RecordBatch, bytes | None]]:
-    """What a caller sends; who goes away has sent what came whole."""
+    """Yield a caller's batches; those that arrived whole count even if the caller goes away."""
     while True:
         try:
             with sender.waited_for():
@@ -443,7 +452,7 @@ def _batches(reader: Any, sender: Sender) -> Iterator[tuple[pa.RecordBatch, byte
 
 
 def _schema_of(reader: StreamReader, asked: GetRequest) -> TableSchema:
-    """The table's schema, of the version that is asked for or the newest; raises as `table_ids`."""
+    """Return the table's schema, of the requested version or the newest; raises as `table_ids`."""
     ids = table_ids(reader, asked.table)
     if asked.version is not None:
         found = reader.schema_versions()

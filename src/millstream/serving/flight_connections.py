@@ -1,4 +1,4 @@
-"""What pyarrow's server leaves out: it can't end a call that waits for its caller. Here the caller's connection is cut, and the call ends.
+"""Ending calls that wait for their callers, which pyarrow's server can't: the caller's connection is cut.
 
 gRPC keeps its connections to itself; they are found among the process's descriptors, by their addresses.
 """
@@ -28,15 +28,15 @@ logger = structlog.get_logger("millstream.serve")
 READS_WITHIN_S: Final = 60.0
 """How long a reader may take for one batch, of 4 MiB at the most."""
 _LEAVES_WITHIN_S: Final = 2.0
-"""How long a sender has to end its call by itself, once it was told that it sends nothing."""
+"""How long an idle sender has to end its call after the warning."""
 
 
 def cut_connections(port: int, peer: str | None = None) -> int:
-    """End this process's connections of a local port; returns how many.
+    """End this process's connections of a local port; return how many.
 
     Args:
         port: the server's.
-        peer: of this caller alone, as gRPC names it: `ipv4:192.0.2.1:5000`, `ipv6:[2001:db8::1]:5000`.
+        peer: only of this caller, as gRPC names it: `ipv4:192.0.2.1:5000`, `ipv6:[2001:db8::1]:5000`.
     """
     wanted = None if peer is None else _address(peer)
     count = 0
@@ -73,7 +73,10 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
 
 
 class Readers:
-    """Calls that send records, and when each caller took the last batch. Those that take none for too long are cut off."""
+    """Calls that send records, and when each caller took the last batch.
+
+    Callers that take none for too long are cut off.
+    """
 
     def __init__(self, within_s: float = READS_WITHIN_S) -> None:
         self._within_s = within_s
@@ -82,7 +85,7 @@ class Readers:
 
     @contextlib.contextmanager
     def reading(self, peer: str) -> Iterator[_Reader]:
-        """One call, for as long as it lasts."""
+        """Register one call, for as long as it lasts."""
         reader = _Reader(self, peer)
         reader.took()
         try:
@@ -92,7 +95,7 @@ class Readers:
                 del self._taken[reader]
 
     def watch(self, port: int, ended: threading.Event) -> None:
-        """Look now and then, until `ended`."""
+        """Check periodically, until `ended`."""
         while not ended.wait(self._within_s / 4):
             now = time.monotonic()
             with self._lock:
@@ -102,13 +105,16 @@ class Readers:
                 cut_connections(port, peer)
 
     def note(self, reader: object, peer: str) -> None:
-        """A caller took what it was sent."""
+        """Note that a caller took a batch."""
         with self._lock:
             self._taken[reader] = (peer, time.monotonic())
 
 
 class Senders:
-    """Calls that append. One that is waited for and sends nothing for too long, or takes none of what it is told, is cut off.
+    """Calls that append.
+
+    A caller that sends nothing for too long while its next batch is awaited, or reads no answers, is cut
+    off.
 
     Args:
         within_s: how long that is.
@@ -121,11 +127,11 @@ class Senders:
 
     @contextlib.contextmanager
     def sending(self, peer: str, write: Callable[[bytes], None]) -> Iterator[Sender]:
-        """One call, for as long as it lasts.
+        """Register one call, for as long as it lasts.
 
         Args:
             peer: its caller, as gRPC names it.
-            write: tells the caller a line; blocks while that takes none.
+            write: sends the caller a line; blocks while the caller reads none.
         """
         sender = Sender(peer, write)
         with self._lock:
@@ -138,7 +144,7 @@ class Senders:
             sender.end()
 
     def watch(self, port: int, ended: threading.Event) -> None:
-        """Look now and then, until `ended`."""
+        """Check periodically, until `ended`."""
         while not ended.wait(min(self._within_s / 4, 1.0)):
             now = time.monotonic()
             with self._lock:
@@ -149,11 +155,11 @@ class Senders:
     def _look(self, call: Sender, now: float, port: int) -> None:
         if call.has_work():
             call.worked_s = now
-        # Who waits for word of what it has sent sends nothing meanwhile.
+        # A client that waits for an acknowledgement sends nothing in that time.
         silent_s = now - max(call.waits_since_s or now, call.worked_s)
         untaken_s = now - (call.tells_since_s or now)
         if untaken_s <= self._within_s and silent_s > self._within_s and not call.is_told:
-            # By a thread of its own: who sends nothing may take nothing either.
+            # On a thread of its own: a client that sends nothing may read nothing either.
             call.is_told = True
             threading.Thread(target=call.tell_idle, args=(self._within_s,), daemon=True).start()
         elif max(untaken_s, silent_s - _LEAVES_WITHIN_S) > self._within_s:
@@ -163,32 +169,32 @@ class Senders:
 
 
 class Sender:
-    """A call that appends, and what it is waited for. `tell` from any thread."""
+    """A call that appends, and the state of its waits. `tell` from any thread."""
 
     def __init__(self, peer: str, write: Callable[[bytes], None]) -> None:
         self.peer: Final = peer
         self.waits_since_s: float | None = None
-        """Since when its next batch is waited for."""
+        """Since when its next batch is awaited."""
         self.tells_since_s: float | None = None
-        """Since when it is being told a line."""
+        """Since when a line is being sent to it."""
         self.is_told = False
-        """Whether it has heard that it is going to be cut off."""
+        """Whether it was warned that it will be cut off."""
         self.has_work: Callable[[], bool] = lambda: False
-        """Whether something that it sent isn't told of yet."""
+        """Returns whether something that it sent isn't acknowledged yet."""
         self.worked_s = 0.0
-        """When that was so last."""
+        """When that was last the case."""
         self._write = write
         self._telling = threading.Lock()
         self._has_ended = False
 
     def end(self) -> None:
-        """Tell nothing from here on: what was made for the call goes with it, and who wrote to it then would write into nowhere."""
+        """Send nothing from here on: the call's objects end with it, and a later write would go nowhere."""
         with self._telling:
             self._has_ended = True
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
-        """While its next batch is."""
+        """Mark the time while its next batch is awaited."""
         self.is_told, self.waits_since_s = False, time.monotonic()
         try:
             yield
@@ -196,7 +202,7 @@ class Sender:
             self.waits_since_s = None
 
     def tell(self, line: bytes) -> None:
-        """Tell it a line; one at a time, as gRPC takes them."""
+        """Send it a line; one at a time, as gRPC requires."""
         with self._telling:
             if self._has_ended:
                 return
@@ -207,7 +213,7 @@ class Sender:
                 self.tells_since_s = None
 
     def tell_idle(self, within_s: float) -> None:
-        """Tell it that it was waited for too long."""
+        """Send it an error about its idle time."""
         error = TransferIdle(f"no batch came within {within_s:g} s; the call is going to be cut off", time_s=within_s)
         with contextlib.suppress(pa.ArrowException, OSError):  # it has gone
             self.tell(json.dumps({"error": error.as_dict()}).encode())

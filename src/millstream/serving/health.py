@@ -1,4 +1,4 @@
-"""How a home does, for load balancers, for Prometheus and for people: it only reads."""
+"""The health of a home, for load balancers, Prometheus and people: it only reads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from millstream.home.home import Home
 
 _KEEP_S: Final = 1.0
-"""Who asks oftener than this gets the same answer: a status reads the lake's last cut."""
+"""More frequent requests than this get the same answer: a status reads the lake's last cut."""
 
 
 class Health:
     """A home's status, and whether its server takes requests. Any number of threads.
 
     Args:
-        home: which.
+        home: the home to check.
     """
 
     def __init__(self, home: Home) -> None:
@@ -36,7 +36,7 @@ class Health:
         """Whether the server was told to end."""
 
     def status(self) -> dict[str, Any]:
-        """As `millstream status --json` prints it."""
+        """Return the status that `millstream status --json` prints."""
         with self._lock:
             if time.monotonic() - self._status_s >= _KEEP_S:
                 self._status = collect_status(self._home)
@@ -44,21 +44,27 @@ class Health:
             return self._status
 
     def healthy(self) -> tuple[bool, dict[str, Any]]:
-        """Whether capture and pipeline run and nothing is unreadable; and what of it isn't so."""
+        """Return whether capture and pipeline run and everything is readable; and what isn't."""
         found = self.status()
         parts = {part: found["processes"].get(part) is not None for part in ("owner", "pipeline")}
         healthy = all(parts.values()) and not found["problems"]
-        # Restarting wouldn't help these, so they don't make anything unhealthy.
+        # A restart wouldn't help these, so they don't make the home unhealthy.
         waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "set_aside"]
         facts = {"healthy": healthy, **parts, "problems": found["problems"], "set_aside": waiting}
         return healthy, {**facts, "errors": self.errors()}
 
     def errors(self) -> list[dict[str, Any]]:
-        """The troubles of streams while writes are taken, each with `stream`, `part`, `code`, `message`, `hint` and `gave_up`."""
+        """Return the troubles of streams that still take writes.
+
+        Each has `stream`, `part`, `code`, `message`, `hint` and `gave_up`.
+        """
         return troubles(self._home)
 
     def ready(self) -> tuple[bool, str]:
-        """Whether writes are taken now: whoever writes the home listens, or this process may write itself. And why they aren't."""
+        """Return whether writes are taken now, and if not, why.
+
+        They are if the home's writer listens, or this process may write itself.
+        """
         if self.draining:
             return False, "the server is about to end"
         writer = self._home.config.writer.name
@@ -67,6 +73,6 @@ class Health:
         streams = self._home.config.streams
         roles = [self._roles.of(name) for name in streams] if self._home.config.replication.nodes else []
         if roles and not any(fact.role is Role.LEADS for fact in roles):
-            # Of several streams some may be led here: those who write the others are told where they go.
+            # Some of several streams may be led here: writers to the others get the leader's address.
             return False, f"{roles[0].leader or 'another node'} leads: writes go there"
         return True, "writes are taken"

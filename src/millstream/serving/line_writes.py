@@ -1,7 +1,8 @@
 """`POST /write` and `POST /api/v2/write`: InfluxDB's line protocol, as its clients of versions 1, 2 and 3 send it.
 
-A stream is the database (`db`) or bucket (`bucket`), a measurement a table. Lines that are wrong, or have no place in their table, are left out and
-told by their number; the others are durable when the answer comes. Errors have the shapes that those clients look for.
+A stream is the database (`db`) or bucket (`bucket`), a measurement a table. Lines that are invalid, or
+don't fit their table, are left out and listed by number; the others are durable when the answer comes.
+Errors have the form that those clients expect.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from millstream.serving.writes import Writes
 logger = structlog.get_logger("millstream.serve")
 
 Dialect = Literal["v1", "v2"]
-"""Of `/write`, and of `/api/v2/write`."""
+"""The dialects of `/write` (`v1`) and of `/api/v2/write` (`v2`)."""
 _TOLD_MAX: Final = 20
-"""Lines that a message tells of."""
+"""Limit of lines that a message lists."""
 _LINES_FACTOR: Final = 12
-"""How many times its size a body of lines takes while it is read, at the most."""
+"""Upper bound of a body's memory while it is parsed, as a multiple of its size."""
 _PARSER_PATIENCE_S: Final = 5.0
-"""InfluxDB's clients give up after ten."""
+"""Wait for the parser: InfluxDB's clients give up after ten seconds."""
 _CODES: Final[Mapping[int, str]] = {
     400: "invalid",
     401: "unauthorized",
@@ -57,7 +58,7 @@ _CODES: Final[Mapping[int, str]] = {
     429: "too many requests",
     503: "unavailable",
 }
-"""Version 2's, by status; others are `internal error`."""
+"""Version 2's error codes by status; others are `internal error`."""
 
 
 class _RefusedLine:
@@ -74,9 +75,9 @@ class LineWrites:
     """Takes lines from requests.
 
     Args:
-        writes: takes rows; what is bounded is bounded together.
-        dialect: of the clients.
-        parser: ends when the parser's machine code is there.
+        writes: takes rows; its limits apply to all requests together.
+        dialect: the clients'.
+        parser: completes when the parser's machine code is ready.
     """
 
     def __init__(self, writes: Writes, dialect: Dialect, parser: Future[None]) -> None:
@@ -85,14 +86,14 @@ class LineWrites:
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: ASGI's way."""
+        """Answer a request as an ASGI application."""
         try:
             refused, count = await self._append(scope, receive)
         except MillstreamError as error:
             await self._fail(send, status_of(type(error)), _spoken(error))
         except ClientGoneError:
             return
-        except Exception:  # our bug: the request must not look as if it hadn't been heard
+        except Exception:  # our bug: the request must not look unanswered
             logger.exception("a request failed", path=scope["path"])
             await self._fail(send, HTTPStatus.INTERNAL_SERVER_ERROR, "this is a bug of the server's")
         else:
@@ -114,7 +115,7 @@ class LineWrites:
         await answer(send, status, encoded(said), headers)
 
     async def _append(self, scope: Scope, receive: Receive) -> tuple[list[_RefusedLine], int]:
-        """The lines that weren't written, the first ones, and how many they are."""
+        """Append a request's lines; return the first ones that weren't written, and their total number."""
         parameters, headers = parameters_said(scope), headers_said(scope)
         name = "db" if self._dialect == "v1" else "bucket"
         stream = parameters.get(name, "")
@@ -139,7 +140,10 @@ class LineWrites:
         return _refused(lines, outcomes)
 
     async def _warmed(self) -> None:
-        """Wait for the parser's machine code; `ServerBusy` where a client wouldn't wait as long: it would send again what was taken after all."""
+        """Wait for the parser's machine code.
+
+        `ServerBusy` if a client wouldn't wait that long: it would resend accepted lines.
+        """
         if not self._parser.done():
             try:
                 async with asyncio.timeout(_PARSER_PATIENCE_S):
@@ -159,7 +163,7 @@ class LineWrites:
         write_id: WriteId | None,
         size_bytes: int,
     ) -> list[Appended | MillstreamError]:
-        """What became of each table."""
+        """Return the outcome for each table."""
         size = size_bytes // max(1, len(lines.tables))
         answers = [
             self._writes.groups.append(
@@ -200,7 +204,7 @@ def _refused(lines: Lines, outcomes: Sequence[Appended | MillstreamError]) -> tu
 
 
 def _is_refusal(error: MillstreamError) -> bool:
-    """Whether the same lines would be refused again, also if a person has to change the configuration first."""
+    """Return whether the same lines would be refused again, or need a change of the configuration first."""
     may_pass = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, ReplicationError)
     return not may_pass and status_of(type(error)) < HTTPStatus.INTERNAL_SERVER_ERROR
 
@@ -220,4 +224,4 @@ def _spoken(error: MillstreamError) -> str:
 
 
 VERSION: Final = b"v1.8.10-millstream"
-"""Clients of version 1 look at it: what `/ping` says, too. They take `v2` for a server that has no `/write`."""
+"""Version that clients of version 1 check, also in `/ping`. They take `v2` for a server that has no `/write`."""

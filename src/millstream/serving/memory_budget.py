@@ -1,6 +1,6 @@
-"""Bodies of requests on their way in: bounded each, and all together, by bytes; inflated where they are compressed.
+"""Bodies of requests as they arrive: bounded each, and all together, by bytes; decompressed if necessary.
 
-Nothing is made of a body before it is whole: who vanishes in its midst has sent nothing.
+A body is processed only once it is whole: a client that vanishes before that has sent nothing.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Any, Final, Self
 from millstream.errors import BodyTooLarge, InvalidBody, MediaTypeUnknown, ServerBusy, UsageError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-"""ASGI's."""
+"""ASGI's `receive`."""
 _INFLATED_BYTES: Final = 1 << 20
-"""At a time: then it is others' turn."""
+"""Decompressed bytes at a time, between which other tasks run."""
 _DEFLATED_BYTES: Final = 64 << 10
-"""Handed over at a time."""
+"""Compressed bytes handed over at a time."""
 _MEMBERS_MAX: Final = 1000
-"""Of one body: each takes as long as some kilobytes, however short it is."""
+"""Limit of gzip members per body: each costs as much time as some kilobytes, however short it is."""
 _GZIP: Final = zlib.MAX_WBITS | 16
 
 
 class ClientGoneError(Exception):
-    """Who sent the request went away before it was whole: nobody is left to answer."""
+    """The client went away before its request was whole: no answer is possible."""
 
 
 class Intake:
-    """How many bytes requests hold, all together, and may.
+    """The bytes that requests hold, all together, and their limit.
 
     Args:
-        bytes_max: of all.
-        body_bytes_max: of one body, inflated.
+        bytes_max: limit for all.
+        body_bytes_max: limit of one body, decompressed.
     """
 
     def __init__(self, bytes_max: int, body_bytes_max: int) -> None:
         self.bytes_max: Final = bytes_max
         self.body_bytes_max: Final = body_bytes_max
         self.held_bytes = 0
-        """Now."""
+        """Bytes held now."""
         self.refused = 0
-        """Requests that found no room."""
+        """Number of requests that found no room."""
 
 
 class Held:
-    """What one request holds, until the block ends."""
+    """The bytes that one request holds, until the block ends."""
 
     __slots__ = ("_intake", "size_bytes")
 
@@ -55,7 +55,7 @@ class Held:
         self.size_bytes = 0
 
     def grow(self, size_bytes: int) -> None:
-        """Take as many more; `ServerBusy` where there is no room for them."""
+        """Take that many more; `ServerBusy` if there is no room for them."""
         intake = self._intake
         if intake.held_bytes + size_bytes > intake.bytes_max:
             intake.refused += 1
@@ -79,14 +79,14 @@ class Held:
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], intake: Intake, held: Held) -> bytes:
-    """A request's body, whole and inflated.
+    """Return a request's body, whole and decompressed.
 
     Raises:
-        BodyTooLarge: it is, or says that it is going to be.
-        ServerBusy: it finds no room beside the others.
-        MediaTypeUnknown: it is encoded otherwise than with gzip.
+        BodyTooLarge: its size, actual or declared, exceeds the limit.
+        ServerBusy: there is no room next to other requests.
+        MediaTypeUnknown: it has another encoding than gzip.
         InvalidBody: it isn't gzip.
-        ClientGoneError: it never came whole.
+        ClientGoneError: it never arrived whole.
     """
     encoding = headers.get(b"content-encoding", b"").strip().lower()
     if encoding not in {b"", b"identity", b"gzip"}:
@@ -127,7 +127,7 @@ async def _received(receive: Receive, intake: Intake, held: Held) -> bytes:
 
 
 async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
-    """What a body of gzip members holds; never more at once than a megabyte beyond the bound."""
+    """Return the content of a body of gzip members; holds at most a megabyte beyond the limit."""
     pieces: list[bytes] = []
     size = at = 0
     whole = memoryview(body)
@@ -137,7 +137,7 @@ async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
                 break
             inflate = zlib.decompressobj(_GZIP)
             while not inflate.eof:
-                # What isn't used of it is copied each time.
+                # The decompressor copies its unused input each time.
                 taken = whole[at : at + _DEFLATED_BYTES]
                 piece = inflate.decompress(taken, _INFLATED_BYTES)
                 at += len(taken) - len(inflate.unconsumed_tail or inflate.unused_data)

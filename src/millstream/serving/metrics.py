@@ -1,4 +1,4 @@
-"""Prometheus metrics: a home's status as gauges, collected when they are asked for."""
+"""Prometheus metrics: a home's status as gauges, collected on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 _PARTS: Final = ("owner", "pipeline", "serve")
-"""Those that should always run."""
+"""The parts that should always run."""
 _LAG: Final = {
     "records": "Records between two stages.",
     "bytes": "Bytes between two stages.",
@@ -59,7 +59,7 @@ class _Status(Collector):
 
 
 def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Of nodes: followers tell their own lag, which grows while their link is dead, and leaders that of those who come."""
+    """Yield metrics of nodes: followers' own lag, which grows while their link is dead, and leaders' followers."""
     yield _gauge(
         streams, "millstream_node_leads", "1 where this node leads.", lambda s: s["replication"]["role"] == "leads"
     )
@@ -93,7 +93,7 @@ def _behind_of_own(key: str, stream: dict[str, Any]) -> Any:
 
 
 def _errors(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
-    """One series for each part of a stream that doesn't get on, which tells why."""
+    """Return one series, with the cause, for each part of a stream that makes no progress."""
     names = ["stream", "part", "code", "reason", "hint", "gave_up"]
     text = "1 for what keeps a stream from getting on; gave_up: whether it isn't tried again by itself."
     family = GaugeMetricFamily("millstream_stream_error", text, labels=names)
@@ -116,7 +116,7 @@ def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 
 
 def _sources(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Of streams that are captured now."""
+    """Yield metrics of streams that are captured now."""
     for name, text, key in (
         ("millstream_slot_held_bytes", "WAL that the slot keeps at the source.", "slot_holds_bytes"),
         (
@@ -139,7 +139,7 @@ def _of_source(key: str, stream: dict[str, Any]) -> Any:
 
 
 def _replays(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Of pipelines that are replaying, and of no others."""
+    """Yield metrics of pipelines that are replaying, and of no others."""
     replays = [(stream["name"], stream["replay"]) for stream in streams if stream["replay"] is not None]
     for key in ("segments", "records", "bytes"):
         text = f"{key.capitalize()} of the replay with which a pipeline began."
@@ -162,7 +162,7 @@ def _replays(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 
 
 def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """One that grows and grows has a holder that doesn't come on."""
+    """Yield metrics of held segments: a constantly growing one has a holder that makes no progress."""
     for key, text in (
         ("bytes", "Bytes of the log that somebody still needs."),
         ("seconds", "Age of the oldest record that somebody needs."),
@@ -176,7 +176,7 @@ def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 
 
 def _sinks(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Since the writer began."""
+    """Yield counters of sinks since the writer began."""
     for key, text in (
         ("rows", "Rows that routing sent to a sink beside the log; of devnull: that it dropped."),
         ("ignored_errors", "Writes that went on though a sink that may fail didn't take them."),
@@ -189,7 +189,7 @@ def _sinks(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 
 
 def _retention(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """The oldest segment: where its number stands still while the log grows, somebody leaks."""
+    """Yield metrics of the oldest segment: if its number doesn't change while the log grows, a holder leaks."""
     for key, name, text in (
         ("segment", "millstream_log_oldest_segment", "Number (first offset) of the oldest sealed segment."),
         ("seconds", "millstream_log_oldest_segment_seconds", "For how long it has been the oldest one."),
@@ -274,7 +274,7 @@ def _each_table(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 
 
 def _copies(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Of tables that are being copied, and of no others."""
+    """Yield metrics of tables that are being copied, and of no others."""
     for key, (name, text) in _OF_A_COPY.items():
         family = GaugeMetricFamily(name, text, labels=["stream", "table"])
         for stream in streams:
@@ -302,7 +302,7 @@ def _n(stream: dict[str, Any], which: str) -> int | None:
 
 
 def prometheus_text(collect: Callable[[], dict[str, Any]]) -> bytes:
-    """The metrics of a status, in Prometheus's text format."""
+    """Return the metrics of a status, in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Status(collect))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of its paths, and the paths that answer beside it."""
+"""The OpenAPI document: FastAPI's own paths, and those served outside it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _DEADLINE: Final = {
 
 
 def refusals(media_type: str = MEDIA_TYPE, schema: str = "Problem") -> dict[str, Any]:
-    """What a path may answer when it doesn't do what it was asked to."""
+    """Return the error answers of a path."""
     return {
         str(status): {
             "description": text,
@@ -228,11 +228,11 @@ def _lines_path(name: str, parameter: str, summary: str) -> dict[str, Any]:
 
 
 def with_writes(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the paths that take writes, and the schemas that it names."""
+    """Return the document with the paths that take writes, and the schemas that it names."""
     for path, operations in document["paths"].items():
         for operation in operations.values():
             said = operation["responses"]
-            # What FastAPI says of what it can't read, we say otherwise.
+            # FastAPI's answer for unreadable requests is replaced by ours.
             if "422" in said or path.startswith("/v1/"):
                 said.update(
                     {status: text for status, text in refusals().items() if status not in said or status == "422"}

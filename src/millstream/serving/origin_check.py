@@ -1,8 +1,10 @@
-"""Whether a request may come from a page of the web that the user of this machine has open.
+"""The check whether a request may come from a web page that this machine's user has open.
 
-A browser sends what a page tells it to, to this machine's own ports too. It says of itself which page it is (`Origin`), and which name it was sent to
-(`Host`): a page whose name was made to stand for 127.0.0.1 meanwhile (DNS rebinding) has its own name there. Where callers show tokens, a page has none to
-show, and a name may be any that the server is reached by; but browsers add client certificates and passwords by themselves, so that pages are looked at there too.
+A browser sends a page's requests to this machine's own ports, too. It names the page (`Origin`), and the
+host name that the request was sent to (`Host`). A page whose name was rebound to 127.0.0.1 (DNS
+rebinding) sends its own name there.
+If callers need tokens, a page has none, and any host name may be in use. But browsers add client
+certificates and passwords automatically, so pages are checked in that case too.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from urllib.parse import urlsplit
 from millstream.errors import ForeignOrigin, UnknownHost, UsageError
 
 _KNOWN_MAX: Final = 1000
-"""Of names that were looked at and are right: the next request costs a look into a set."""
+"""Limit of cached names that were checked and accepted: the next request costs a look into a set."""
 _PORTS: Final = {"http": 80, "https": 443}
 
 
 class Origins:
-    """Looks at a request's `Host` and `Origin`.
+    """Checks a request's `Host` and `Origin`.
 
     Args:
         listen: the host that the server listens on, as it is configured.
         hosts: other names that it is reached by, through a proxy on this machine.
-        any_host: whether every name is taken: callers show tokens.
+        any_host: whether every name is accepted: callers present tokens.
     """
 
     def __init__(self, listen: str, hosts: Iterable[str], *, any_host: bool) -> None:
@@ -35,15 +37,15 @@ class Origins:
         self._right: set[tuple[bytes, bytes | None]] = set()
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Let a request pass that no page elsewhere has made.
+        """Return if the request can't come from another site's page.
 
         Args:
             headers: ASGI's.
 
         Raises:
-            UsageError: it has several `Host` headers, of which a proxy may have looked at another one.
+            UsageError: it has several `Host` headers; a proxy may have checked another one of them.
             UnknownHost: it was sent to a name that isn't the server's.
-            ForeignOrigin: a page of another server has made it.
+            ForeignOrigin: another server's page has made it.
         """
         host, origin, hosts = b"", None, 0
         for name, value in headers:
@@ -67,7 +69,7 @@ class Origins:
 
     def _is_own(self, host: str) -> bool:
         name = _name_in(host)
-        # Only what isn't a browser leaves it out.
+        # Only clients that aren't browsers omit it.
         return not name or name in self._named or _is_this_machine(name)
 
     def _check_origin(self, origin: str, host: str) -> None:
@@ -78,7 +80,7 @@ class Origins:
             page = ("", None)
         name, port = _name_in(host), _port_in(host)
         same = bool(page[0]) and page[0] == name and (page[1] == port or (port is None and page[1] in _PORTS.values()))
-        # Behind a proxy the server may be asked by the name that it has for the proxy.
+        # Behind a proxy the request may name the server as the proxy knows it.
         if not (same or (page[0] in self._proxies and not _is_this_machine(page[0]))):
             raise ForeignOrigin(
                 f"a page of {origin[:100]} has made the request, which isn't of this server", origin=origin[:100]
@@ -86,7 +88,7 @@ class Origins:
 
 
 def _name_in(host: str) -> str:
-    """Without the port."""
+    """Return the host without the port."""
     if host.startswith("["):
         return _plain(host.partition("]")[0])
     return _plain(host.partition(":")[0])
@@ -102,7 +104,7 @@ def _plain(name: str) -> str:
 
 
 def _is_this_machine(name: str) -> bool:
-    """Whether a name is this machine's whoever says it: no page elsewhere can have it."""
+    """Return whether a name always means this machine: no page elsewhere can have it."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -1,4 +1,4 @@
-"""What a request's address says that there isn't: a path, a method on it, a parameter. Each is refused by name, with what there is."""
+"""Errors about unknown parts of a request's address: a path, a method on it, a parameter. Each names the valid ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from starlette.requests import Request
 from millstream.errors import MethodNotAllowed, UnknownPath, UsageError
 
 ROWS_PARAMETERS: Final = ("on_clash", "deadline_s")
-"""Of the path that takes rows. Those that take lines leave alone what they don't know: InfluxDB's clients send parameters of its."""
+"""Parameters of the path that takes rows. The paths for lines ignore unknown ones: InfluxDB's clients send
+InfluxDB's parameters."""
 _ALIKE: Final = 0.6
 _SHOWN_MAX: Final = 200
 
 
 def check_parameters(said: Iterable[str], known: Collection[str]) -> None:
-    """`UsageError` where an address has a parameter that its path hasn't: mistyped, it would do something else than was meant."""
+    """Raise `UsageError` for a parameter that the path doesn't have: a mistyped one would do something else."""
     unknown = sorted(set(said) - set(known))
     if unknown:
         raise UsageError(
@@ -28,7 +29,10 @@ def check_parameters(said: Iterable[str], known: Collection[str]) -> None:
 
 
 async def known_parameters(request: Request) -> None:
-    """A FastAPI dependency: the request has no parameter that its path hasn't. Who asks for health, metrics or `/ping` may send what it likes."""
+    """Check in a FastAPI dependency that the request has only known parameters.
+
+    Health, metrics and `/ping` accept any.
+    """
     path = request.url.path
     if request.query_params and (path.startswith("/v1/") or path == "/status"):
         dependant = getattr(request.scope.get("route"), "dependant", None)
@@ -37,11 +41,11 @@ async def known_parameters(request: Request) -> None:
 
 
 def unknown_path(path: str, templates: Iterable[str]) -> UnknownPath:
-    """That there is no such path, and the nearest one that there is.
+    """Return the error for an unknown path, with the nearest known one.
 
     Args:
-        path: as it was asked for.
-        templates: those that there are, with `{name}` for what varies.
+        path: the requested path.
+        templates: the known ones, with `{name}` for variable parts.
     """
     path = path[:_SHOWN_MAX]
     nearest = max(templates, key=lambda template: _likeness(path, template), default="")
@@ -52,7 +56,7 @@ def unknown_path(path: str, templates: Iterable[str]) -> UnknownPath:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> MethodNotAllowed:
-    """That the path takes other methods."""
+    """Return the error for a method that the path doesn't take."""
     return MethodNotAllowed(
         f"{path[:_SHOWN_MAX]} takes no {method[:20]}",
         hint=f"It takes {allowed}." if allowed else None,
@@ -67,11 +71,11 @@ def _likeness(path: str, template: str) -> float:
 def _alike(path: str, template: str) -> float:
     asked, known = path.split("/"), template.split("/")
     if len(asked) == len(known):
-        # What varies is as it was asked for.
+        # Variable parts are as in the request.
         known = [mine if part.startswith("{") else part for mine, part in zip(asked, known, strict=True)]
     return SequenceMatcher(None, "/".join(asked), "/".join(known)).ratio()
 
 
 def allowed_of(headers: Mapping[str, str] | None) -> str:
-    """The methods that a refusal says there are."""
+    """Return the methods that a refusal lists."""
     return (headers or {}).get("Allow", "")

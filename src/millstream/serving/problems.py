@@ -1,4 +1,4 @@
-"""What went wrong, as HTTP says it: a status for each error of the tree, and a problem document (RFC 9457)."""
+"""Errors over HTTP: a status for each error of the tree, and a problem document (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ from millstream.serving.paths import allowed_of, method_not_allowed, unknown_pat
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1
-"""A group of appends takes some milliseconds, a writer that is started again about a second."""
+"""A group of appends takes some milliseconds, a writer's restart about a second."""
 
 _CHALLENGE: Final = b'Bearer realm="millstream", Basic realm="millstream"'
-"""In which ways a token may come."""
+"""The accepted forms of a token."""
 
 _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     MillstreamError: HTTPStatus.INTERNAL_SERVER_ERROR,
-    # What the request is to blame for.
+    # Errors in the request.
     UsageError: HTTPStatus.BAD_REQUEST,
     PositionError: HTTPStatus.BAD_REQUEST,
     InvalidBody: HTTPStatus.BAD_REQUEST,
@@ -115,32 +115,33 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     NoRouteMatches: HTTPStatus.UNPROCESSABLE_ENTITY,
     InvalidRoute: HTTPStatus.UNPROCESSABLE_ENTITY,
     QueryBound: HTTPStatus.UNPROCESSABLE_ENTITY,
-    # Not a 5xx: clients send those again, and the sinks that took it would have it twice.
+    # Not a 5xx: clients resend those, and the sinks that took it would get it twice.
     PartialWrite: HTTPStatus.FAILED_DEPENDENCY,
-    # What may go another time.
+    # Errors that may go away.
     Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     ServerBusy: HTTPStatus.TOO_MANY_REQUESTS,
     WriterClosed: HTTPStatus.SERVICE_UNAVAILABLE,
     HomeBusy: HTTPStatus.SERVICE_UNAVAILABLE,
     NotEnoughReplicas: HTTPStatus.SERVICE_UNAVAILABLE,
-    # Not a 4xx, for which shippers of metrics drop what they have: sent again it may reach the leader, behind a load balancer for instance.
+    # Not a 4xx, for which shippers of metrics drop their data: a resend may reach the leader, for
+    # instance behind a load balancer.
     ReadOnly: HTTPStatus.SERVICE_UNAVAILABLE,
     Fenced: HTTPStatus.SERVICE_UNAVAILABLE,
     StaleEpoch: HTTPStatus.SERVICE_UNAVAILABLE,
     CatalogBusy: HTTPStatus.SERVICE_UNAVAILABLE,
     CatalogUnreachable: HTTPStatus.SERVICE_UNAVAILABLE,
-    # What somebody here has to mend.
+    # Errors that an operator has to fix.
     ConfigError: HTTPStatus.INTERNAL_SERVER_ERROR,
     AddressInUse: HTTPStatus.INTERNAL_SERVER_ERROR,
     CodecError: HTTPStatus.INTERNAL_SERVER_ERROR,
     AppendOutcomeUnknown: HTTPStatus.INTERNAL_SERVER_ERROR,
     DiskFull: HTTPStatus.INSUFFICIENT_STORAGE,
 }
-"""Of an error's kind, or of the nearest above it in the tree."""
+"""Statuses by error class; a subclass without an entry has its nearest base's."""
 
 
 def status_of(kind: type[MillstreamError]) -> HTTPStatus:
-    """The status for an error: its own, else that of the kind above it; one that may be tried again is 503 then."""
+    """Return the status for an error: its own, or that of its base class; 503 if it may be retried."""
     for above in kind.__mro__:
         found = _STATUS.get(above)
         if found is None:
@@ -152,7 +153,7 @@ def status_of(kind: type[MillstreamError]) -> HTTPStatus:
 
 
 def problem_of(error: MillstreamError) -> dict[str, Any]:
-    """The document."""
+    """Return the document."""
     status = status_of(type(error))
     return {
         "type": f"urn:millstream:error:{error.code}",
@@ -164,19 +165,19 @@ def problem_of(error: MillstreamError) -> dict[str, Any]:
 
 
 def plain_problem(status: int, detail: str = "") -> dict[str, Any]:
-    """The document of what says no more than its status does: a path that isn't there, a bug of ours."""
+    """Return the document of an error that has only a status: an unknown path, a bug of ours."""
     phrase = HTTPStatus(status).phrase
     return {"type": "about:blank", "title": phrase, "status": status, "detail": detail or phrase}
 
 
 def title_of(kind: type[MillstreamError]) -> str:
-    """What kind of error it is, the same each time: the first sentence of what the reference says."""
+    """Return a constant title for a kind of error: the first sentence of its reference."""
     first, _, _ = " ".join((kind.__doc__ or "").split()).partition(". ")
     return first.partition("; details:")[0].partition("; ")[0].rstrip(".") or kind.code
 
 
 def headers_of(status: int) -> list[tuple[bytes, bytes]]:
-    """The headers beside a document: its type, when to come again, and how to say who one is."""
+    """Return a document's headers: its type, when to retry, and how to authenticate."""
     headers = [(b"content-type", MEDIA_TYPE.encode())]
     if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
@@ -186,18 +187,18 @@ def headers_of(status: int) -> list[tuple[bytes, bytes]]:
 
 
 def encoded(document: Mapping[str, Any]) -> bytes:
-    """A document's bytes."""
+    """Return a document's bytes."""
     return msgspec.json.encode(document)
 
 
 def response_of(document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """A document as the answer of a path of FastAPI's."""
+    """Return a document as the answer of a FastAPI path."""
     said = {name.decode(): value.decode() for name, value in headers_of(document["status"])}
     return Response(encoded(document), document["status"], {**(headers or {}), **said})
 
 
 def tell_problems(app: FastAPI) -> None:
-    """Have an application answer all that goes wrong by a problem document."""
+    """Make an application answer every error with a problem document."""
 
     @app.exception_handler(MillstreamError)
     async def refused(_request: Request, error: MillstreamError) -> Response:

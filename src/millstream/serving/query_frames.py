@@ -1,6 +1,7 @@
-"""The messages between a server and the processes that run its queries: pickled requests one way, frames the other.
+"""The messages between a server and its query processes: pickled requests in one direction, frames in the other.
 
-A frame is a byte for its kind, a little-endian u32 length, and so many bytes. Nothing that comes from such a process is unpickled: it runs what others send.
+A frame is a byte for its kind, a little-endian u32 length, and that many bytes. Data from such a process
+is never unpickled: it runs other users' code.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class Frame(IntEnum):
     """A frame's kind."""
 
     TAKEN = 0
-    """The request has come; an answer follows."""
+    """The request has arrived; an answer follows."""
     PART = 1
     """Bytes of the answer."""
     ERROR = 2
-    """An error as JSON, in place of the rest."""
+    """An error as JSON, instead of the rest."""
     READY = 3
     """Nothing more comes; the worker waits for the next request."""
     LEAVES = 4
@@ -33,7 +34,7 @@ class Frame(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The settings that a worker gets when it begins."""
+    """The settings that a worker gets at its start."""
 
     home: Home
     memory_bytes: int
@@ -49,20 +50,20 @@ class QueryRequest:
     as_of: str | None
     in_pieces: bool
     time_s: float
-    """Time left until its answer has to be whole."""
+    """Seconds left until its answer has to be whole."""
     folder: str
-    """For what it puts aside; the server takes it away."""
+    """Folder for its spill files; the server removes it."""
 
 
 def write_frame(out: BinaryIO, kind: Frame, body: bytes = b"") -> None:
-    """Write a frame to an unbuffered file, waiting until it is taken."""
+    """Write a frame to an unbuffered file; blocks until it is accepted."""
     rest = memoryview(_HEAD.pack(kind, len(body)) + body)
     while rest:
         rest = rest[out.write(rest) :]
 
 
 def read_frame(source: IO[bytes]) -> tuple[int, bytes] | None:
-    """The next frame of a buffered file: kind and body. None where the file ends first."""
+    """Return the next frame of a buffered file: kind and body. None if the file ends first."""
     head = source.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None

@@ -1,6 +1,7 @@
-"""The process that runs others' queries: started by the server, which may kill it at any time without losing anything.
+"""The process that runs callers' queries: started by the server, which may kill it at any time without loss.
 
-It reads requests from its standard input and answers on its standard output (see `query_workers`). It ends when its input ends: with its server.
+It reads requests from its standard input and answers on its standard output (see `query_workers`). It
+ends when its input ends: with its server.
 """
 
 from __future__ import annotations
@@ -29,26 +30,27 @@ from millstream.serving.row_streams import as_stream, in_pieces
 _IDLE_S: Final = 300.0
 """How long a worker waits for a request before it ends: it holds some 200 MB."""
 _ROOM_BYTES: Final = 512 << 20
-"""Memory beside DuckDB's own: plans, batches on their way, tables that are laid over others."""
+"""Memory in addition to DuckDB's own: plans, batches in transit, tables that are merged over others."""
 _STACK_BYTES: Final = 16 << 20
-"""Room for one thread of DuckDB's and one of pyarrow's: their stacks."""
+"""Room for the stacks of one DuckDB thread and one pyarrow thread."""
 _TEXT_MAX: Final = 16 << 10
 """Characters of an error's message, hint or detail: an SQL function can put any value into DuckDB's message."""
 _KEPT_PART: Final = 0.5
-"""A worker ends once it keeps this part of its room: allocators don't give everything back, and the next query needs it."""
+"""A worker ends once it keeps this share of its room: allocators don't return everything, and the next query needs it.
+"""
 
 
 def main() -> None:
     """Serve requests until the input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
-    # Whatever prints, prints to stderr.
+    # Everything that prints, prints to stderr.
     os.dup2(2, 1)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the server decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     start: WorkerStart = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the server that started this process
     # Any SQL may crash it, and its memory holds tables and the home's configuration.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # where memory runs out, the kernel ends a query before the server
+    with suppress(OSError):  # when memory runs out, the kernel ends a query before the server
         Path("/proc/self/oom_score_adj").write_text("500")
     _warm()
     begun_bytes = _data_bytes()
@@ -68,7 +70,8 @@ def main() -> None:
         _answer(start, request, out)
         frame = Frame.READY if _data_bytes() - begun_bytes < room * _KEPT_PART else Frame.LEAVES
         write_frame(out, frame)
-    # Without the interpreter's end, which waits for threads and lets DuckDB complain of what outlives it.
+    # Skips the interpreter's shutdown, which waits for threads and makes DuckDB report objects that
+    # outlive it.
     os._exit(0)
 
 
@@ -101,7 +104,7 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
 
 
 def _shortened(facts: dict[str, Any]) -> dict[str, Any]:
-    """An error's facts, with each text within `_TEXT_MAX`: the server and the caller hold them whole."""
+    """Return an error's facts, with each text within `_TEXT_MAX`: the server and the caller hold them whole."""
     return {
         name: _shortened(fact)
         if isinstance(fact, dict)
@@ -113,7 +116,7 @@ def _shortened(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warm() -> None:
-    """Import and start what every query needs, so that its memory is there before the rest is bounded."""
+    """Import and start what every query needs, so that its memory is in use before the rest is limited."""
     import deltalake  # noqa: F401
     import duckdb
     import fsspec  # noqa: F401
@@ -124,7 +127,7 @@ def _warm() -> None:
 
 
 def _data_bytes() -> int:
-    """Private memory that the process may write, as Linux's RLIMIT_DATA counts it; 0 where the system doesn't tell."""
+    """Return the process's private writable memory, as Linux's RLIMIT_DATA counts it; 0 if unavailable."""
     try:
         with open("/proc/self/statm") as file:  # noqa: PTH123
             return int(file.read().split()[5]) * resource.getpagesize()

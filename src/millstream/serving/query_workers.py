@@ -1,7 +1,8 @@
-"""Others' queries run in processes of their own, which bound what DuckDB doesn't: the time to plan, the memory of plans and values, a crash.
+"""Callers' queries, run in separate processes that limit what DuckDB doesn't: planning time, memory, a crash.
 
-A worker is started for the first query that finds none free, and answers one query after the other. It is killed when a query's time is over, its caller
-goes away, or its answer isn't taken. Its pipe holds it back while the caller doesn't take what there is.
+A worker is started for the first query that finds none free, and answers one query after the other. It is
+killed when a query's time is over, its caller goes away, or its answer isn't taken. Its pipe holds it
+back while the caller doesn't read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from millstream.lake.query.bounds import QueryBounds
 
 _GRACE_S: Final = 0.5
-"""How long a worker has to end a query by itself once its time is over: DuckDB stops soon, unless it plans."""
+"""How long a worker has to end a query after its time is over: DuckDB stops soon, unless it is planning."""
 _SAID_MAX: Final = 4096
 _NO_MEMORY: Final = (
     b"bad_alloc",
@@ -53,8 +54,8 @@ class QueryWorkers:
     """The processes of one server. For several threads.
 
     Args:
-        home: whose tables are asked.
-        bounds: what one query may take.
+        home: has the tables.
+        bounds: the limits of one query.
     """
 
     def __init__(self, home: Home, bounds: QueryBounds) -> None:
@@ -65,11 +66,11 @@ class QueryWorkers:
         self._closed = False
 
     def ask(self, asking: Asking) -> AskedQuery:
-        """A query that runs once its parts are taken."""
+        """Return a query that runs once its parts are taken."""
         return AskedQuery(self, asking)
 
     def close(self) -> None:
-        """End the workers that are free, and the others when their queries end."""
+        """End the free workers, and the others when their queries end."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -77,7 +78,7 @@ class QueryWorkers:
             worker.end()
 
     def take(self, request: QueryRequest) -> _Worker:
-        """A worker that has taken a request."""
+        """Return a worker that has taken a request."""
         while True:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
@@ -102,7 +103,7 @@ class QueryWorkers:
 
 
 class AskedQuery:
-    """One query. Its parts are taken by one thread at a time; `give_up` is for any."""
+    """One query. Its parts are taken by one thread at a time; any thread may call `give_up`."""
 
     def __init__(self, workers: QueryWorkers, asking: Asking) -> None:
         self._workers = workers
@@ -117,12 +118,12 @@ class AskedQuery:
         self._end(LakeError("the query was given up: nobody waits for it"))
 
     def parts(self) -> Iterator[bytes]:
-        """The answer's bytes, as they are made.
+        """Yield the answer's bytes, as they are made.
 
         Raises:
-            QueryTimeout, QueryMemoryFull, QuerySpillFull: it took what it may.
+            QueryTimeout, QueryMemoryFull, QuerySpillFull: it exceeded its limit.
             QueryCrashed: its process ended.
-            MillstreamError: what `LakeSession.stream` raises.
+            MillstreamError: the errors of `LakeSession.stream`.
         """
         bounds, asking = self._workers.bounds, self._asking
         make_folder(bounds.folder)
@@ -146,7 +147,7 @@ class AskedQuery:
                 self._workers.give_back(free)
 
     def _leaves(self, worker: _Worker) -> _Worker | None:
-        """The worker if it is free for another query; else it is ended."""
+        """Return the worker if it is free for another query; otherwise end it."""
         with self._lock:
             self._worker = None
             is_free = worker.is_free and self._failure is None
@@ -185,14 +186,14 @@ class AskedQuery:
             else:
                 worker.is_free = kind == Frame.READY
                 if error is not None:
-                    # The worker had only what was left of the time.
+                    # The worker had only the rest of the time.
                     raise self._over() if isinstance(error, QueryTimeout) else error
                 return
         status, said = worker.end()
         if self._failure is not None:
             raise self._failure
         size = self._workers.bounds.memory_bytes
-        # The system kills who takes more than there is.
+        # The system kills processes that take more than there is.
         if status == -signal.SIGKILL or any(words in said for words in _NO_MEMORY):
             raise QueryMemoryFull(f"the query needs more than {size} bytes of memory at once", size_max=size)
         last = said.decode(errors="replace").strip().rpartition("\n")[2]
@@ -200,7 +201,7 @@ class AskedQuery:
 
 
 class _Worker:
-    """A process. One thread at a time, but for `kill`."""
+    """A process. One thread at a time, except for `kill`."""
 
     def __init__(self, start: WorkerStart) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
@@ -217,13 +218,13 @@ class _Worker:
         self._send(start)
 
     def takes(self, request: QueryRequest) -> bool:
-        """Hand over a request; whether the process is there to take it."""
+        """Hand over a request; return whether the process is there to take it."""
         self.is_free = False
         self._send(request)
         return self.next() == (Frame.TAKEN, b"")
 
     def next(self) -> tuple[int, bytes] | None:
-        """The next frame, once it comes; None where the process has ended."""
+        """Return the next frame, once it comes; None if the process has ended."""
         return read_frame(cast("IO[bytes]", self._process.stdout))
 
     def kill(self) -> None:
@@ -231,7 +232,7 @@ class _Worker:
         self._process.kill()
 
     def end(self) -> tuple[int, bytes]:
-        """End the process and wait for that; its status, and the last that it wrote to stderr."""
+        """End the process and wait for that; return its status, and its last output on stderr."""
         if self._status is None:
             self._process.kill()
             status = self._process.wait()

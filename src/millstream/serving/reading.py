@@ -1,8 +1,8 @@
-"""What is read over HTTP: streams, tokens, records between tokens, the latest of rows, and SQL over the lake.
+"""Reads over HTTP: streams, tokens, records between tokens, the latest rows, and SQL over the lake.
 
-Answers are as long as what was asked for and take the memory of a batch: they are made piece by piece on threads of their own, while their
-caller takes them. What fails before the first byte is a problem document; later on it stands in the answer itself (see
-`millstream.client.pieces`). A caller who takes nothing for a while, or goes away, is let go.
+An answer has any length and takes the memory of a batch: threads make it piece by piece while its caller
+reads it. An error before the first byte is a problem document; a later one is in the answer itself (see
+`millstream.client.pieces`). An answer ends early if its caller reads nothing for a while, or goes away.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
     from millstream.home.home import Home
 
 _AT_ONCE: Final = 8
-"""Threads that make answers: each holds a batch, a stretch of `latest`, or what DuckDB needs for a query. Queries leave some of them free."""
+"""Threads that make answers: each holds a batch, a range of `latest`, or a query's DuckDB memory. Queries
+leave some of them free."""
 _ANSWERS_MAX: Final = 32
-"""Answers that are under way, most of them waiting for their callers: each holds a batch."""
+"""Limit of answers under way, most of them waiting for their callers: each holds a batch."""
 _KEPT: Final = 8
-"""Open homes that are kept for the next request: a reader that is new reads the log's last segment from its beginning."""
+"""Number of open homes kept for the next request: a new reader reads the log's last segment from its beginning."""
 _TAKES_WITHIN_S: Final = 60.0
-"""How long a caller may take nothing of what is sent."""
+"""How long a caller may read nothing of its answer."""
 _SQL_MAX: Final = 1 << 20
 _FOLDED: Final = 4
-"""How many times as much as its records a stretch of `latest` takes while it is folded, and a table of several regions as its rows."""
+"""Memory to fold a range of `latest`, as a multiple of its records, and a table of several regions, of its rows."""
 _MERGED_ROWS: Final = 16_384
-"""Of a table of several regions, in a piece of the answer."""
+"""Rows of a table of several regions in a piece of the answer."""
 _GONE: Final = 499
-"""The status of an answer that nobody waits for any more: it is seen in logs alone."""
+"""Status of an answer without a waiting caller: it appears only in logs."""
 
 _BINARY: Final = {"schema": {"type": "string", "format": "binary"}}
 _PIECES: Final[dict[int | str, dict[str, Any]]] = {
@@ -89,7 +90,10 @@ _QUESTION: Final[dict[str, Any]] = {
 
 
 class Reading:
-    """The reading side of a home's server: `router` has its endpoints. The application has an `Access` in `app.state.access`."""
+    """The reading side of a home's server: `router` has its endpoints.
+
+    The application has an `Access` in `app.state.access`.
+    """
 
     def __init__(self, home: Home, intake: Intake) -> None:
         self._home = home
@@ -117,7 +121,7 @@ class Reading:
         self._add_query()
 
     def close(self) -> None:
-        """Let go of threads and open homes; answers that are under way come to their ends."""
+        """Close threads and open homes; answers under way are completed."""
         self._threads.shutdown(wait=False)
         self._workers.close()
 
@@ -221,7 +225,10 @@ class Reading:
             )
 
     async def _question(self, request: Request) -> Question:
-        """What a request asks. FastAPI would take the whole body, of any size, before it looks at who sends it."""
+        """Return the query in a request.
+
+        FastAPI would read the whole body, of any size, before it checks the caller.
+        """
         headers = headers_said(request.scope)
         if media_type(headers) != JSON_TYPE:
             raise MediaTypeUnknown(
@@ -238,7 +245,7 @@ class Reading:
                 raise RequestValidationError(error.errors(include_url=False, include_input=False)) from error
 
     async def _asked(self, ask: Callable[[OpenHome], _Found]) -> _Found:
-        """A short answer."""
+        """Return a short answer."""
 
         def work() -> _Found:
             with self._opened() as home:
@@ -256,15 +263,16 @@ class Reading:
         give_up: Callable[[], None] = lambda: None,
         within_s: float | None = None,
     ) -> Response:
-        """An answer that goes out while it is made. What fails before its first byte is raised.
+        """Return an answer that is sent while it is made. An error before its first byte is raised.
 
         Args:
-            request: what is answered.
+            request: the request to answer.
             made: makes its bytes.
-            media_type: theirs.
-            places: what it has to have one of, beside one of all answers.
-            give_up: ends what `made` does, from another thread.
-            within_s: how long it may take to make, send and be taken; as long as the caller goes on taking, if None.
+            media_type: the answer's.
+            places: another limit that it counts against, next to the limit of all answers.
+            give_up: ends the work of `made`, from another thread.
+            within_s: how long it may take to make, send and be read; as long as the caller goes on
+                reading, if None.
         """
         until_s = None if within_s is None else asyncio.get_running_loop().time() + within_s
 
@@ -307,7 +315,7 @@ class Reading:
 
     @contextmanager
     def _opened(self) -> Iterator[OpenHome]:
-        """The home, open for one thread's use."""
+        """Yield the home, open for one thread's use."""
         with self._lock:
             home = self._idle.pop() if self._idle else self._open()
         try:
@@ -324,12 +332,12 @@ class Reading:
 
 
 class _Places:
-    """So many at a time; others are told to come again. For one event loop.
+    """A limit of concurrent uses; further callers are told to retry. For one event loop.
 
     Args:
         count: how many.
-        what: what they are, as in `3 … `.
-        hint: what to do where there is none free.
+        what: their name, as in `3 … `.
+        hint: what to do if none is free.
     """
 
     def __init__(self, count: int, what: str, hint: str) -> None:
@@ -340,7 +348,7 @@ class _Places:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """One of them, until the block ends; `Overloaded` where none is free."""
+        """Take one place, until the block ends; `Overloaded` if none is free."""
         if self._taken >= self._count:
             raise Overloaded(f"{self._taken} {self._what}", hint=self._hint)
         self._taken += 1
@@ -359,7 +367,7 @@ class _Making:
         self._give_up = give_up
 
     async def next(self) -> bytes | None:
-        """The next part; None behind the last. Cancelled, it ends what the thread does."""
+        """Return the next part; None after the last. Cancelling it ends the thread's work."""
         work: Future[bytes | None] = self._threads.submit(next, self._parts, None)
         waiting = asyncio.wrap_future(work)
         try:
@@ -372,14 +380,14 @@ class _Making:
             raise
 
     async def close(self) -> None:
-        """Give back what the parts are made of."""
+        """Close the source of the parts."""
         close = getattr(self._parts, "close", None)
         if close is not None:
             await asyncio.wrap_future(self._threads.submit(close))
 
 
 class _Answer(StreamingResponse):
-    """A response whose parts are let go however it ends, and whose caller has to take them."""
+    """A response whose parts are closed however it ends, and whose caller has to read them."""
 
     def __init__(
         self,
@@ -404,7 +412,8 @@ class _Answer(StreamingResponse):
         try:
             await super().__call__(scope, receive, within_patience)
         finally:
-            # Not by the parts themselves: where the caller goes before the first is sent, they never begin, and have nothing to end.
+            # The parts can't do it themselves: if the caller goes before the first is sent, they never
+            # begin, and have nothing to end.
             with anyio.CancelScope(shield=True):
                 try:
                     await self._parts.aclose()
@@ -422,16 +431,16 @@ async def _sent(
             yield part
     except MillstreamError as error:
         if media_type != PIECES_TYPE:
-            raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
+            raise  # the connection breaks off: an Arrow stream allows no other message within it
         end = failed(error)
-    # Before its caller hears of the end, and asks the next thing: that one has its place then.
+    # Before its caller sees the end and sends the next request: that request gets its place then.
     await let_go()
     if media_type == PIECES_TYPE:
         yield end
 
 
 async def _unless_gone(request: Request, making: _Making) -> bytes | None:
-    """The first part; None where its caller has gone before it was there."""
+    """Return the first part; None if its caller has gone before it was there."""
     first: bytes | None = None
     failure: list[Exception] = []
     async with anyio.create_task_group() as group:

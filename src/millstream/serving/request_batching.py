@@ -1,8 +1,9 @@
-"""Requests that wait become one batch: what came for a table while its last one was written is made columns once, and appended once.
+"""Batches of waiting requests: those that arrived for a table during its last write are converted and appended once.
 
-A batch of columns costs by its columns, not by its rows, and a commit group by its fsync: apart, requests of a few rows would pay for both each. Each
-request stays an operation of its own, with its own answer; where all together can't be made columns, each is tried alone, so that one that can't be
-taken holds up none. Nor do others change what a request is: sent again alone, it must be the same write.
+A batch costs by its columns, not by its rows, and a commit group by its fsync: alone, requests of a few
+rows would pay both for each. Each request stays an operation of its own, with its own answer. If they
+can't be converted together, each is tried alone, so that an invalid one holds up no other. The batch
+doesn't change a request either: resent alone, it must be the same write.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from millstream.model.writes import AppendBatch, WriteId
 logger = structlog.get_logger("millstream.serve")
 
 BATCH_BYTES_MAX: Final = 4 << 20
-"""Of requests' bodies in a batch: JSON's numbers may be four times as large as columns. A larger request is a batch by itself."""
+"""Size in bytes of requests' bodies in a batch: JSON's numbers may be four times as large as columns. A
+larger request is a batch of its own."""
 BATCH_REQUESTS_MAX: Final = 4096
 IN_FLIGHT_MAX: Final = 2
-"""Batches of one table: while one is written, the next is made. More would be smaller ones."""
+"""Batches of one table: while one is written, the next is made. With more they would be smaller."""
 
 AppendBatches = Callable[[str, AppendBatch, float], Coroutine[Any, Any, "list[Appended | MillstreamError]"]]
-"""Appends a stream's batch with a deadline: an outcome for each of its requests."""
+"""Appends a stream's batch with a deadline; returns an outcome for each of its requests."""
 
 
 class Target(NamedTuple):
-    """What requests of one batch have in common."""
+    """The common attributes of one batch's requests."""
 
     stream: str
     table: str
@@ -46,7 +48,7 @@ class Target(NamedTuple):
 
 class _Waiting(NamedTuple):
     rows: list[Row] | pa.Table
-    """As JSON has them, or as columns in the log's types."""
+    """The rows as JSON objects, or as columns in the log's types."""
     size_bytes: int
     write_id: WriteId | None
     answer: asyncio.Future[Appended]
@@ -54,12 +56,12 @@ class _Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class _Queue:
-    """A target's."""
+    """The queue of a target."""
 
     waiting: deque[_Waiting] = field(default_factory=deque)
     in_flight: int = 0
     is_called: bool = False
-    """Whether the loop has been asked to look at it."""
+    """Whether a call on the loop is scheduled for it."""
 
 
 class Groups:
@@ -74,18 +76,18 @@ class Groups:
         self._queues: dict[Target, _Queue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.batches = 0
-        """So far."""
+        """Number of batches so far."""
 
     def append(
         self, target: Target, rows: list[Row] | pa.Table, *, size_bytes: int, write_id: WriteId | None
     ) -> asyncio.Future[Appended]:
-        """A request's rows; what comes of them. Nobody who stops waiting for that keeps them from being appended.
+        """Append a request's rows; return the outcome. A cancelled caller doesn't prevent the append.
 
         Args:
             target: where to.
             rows: at least one.
             size_bytes: of the request's body.
-            write_id: of the request.
+            write_id: the request's.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Appended] = loop.create_future()
@@ -104,7 +106,7 @@ class Groups:
     def _call(self, loop: asyncio.AbstractEventLoop, target: Target, queue: _Queue) -> None:
         if queue.waiting and queue.in_flight < IN_FLIGHT_MAX and not queue.is_called:
             queue.is_called = True
-            loop.call_soon(self._begin, target, queue)  # whatever else is there already comes with it
+            loop.call_soon(self._begin, target, queue)  # requests that are already there come with it
 
     def _begin(self, target: Target, queue: _Queue) -> None:
         queue.is_called = False
@@ -118,7 +120,7 @@ class Groups:
         try:
             for alike in _apart(group):
                 await self._append_all(target, alike)
-        except BaseException as error:  # a bug of ours, or the server's end: whoever waits must hear of it
+        except BaseException as error:  # a bug of ours, or the server's end: the waiting callers must get it
             for one in group:
                 _fail(one, error)
             if not isinstance(error, Exception):
@@ -132,7 +134,7 @@ class Groups:
                 self._queues.pop(target, None)
 
     async def _append_all(self, target: Target, group: list[_Waiting]) -> None:
-        """Requests whose rows are of one kind, together; each alone where that can't be."""
+        """Append requests whose rows are of one kind together; each alone if that isn't possible."""
         try:
             rows = _joined(group)
         except MillstreamError as error:
@@ -151,7 +153,7 @@ class Groups:
         try:
             outcomes: Sequence[Appended | MillstreamError] = await self._append(target.stream, batch, target.deadline_s)
         except (IngestError, InvalidValue, UsageError) as error:
-            # Of the batch: together they are too large, perhaps.
+            # An error of the whole batch: together they may be too large.
             await self._append_each(target, group, error)
             return
         except MillstreamError as error:
@@ -166,7 +168,7 @@ class Groups:
                 _fail(one, outcome)
 
     async def _append_each(self, target: Target, group: list[_Waiting], error: MillstreamError) -> None:
-        """Requests that can't be appended together, each alone; one that can't be alone is refused."""
+        """Append requests that can't be appended together, each alone; one that fails alone is refused."""
         if len(group) == 1:
             _fail(group[0], error)
             return
@@ -175,7 +177,7 @@ class Groups:
 
 
 def _taken(waiting: deque[_Waiting]) -> list[_Waiting]:
-    """The next batch's requests, in order."""
+    """Return the next batch's requests, in order."""
     group = [waiting.popleft()]
     size = group[0].size_bytes
     while waiting and len(group) < BATCH_REQUESTS_MAX and size + waiting[0].size_bytes <= BATCH_BYTES_MAX:
@@ -185,7 +187,7 @@ def _taken(waiting: deque[_Waiting]) -> list[_Waiting]:
 
 
 def _apart(group: list[_Waiting]) -> list[list[_Waiting]]:
-    """By the kind of their rows: JSON's together, and columns of one schema."""
+    """Group requests by the kind of their rows: JSON's together, and columns of one schema."""
     if all(type(one.rows) is list for one in group):
         return [group]
     kinds: dict[pa.Schema | None, list[_Waiting]] = {}
@@ -205,7 +207,7 @@ def _joined(group: list[_Waiting]) -> pa.Table:
 
 
 def _is_other_alone(one: _Waiting, together: pa.Table) -> bool:
-    """Whether a request's columns alone are of other types than with others: whole numbers that others' have made fractions."""
+    """Return whether a request's columns alone have other types: integers that others' values turn into fractions."""
     if not isinstance(one.rows, list):
         return False
     try:

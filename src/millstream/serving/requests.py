@@ -1,4 +1,7 @@
-"""What requests say beside their body: headers, parameters, parts of their path; and how an answer goes back. For paths that answer by themselves."""
+"""The parts of requests other than the body (headers, parameters, path), and sending answers.
+
+For paths outside FastAPI.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ from millstream.serving.problems import encoded, headers_of, problem_of
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-"""ASGI's."""
+"""ASGI's `send`."""
 _PARAMETERS_MAX: Final = 32
 _DIGITS_MAX: Final = 18
 
 
 def headers_said(scope: Scope) -> dict[bytes, bytes]:
-    """A request's headers by their name in small letters; of one that comes twice the last."""
+    """Return a request's headers by lower-case name; the last of repeated ones."""
     return dict(scope["headers"])
 
 
 def parameters_said(scope: Scope) -> dict[str, str]:
-    """The parameters of a request's address; `UsageError` where they can't be read."""
+    """Return the parameters of a request's address; `UsageError` if they can't be parsed."""
     text: bytes = scope.get("query_string", b"")
     if not text:
         return {}
@@ -40,7 +43,7 @@ def parameters_said(scope: Scope) -> dict[str, str]:
 
 
 def text_of_path(part: bytes) -> str:
-    """A part of a path, without its percent signs; `UsageError` where it isn't text."""
+    """Return a part of a path with percent signs decoded; `UsageError` if it isn't text."""
     try:
         return unquote_to_bytes(part).decode()
     except UnicodeDecodeError as error:
@@ -48,7 +51,7 @@ def text_of_path(part: bytes) -> str:
 
 
 def deadline_said(parameters: Mapping[str, str], default_s: float) -> float:
-    """How long the request may wait for room."""
+    """Return how long the request may wait for room."""
     text = parameters.get("deadline_s")
     if text is None:
         return default_s
@@ -62,13 +65,13 @@ def deadline_said(parameters: Mapping[str, str], default_s: float) -> float:
 
 
 def level_said(headers: Mapping[bytes, bytes]) -> AckLevel | None:
-    """Where the request's rows have to be before it is answered, where its headers say that; `UsageError` where they name no level."""
+    """Return the acknowledgement level in the request's headers, if any; `UsageError` if they name no level."""
     text = headers.get(b"millstream-acks")
     return None if text is None else AckLevel.parse(text.decode("latin-1").strip())
 
 
 def choice_said(parameters: Mapping[str, str], name: str, choices: Mapping[str, bool], default: str) -> bool:
-    """What a parameter chooses."""
+    """Return the choice of a parameter."""
     text = parameters.get(name, default)
     if text not in choices:
         raise UsageError(f"{name}={text!r}: it is one of {', '.join(choices)}")
@@ -76,7 +79,7 @@ def choice_said(parameters: Mapping[str, str], name: str, choices: Mapping[str, 
 
 
 def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
-    """What tells the request's write apart from others, where its headers say that.
+    """Return the write's identity in the request's headers, if any.
 
     Raises:
         UsageError: a session without a number, a number without a session, or both a session and a key.
@@ -99,7 +102,7 @@ def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
 
 
 def _checked(write_id: WriteId) -> WriteId:
-    # Here, where it is one request's: in a batch it would refuse all of them.
+    # Checked here, for one request: in a batch it would refuse all of them.
     check_write_id(write_id)
     return write_id
 
@@ -115,7 +118,7 @@ def _text(header: str, value: bytes) -> str:
 
 
 async def answer(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Send an answer whole."""
+    """Send a whole answer."""
     if body:
         headers = [*headers, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,4 +1,4 @@
-"""Rows as the bytes of an answer, made a batch at a time: an Arrow IPC stream, or pieces (`millstream.client.pieces`)."""
+"""Rows as an answer's bytes, a batch at a time: an Arrow IPC stream, or pieces (`millstream.client.pieces`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.client.pieces import PART_BYTES, piece
 
 
 def in_pieces(reader: pa.RecordBatchReader) -> Iterator[bytes]:
-    """Pieces without their end, which a server adds once it knows how the answer ended."""
+    """Yield pieces without their end, which a server adds once it knows how the answer ended."""
     any_came = False
     for batch in reader:
         any_came = True
@@ -21,7 +21,7 @@ def in_pieces(reader: pa.RecordBatchReader) -> Iterator[bytes]:
 
 
 def as_stream(reader: pa.RecordBatchReader) -> Iterator[bytes]:
-    """An Arrow IPC stream."""
+    """Yield an Arrow IPC stream."""
     sink = _Sink()
     with pa.ipc.new_stream(sink, reader.schema) as out:
         for batch in reader:
@@ -31,7 +31,7 @@ def as_stream(reader: pa.RecordBatchReader) -> Iterator[bytes]:
 
 
 class _Sink:
-    """A file for Arrow to write to, of which what was written is taken away again."""
+    """A file for Arrow to write to, from which the written bytes are taken out again."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -51,7 +51,7 @@ class _Sink:
         return True
 
     def flush(self) -> None:
-        """All is in memory."""
+        """Do nothing: everything is in memory."""
 
     def close(self) -> None:
         self.closed = True

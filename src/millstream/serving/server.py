@@ -1,4 +1,4 @@
-"""`serve`: a home over HTTP, and over Arrow Flight where that is configured. It ends gracefully: what was asked before is answered."""
+"""`serve`: a home over HTTP, and over Arrow Flight if configured. A graceful end answers earlier requests first."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _BACKLOG: Final = 2048
 
 
 def serve_home(home: Home, lifeline: Lifeline) -> None:
-    """Serve until told to stop; then answer what was asked before, and end.
+    """Serve until told to stop; then answer earlier requests, and end.
 
     Raises:
         HomeBusy: the home is served already.
         AddressInUse: it can't listen there.
         Unprotected: other machines would reach it, without TLS or without tokens.
-        CertificateUnusable: TLS is configured, and can't be had.
+        CertificateUnusable: TLS is configured, but not usable.
         ConfigError: the variable that has this node's token isn't set.
     """
     from millstream.serving.access import Access
@@ -70,7 +70,8 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         logger.info("listening", address=address)
         _raise_open_files()
         _clear(home.queries_folder)
-        # What is there by now stays: looking through it again and again takes as long as a tenth of the requests.
+        # Objects that exist by now stay: collecting them repeatedly takes as long as a tenth of the
+        # requests.
         gc.collect()
         gc.freeze()
         with asyncio.Runner(loop_factory=_new_loop) as runner:
@@ -132,7 +133,7 @@ async def _serve(
     async def renew() -> None:
         while renewal is not None:
             await asyncio.sleep(LOOK_EVERY_S)
-            # Here, on the loop's own thread: nobody makes a connection of the context meanwhile.
+            # On the loop's own thread: no connection of the context is made at the same time.
             if renewal.look() and flight is not None:
                 flight.renew()
 
@@ -143,7 +144,7 @@ async def _serve(
     ]
     try:
         await server.serve(sockets=[listener])
-        # Nobody waits for these any more but their rows, which their senders may take for appended.
+        # No caller waits for these, but their rows count: their senders may take them for appended.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(duration_s(http.drain_timeout)):
                 await application.groups.drain()
@@ -154,7 +155,7 @@ async def _serve(
 
 @contextlib.contextmanager
 def _shipping(home: Home) -> Iterator[Shipping | None]:
-    """What other nodes follow, and an object store gets, where the home is a node; what they lack at the end is shipped first."""
+    """Ship to other nodes and an object store, if the home is a node; missing records are shipped before the end."""
     if home.config.replication.node is None:
         yield None
         return
@@ -167,7 +168,7 @@ def _shipping(home: Home) -> Iterator[Shipping | None]:
 
 @contextlib.contextmanager
 def _told(home: Home, shipping: Shipping | None) -> Iterator[None]:
-    """The server's control socket; and the end of shipping, while followers' links still stand."""
+    """Run the server's control socket; and end shipping while followers' links are still up."""
     if shipping is None:
         yield
         return
@@ -182,7 +183,7 @@ def _told(home: Home, shipping: Shipping | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _flight(home: Home, application: Application, shipping: Shipping | None) -> Iterator[FlightService | None]:
-    """Flight beside HTTP, where it is configured; it isn't imported elsewhere."""
+    """Run Flight next to HTTP, if it is configured; it isn't imported otherwise."""
     if home.config.flight.listen is None:
         yield None
         return
@@ -193,7 +194,7 @@ def _flight(home: Home, application: Application, shipping: Shipping | None) -> 
 
 
 def connection_bounds(home: Home) -> ConnectionBounds:
-    """What each connection may take, as the home's configuration has it."""
+    """Return the configured limits of each connection."""
     from millstream.serving.connections import ConnectionBounds
 
     http = home.config.http
@@ -218,7 +219,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(facts[4])
-            # Who is told the address finds it open: what comes before the server runs waits.
+            # The announced address is already open: connections before the server runs wait.
             listener.listen(_BACKLOG)
         except OSError:
             listener.close()
@@ -229,17 +230,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _clear(queries: Path) -> None:
-    """Take away what queries of an earlier server left behind, which was killed: this one has the home's lock."""
+    """Remove the files of queries that a killed server left behind: this one has the home's lock."""
     make_folder(queries)
     for left in queries.iterdir():
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _raise_open_files() -> None:
-    """As many connections as the system lets this process have: what it begins with is commonly 1024 files."""
+    """Raise the limit of open files to what the system allows: the default is commonly 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS knows a bound of its own below the hard one
+        with contextlib.suppress(ValueError, OSError):  # macOS has another limit below the hard one
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

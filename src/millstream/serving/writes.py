@@ -1,7 +1,7 @@
 """`POST /v1/streams/{stream}/tables/{table}`: rows over HTTP, durable when they are answered.
 
-It stands beside FastAPI, which would take longer for a small request than all else does; the OpenAPI document has it all the same
-(`millstream.serving.openapi`).
+It is served outside FastAPI, which would take longer for a small request than everything else does; the
+OpenAPI document has it all the same (`millstream.serving.openapi`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.serve")
 
 ON_CLASH: Final = {"request": False, "rows": True}
-"""What is refused where a row has no place in its table: the request, or that row."""
+"""The part that is refused if a row doesn't fit its table: the request (False), or that row (True)."""
 LINES_TYPES: Final = frozenset(
     {"application/x-ndjson", "application/ndjson", "application/jsonl", "application/jsonlines"}
 )
@@ -57,10 +57,12 @@ JSON_TYPE: Final = "application/json"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 _TEMPLATE: Final = "/v1/streams/{stream}/tables/{table}"
 _LARGE_BYTES: Final = 256 << 10
-"""Bodies from here on are read on a thread of their own, so that others are answered meanwhile."""
+"""Size in bytes from which bodies are parsed on a thread of their own, so that other requests are answered
+at the same time."""
 _LARGE_AT_ONCE: Final = 2
 _JSON_FACTOR: Final = 24
-"""How many times its size a small body of JSON takes while its rows are Python's, at the most; of a larger one it is counted."""
+"""Upper bound of a small JSON body's memory as Python's objects, as a multiple of its size; for a larger one
+it is counted."""
 _ARROW_FACTOR: Final = 3
 _JSON_ANSWER: Final = [(b"content-type", b"application/json")]
 _Made = TypeVar("_Made")
@@ -70,10 +72,10 @@ class Writes:
     """Takes rows from requests.
 
     Args:
-        home: whose streams.
-        groups: what appends them.
-        intake: what all requests together may hold.
-        access: who may write.
+        home: has the streams.
+        groups: appends the rows.
+        intake: limits the memory of all requests together.
+        access: the callers' rights.
     """
 
     def __init__(self, home: Home, groups: Groups, intake: Intake, access: Access) -> None:
@@ -86,8 +88,8 @@ class Writes:
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: ASGI's way."""
-        if not is_rows_path(scope["raw_path"]):  # `%2F` parts no path
+        """Answer a request as an ASGI application."""
+        if not is_rows_path(scope["raw_path"]):  # `%2F` separates no path
             await answer_problem(send, unknown_path(scope["path"], [_TEMPLATE]))
             return
         try:
@@ -96,7 +98,7 @@ class Writes:
             await answer_problem(send, error)
         except ClientGoneError:
             return
-        except Exception:  # our bug: the request must not look as if it hadn't been heard
+        except Exception:  # our bug: the request must not look unanswered
             logger.exception("a request failed", path=scope["path"])
             await answer(send, 500, encoded(plain_problem(500, "this is a bug of the server's")), headers_of(500))
         else:
@@ -139,7 +141,7 @@ class Writes:
     async def _rows(
         self, kind: str, body: bytes, held: Held, *, keep_valid_rows: bool
     ) -> list[Row] | pa.Table | ValidTable:
-        """A body's rows: small ones of JSON as they are, for the group that they go with."""
+        """Return a body's rows: small JSON bodies unconverted, for the group that they go with."""
         if kind == ARROW_TYPE:
             self.weigh(held, len(body) * _ARROW_FACTOR)
             return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max))
@@ -153,10 +155,11 @@ class Writes:
         return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max)))
 
     async def admit(self, scope: Scope, stream: str, *, in_query: bool = False) -> None:
-        """Let a request in that may write to the stream.
+        """Admit a request that may write to the stream.
 
         Raises:
-            Unauthenticated, Forbidden: as `Access.allowed`; before anything is said of what there is.
+            Unauthenticated, Forbidden: as `Access.allowed`; checked before the existence of the stream is
+                revealed.
             UnknownStream: there is none of that name.
         """
         if self._access.is_asked:
@@ -169,7 +172,7 @@ class Writes:
             )
 
     def weigh(self, held: Held, size_bytes: int) -> None:
-        """Count what will be made of a body; `RowsTooLarge` where that could never be within bounds."""
+        """Count the memory that a body will need; `RowsTooLarge` if that could never be within limits."""
         if size_bytes > self.intake.bytes_max:
             raise RowsTooLarge(
                 f"the body's rows may take {size_bytes} bytes of memory, of {self.intake.bytes_max} for all requests",
@@ -181,7 +184,7 @@ class Writes:
         held.grow(max(0, size_bytes - held.size_bytes))
 
     async def read(self, size_bytes: int, make: Callable[[], _Made]) -> _Made:
-        """What is made of a body of that size: here, or on another thread where that takes long."""
+        """Return the parsed body of that size: parsed here, or on another thread if that takes long."""
         if size_bytes < _LARGE_BYTES:
             return make()
         async with self._large:
@@ -189,11 +192,11 @@ class Writes:
 
 
 def media_type(headers: dict[bytes, bytes]) -> str:
-    """A body's, without its parameters."""
+    """Return a body's media type, without its parameters."""
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 
 def is_rows_path(raw_path: bytes) -> bool:
-    """Whether a path, as it was sent, is that of a table's rows."""
+    """Return whether a path, as it was sent, is that of a table's rows."""
     parts = raw_path.split(b"/")
     return len(parts) == 6 and parts[1] == b"v1" and parts[2] == b"streams" and parts[4] == b"tables"
