@@ -375,7 +375,7 @@ def test_a_close_that_is_broken_off_is_finished_all_the_same(home: Path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.writers.appending.undisturbed", broken_off)
+        patched.setattr("millstream.writers.appending.uninterruptible", broken_off)
         with pytest.raises(KeyboardInterrupt):
             opened.close()
     opened.close()

@@ -14,7 +14,7 @@ from millstream.errors import IngestError, InvalidValue, MillstreamError, Routin
 from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import TableRules, fitted, grown
-from millstream.ingest.undisturbed import made_elsewhere, undisturbed
+from millstream.ingest.uninterruptible import made_elsewhere, uninterruptible
 from millstream.ingest.valid_rows import valid_part, without_clashes
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
@@ -298,7 +298,7 @@ class Appender:
                 self._rules.check_place(wanted, _rows_of(wanted, arrays, [rows.num_rows]))
                 return wanted
 
-            known = undisturbed(
+            known = uninterruptible(
                 lambda: self._catalog.application_table(self._stream, namespace, table, shard=shard, grow=grow)
             )
             self._schemas[name] = known

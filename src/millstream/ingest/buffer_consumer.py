@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from millstream.ingest.schemas import TableRules, fitted, grown
-from millstream.ingest.undisturbed import undisturbed
+from millstream.ingest.uninterruptible import uninterruptible
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Lsn
@@ -70,7 +70,7 @@ class OperationTaker:
                 return wanted
 
             shard = self._rules.home_shard(f"{namespace}.{name}")
-            known = undisturbed(
+            known = uninterruptible(
                 lambda: self._catalog.application_table(self._stream, namespace, name, shard=shard, grow=grow)
             )
             self._schemas[namespace, name] = known

@@ -45,7 +45,7 @@ from millstream.ingest.frames import (
     session_told,
 )
 from millstream.ingest.requests import one_request
-from millstream.ingest.undisturbed import made_elsewhere
+from millstream.ingest.uninterruptible import made_elsewhere
 
 if TYPE_CHECKING:
     import pyarrow as pa

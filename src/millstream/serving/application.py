@@ -18,7 +18,7 @@ from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.home.config_mapping import place_compiled_code
 from millstream.ingest.lines import warm
-from millstream.ingest.undisturbed import made_elsewhere
+from millstream.ingest.uninterruptible import made_elsewhere
 from millstream.model.access import Right
 from millstream.serving.access import Access, allow
 from millstream.serving.health import Health

@@ -19,7 +19,7 @@ from millstream.config.quantities import duration_s
 from millstream.errors import MediaTypeUnknown, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines, valid_columns_of
-from millstream.ingest.undisturbed import made_elsewhere
+from millstream.ingest.uninterruptible import made_elsewhere
 from millstream.ingest.valid_rows import ValidTable
 from millstream.model.access import Right
 from millstream.model.names import parse_qualified_name

@@ -23,7 +23,7 @@ from millstream.ingest.columns import Rows
 from millstream.ingest.local import AppendClient, AppendServer
 from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import one_request
-from millstream.ingest.undisturbed import made_elsewhere, undisturbed
+from millstream.ingest.uninterruptible import made_elsewhere, uninterruptible
 from millstream.ingest.valid_rows import columns_for
 from millstream.leadership.roles import Roles
 from millstream.processes.control import ControlServer, have_done
@@ -227,7 +227,7 @@ class HomeAppender:
             return
         # If it is interrupted, it can be called again.
         self._closed = True
-        undisturbed(self._close)
+        uninterruptible(self._close)
 
     def _close(self) -> None:
         with self._lock:
@@ -253,7 +253,7 @@ class HomeAppender:
                 if self._is_written():
                     self._client = AppendClient(append_socket(self._home, self._writer))
                 else:
-                    return undisturbed(self._become)
+                    return uninterruptible(self._become)
             return self._client
 
     def _become(self) -> _OwnWriter:
@@ -371,7 +371,7 @@ class _OwnWriter:
                 found[0].close()
                 found = None
             if found is None:
-                found = undisturbed(lambda: self._open(stream))
+                found = uninterruptible(lambda: self._open(stream))
             return found[1]
 
     def facts(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 _Made = TypeVar("_Made")
 
 
-def undisturbed(call: Callable[[], _Made]) -> _Made:
+def uninterruptible(call: Callable[[], _Made]) -> _Made:
     """Return a call's result, computed where no signal handler runs: a KeyboardInterrupt comes after the call.
 
     Handlers run on the main thread only; on any other thread the call is simply made. An interrupted
@@ -57,4 +57,4 @@ def _begin(call: Callable[[], _Made], made: Future[_Made]) -> None:
         else:
             made.set_result(result)
 
-    threading.Thread(target=make, name="undisturbed", daemon=True).start()
+    threading.Thread(target=make, name="uninterruptible", daemon=True).start()
