@@ -54,6 +54,7 @@ def copied(home: Path, name: str) -> int:
     return int((table(home, name)["copy"] or {"rows": 0})["rows"])
 
 
+@pytest.mark.siege
 def test_a_copy_is_told_held_back_paused_and_let_go_while_it_runs(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect() as connection:
         connection.execute(FILL.format(MANY_ROWS))

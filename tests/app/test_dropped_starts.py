@@ -48,6 +48,7 @@ def edge(home: Home) -> tuple[StreamReader, int, str]:
     return reader, int(reader.first_seq()), str(reader.token()).partition(".s")[0]
 
 
+@pytest.mark.siege
 def test_an_export_from_a_dropped_number_or_token_is_refused(dropped: tuple[Home, list[dict[str, Any]]]) -> None:
     home, left = dropped
     _, first, prefix = edge(home)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
@@ -30,6 +31,7 @@ def check_equal(home: LandedHome) -> None:
     assert {table.state for table in compared} == {Compared.EQUAL}, report.tables
 
 
+@pytest.mark.siege
 def test_each_has_its_own_folder_and_keeps_it(postgres: Database, tmp_path: Path) -> None:
     with postgres.connect() as source:
         source.execute('CREATE TABLE "User" (id int PRIMARY KEY); INSERT INTO "User" VALUES (1)')

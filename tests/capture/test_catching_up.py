@@ -485,6 +485,7 @@ SMALL: dict[str, Any] = {"catch_up": "always", "catch_up_bytes": 4096} | SMALL_C
         "capture.after_chunk:9",
     ],
 )
+@pytest.mark.siege
 def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: str) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()

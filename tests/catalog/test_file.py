@@ -78,6 +78,7 @@ def _open_and_register(path: str, times: int, results: multiprocessing.Queue[lis
         results.put([catalog.register_writer(stream, "w")[1] for _ in range(times)])
 
 
+@pytest.mark.siege
 def test_several_processes_open_a_new_catalog_at_once_and_no_epoch_is_given_twice(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[list[int]] = context.Queue()

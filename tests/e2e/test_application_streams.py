@@ -15,6 +15,8 @@ from tests.e2e.harness import land
 import millstream
 from millstream.testing.pytest_plugin import Database
 
+pytestmark = pytest.mark.siege
+
 WRITE = """
 import sys, millstream
 with millstream.open(sys.argv[1]) as home:

@@ -359,6 +359,7 @@ stop_session(spark)
 """
 
 
+@pytest.mark.siege
 def test_a_jvm_that_is_killed_leaves_no_tracebacks_on_the_terminal(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", JVM_ENDS, str(tmp_path)], capture_output=True, text=True, timeout=600, check=True

@@ -133,6 +133,7 @@ def test_tables_that_are_ahead_of_the_cut_land_nothing_twice(
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.siege
 def test_a_disk_that_takes_no_appends_stops_neither_replay_nor_retention(
     home: Home, spark_options: SparkOptions
 ) -> None:
