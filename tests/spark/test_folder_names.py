@@ -19,7 +19,7 @@ from millstream.lake.snapshots import last_cut
 from millstream.model.positions import Seq
 from millstream.spark.session import SparkOptions
 
-pytestmark = pytest.mark.usefixtures("spark")
+pytestmark = [pytest.mark.siege, pytest.mark.usefixtures("spark")]
 VIEWS = ("current", "history", "scd2")
 
 
