@@ -32,7 +32,7 @@ def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'millstream.aio' has no attribute {name!r}")
     if _PUBLIC[name] == "millstream.aio.remote":
-        importlib.import_module("millstream.client.client")  # says what to install where httpx is missing
+        importlib.import_module("millstream.client.client")  # names the package to install if httpx is missing
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

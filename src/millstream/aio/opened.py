@@ -1,4 +1,4 @@
-"""`millstream.aio.open`: a home of this machine, for tasks. Appends go without a thread a call, what is read is read on threads."""
+"""`millstream.aio.open`: a home of this machine, for tasks. Appends need no thread per call; reads run on threads."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from millstream.writers.appending import HomeAppender
 
 _QUERIES_AT_ONCE: Final = 4
-"""DuckDB takes all cores for one already."""
+"""One query already uses all cores in DuckDB."""
 
 _Found = TypeVar("_Found")
 
 
 class AsyncOpenHome:
-    """As `millstream.OpenHome`, for any number of tasks of one event loop: what it promises and raises is the same."""
+    """A `millstream.OpenHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -51,7 +51,7 @@ class AsyncOpenHome:
 
     @property
     def path(self) -> Path:
-        """The home's folder."""
+        """Return the home's folder."""
         return self._home.path
 
     async def __aenter__(self) -> Self:
@@ -63,7 +63,7 @@ class AsyncOpenHome:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of what was opened. Where this process writes the home's streams, others may from here on."""
+        """Close everything that was opened. If this process writes the home's streams, others may from here on."""
         async with self._making:
             self._closed, appender = True, self._appender
         if appender is not None:
@@ -72,11 +72,11 @@ class AsyncOpenHome:
         self._queries.shutdown(wait=False)
 
     async def streams(self) -> list[str]:
-        """As `OpenHome.streams`."""
+        """Return as `OpenHome.streams`."""
         return await self._read(self._reading.streams)
 
     async def token(self, stream: str, *, vector: bool = False) -> StreamToken:
-        """As `OpenHome.token`."""
+        """Return as `OpenHome.token`."""
         return await self._read(lambda: self._reading.token(stream, vector=vector))
 
     async def read(
@@ -87,7 +87,7 @@ class AsyncOpenHome:
         after: StreamToken | str | None = None,
         upto: StreamToken | str | None = None,
     ) -> AsyncGenerator[pa.RecordBatch, None]:
-        """As `OpenHome.read`."""
+        """Read as `OpenHome.read`."""
         taken = self._taken(lambda: self._reading.read(stream, table=table, after=after, upto=upto))
         async with aclosing(taken) as batches:
             async for batch in batches:
@@ -102,14 +102,14 @@ class AsyncOpenHome:
         upto: StreamToken | str | None = None,
         rows_max: int = LATEST_ROWS_MAX,
     ) -> AsyncGenerator[Latest, None]:
-        """As `OpenHome.read_latest`."""
+        """Read as `OpenHome.read_latest`."""
         taken = self._taken(lambda: self._reading.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max))
         async with aclosing(taken) as stretches:
             async for stretch in stretches:
                 yield stretch
 
     async def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
-        """As `OpenHome.merged`."""
+        """Return as `OpenHome.merged`."""
         return await self._read(lambda: self._reading.merged(stream, table, at=at))
 
     async def append(
@@ -125,7 +125,7 @@ class AsyncOpenHome:
         keep_valid_rows: bool = False,
         acks: str | None = None,
     ) -> Appended:
-        """As `OpenHome.append`. Cancelled, it may or may not be appended."""
+        """Append as `OpenHome.append`. If it is cancelled, the rows may or may not be appended."""
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
@@ -137,19 +137,19 @@ class AsyncOpenHome:
         return valid.told(outcome)
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
-        """As `OpenHome.session`."""
+        """Return as `OpenHome.session`."""
         check_stream(self._home, stream)
         return AsyncSession(self, stream, *session_of(name, next_number))
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
-        """As `OpenHome.session_facts`."""
+        """Return as `OpenHome.session_facts`."""
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
         return await asyncio.to_thread(appender.session, stream, name)
 
     async def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
     ) -> pa.Table:
-        """As `OpenHome.query`. Cancelled, the query ends."""
+        """Query as `OpenHome.query`. Cancelling it ends the query."""
         interrupts: list[Callable[[], None]] = []
         given_up = False
 
@@ -169,7 +169,7 @@ class AsyncOpenHome:
             raise
 
     async def status(self) -> dict[str, Any]:
-        """As `OpenHome.status`."""
+        """Return as `OpenHome.status`."""
         return await asyncio.get_running_loop().run_in_executor(self._queries, self._reading.status)
 
     async def _made(self) -> HomeAppender:
@@ -177,7 +177,7 @@ class AsyncOpenHome:
             if self._closed:
                 raise WriterClosed("this home was closed", hint="Open it again: millstream.aio.open(…).")
             if self._appender is None:
-                # What writing needs is imported first, which takes a while.
+                # The modules for writing are imported first, which takes a while.
                 self._appender = await asyncio.to_thread(home_appender, self._home)
             return self._appender
 
@@ -185,24 +185,24 @@ class AsyncOpenHome:
         return await asyncio.get_running_loop().run_in_executor(self._reader, ask)
 
     async def _taken(self, begin: Callable[[], Iterator[_Found]]) -> AsyncGenerator[_Found, None]:
-        """What an iterator gives, taken on the thread that reads."""
+        """Yield an iterator's items, taken on the thread that reads."""
         found = await self._read(begin)
         try:
             while (one := await self._read(lambda: next(found, None))) is not None:
                 yield one
         finally:
-            # In its turn: where a task was cancelled, the thread may still be at it.
+            # Queued on that thread: if a task was cancelled, the thread may still be in the iterator.
             self._reader.submit(cast("Generator[_Found, None, None]", found).close)
 
 
 def open(path: str | Path | None = None) -> AsyncOpenHome:  # noqa: A001 - as `millstream.aio.open`
-    """As `millstream.open`, for tasks: `async with millstream.aio.open("shop") as home`."""
+    """Open as `millstream.open`, for tasks: `async with millstream.aio.open("shop") as home`."""
     home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
     return AsyncOpenHome(home)
 
 
 def _heed(running: asyncio.Future[Any]) -> None:
-    """What a query that nobody waits for any more ends with is no news."""
+    """Retrieve the result of a query without a waiting caller, so that asyncio doesn't log its error."""
     if not running.cancelled():
         running.exception()

@@ -58,7 +58,7 @@ _Result = TypeVar("_Result")
 
 
 class AsyncRemoteHome:
-    """As `millstream.RemoteHome`, for any number of tasks of one event loop: what it promises and raises is the same."""
+    """A `millstream.RemoteHome` for any number of tasks of one event loop, with the same promises and errors."""
 
     def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
         self._url = check_url(url)
@@ -70,7 +70,7 @@ class AsyncRemoteHome:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Return its address."""
         return self._url
 
     async def __aenter__(self) -> Self:
@@ -82,15 +82,15 @@ class AsyncRemoteHome:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def streams(self) -> list[str]:
-        """As `OpenHome.streams`."""
+        """Return as `OpenHome.streams`."""
         return [str(name) for name in (await self._json(Call("GET", "/v1/streams")))["streams"]]
 
     async def token(self, stream: str, *, vector: bool = False) -> StreamToken:
-        """As `OpenHome.token`."""
+        """Return as `OpenHome.token`."""
         params = {"vector": "true"} if vector else {}
         return StreamToken.parse((await self._json(Call("GET", of_stream(stream, "token"), params)))["token"])
 
@@ -102,7 +102,7 @@ class AsyncRemoteHome:
         after: StreamToken | str | None = None,
         upto: StreamToken | str | None = None,
     ) -> AsyncGenerator[pa.RecordBatch, None]:
-        """As `OpenHome.read`."""
+        """Read as `OpenHome.read`."""
         params = between(after, upto) | ({} if table is None else {"table": table})
         async with aclosing(self._pieces(Call("GET", of_stream(stream, "records"), params, in_pieces=True))) as pieces:
             async for piece in pieces:
@@ -118,14 +118,14 @@ class AsyncRemoteHome:
         upto: StreamToken | str | None = None,
         rows_max: int = LATEST_ROWS_MAX,
     ) -> AsyncGenerator[Latest, None]:
-        """As `OpenHome.read_latest`."""
+        """Read as `OpenHome.read_latest`."""
         params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
         async with aclosing(self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True))) as pieces:
             async for piece in pieces:
                 yield Latest(*latest_of(piece))
 
     async def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
-        """As `OpenHome.merged`."""
+        """Return as `OpenHome.merged`."""
         return whole_table([piece async for piece in self._pieces(merged_call(stream, table, at))], self._url)
 
     async def append(
@@ -141,7 +141,7 @@ class AsyncRemoteHome:
         keep_valid_rows: bool = False,
         acks: str | None = None,
     ) -> Appended:
-        """As `RemoteHome.append`. Cancelled, it may or may not be appended."""
+        """Append as `RemoteHome.append`. If it is cancelled, the rows may or may not be appended."""
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         call = append_call(
             stream,
@@ -156,23 +156,23 @@ class AsyncRemoteHome:
         return valid.told(await self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
-        """As `OpenHome.session`."""
+        """Return as `OpenHome.session`."""
         check_name(stream)
         return AsyncSession(self, stream, *session_of(name, next_number))
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
-        """As `OpenHome.session_facts`."""
+        """Return as `OpenHome.session_facts`."""
         return SessionFacts.from_dict(await self._json(session_call(stream, name)))
 
     async def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
     ) -> pa.Table:
-        """As `OpenHome.query`. Cancelled, the query ends."""
+        """Query as `OpenHome.query`. Cancelling it ends the query."""
         named = only_stream(await self.streams()) if stream is None else stream
         return whole_table([piece async for piece in self._pieces(query_call(sql, named, as_of))], self._url)
 
     async def status(self) -> dict[str, Any]:
-        """As `OpenHome.status`."""
+        """Return as `OpenHome.status`."""
         return await self._json(Call("GET", "/status"))
 
     async def _json(self, call: Call) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class AsyncRemoteHome:
             raise cut_off(self._url, "the connection was closed")
 
     async def _done(self, steps: Steps[_Result]) -> _Result:
-        """Carry out what the steps ask for."""
+        """Carry out the requests and waits of the steps."""
         try:
             wish = next(steps)
             while True:
@@ -231,5 +231,5 @@ def connect(
     cert: str | tuple[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> AsyncRemoteHome:
-    """As `millstream.connect`, for tasks: `async with millstream.aio.connect("http://…") as home`."""
+    """Connect as `millstream.connect`, for tasks: `async with millstream.aio.connect("http://…") as home`."""
     return AsyncRemoteHome(url, token=token, tls=tls_of(verify, cert), timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""A session's writes, numbered by themselves, for tasks."""
+"""A session for tasks: it numbers its writes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from millstream.model.writes import SessionFacts
 
 SMALL_ROWS: Final = 1000
-"""Rows up to here are made columns on the loop's own thread: handing them to another takes longer."""
+"""Number of rows up to which columns are made on the loop's own thread: handing them to another takes longer."""
 
 
 class Appends(Protocol):
-    """What a session goes through."""
+    """The calls that a session uses."""
 
     def append(
         self,
@@ -36,16 +36,16 @@ class Appends(Protocol):
         keep_valid_rows: bool,
         acks: str | None,
     ) -> Awaitable[Appended]:
-        """As `append` of a home."""
+        """Append as `append` of a home."""
         ...
 
     def session_facts(self, stream: str, name: str) -> Awaitable[SessionFacts]:
-        """As `session_facts` of a home."""
+        """Return as `session_facts` of a home."""
         ...
 
 
 class AsyncSession:
-    """As `millstream.Session`, for any number of tasks of one event loop. Made by `home.session`."""
+    """A `millstream.Session` for any number of tasks of one event loop. Made by `home.session`."""
 
     def __init__(self, home: Appends, stream: str, name: str, next_number: int | None) -> None:
         self._home = home
@@ -53,7 +53,7 @@ class AsyncSession:
         self._numbers = Numbers(name, next_number)
         self._asking = asyncio.Lock()
         self.name: Final = name
-        """What it is called in the stream."""
+        """The session's name in the stream."""
 
     def __repr__(self) -> str:
         return f"AsyncSession({self._stream!r}, {self.name!r}, next_number={self._known()})"
@@ -63,13 +63,16 @@ class AsyncSession:
 
     @property
     def next_number(self) -> int:
-        """The number of the next write. `UsageError` before `resume` or the first write where none was said."""
+        """Return the number of the next write.
+
+        `UsageError` before `resume` or the first write, unless one was given.
+        """
         if not self._numbers.is_known:
             raise UsageError("nobody has asked the log yet", hint="Ask it: await session.resume().")
         return self._numbers.next
 
     async def resume(self) -> int:
-        """Ask the log which number is the next one, where none was said, and give it; raises as `millstream.Session.next_number`."""
+        """Return the next number, from the log unless one was given; raises as `millstream.Session.next_number`."""
         async with self._asking:
             if not self._numbers.is_known:
                 self._numbers.begin(await self._home.session_facts(self._stream, self.name))
@@ -85,7 +88,10 @@ class AsyncSession:
         keep_valid_rows: bool = False,
         acks: str | None = None,
     ) -> Appended:
-        """As `millstream.Session.append`. Cancelled, it may have been appended, and its number isn't given again."""
+        """Append as `millstream.Session.append`.
+
+        If it is cancelled, it may have been appended, and its number isn't reused.
+        """
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             await self.resume()
@@ -99,7 +105,7 @@ class AsyncSession:
                         )
                     )
             except SessionGap as error:
-                # Numbers of writes that were lost are to be used first.
+                # Numbers of lost writes are used first.
                 if number is not None or not self._numbers.fill(
                     await self._home.session_facts(self._stream, self.name)
                 ):
@@ -134,7 +140,7 @@ class AsyncSession:
 
 
 async def valid_columns(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
-    """As `columns_for`; many rows are made columns on a thread, while other tasks go on."""
+    """Return as `columns_for`; many rows are converted on a thread, while other tasks go on."""
     if isinstance(rows, Mapping) or (isinstance(rows, Sized) and len(rows) <= SMALL_ROWS):
         return columns_for(rows, keep_valid_rows=keep_valid_rows)
     return await asyncio.to_thread(columns_for, rows, keep_valid_rows=keep_valid_rows)

@@ -1,4 +1,4 @@
-"""A home put together: configuration, owner, supervision, status, metrics; what `millstream.open` gives.
+"""A whole home: configuration, owner, supervision, status, metrics; and the API of `millstream.open`.
 
-Nothing here is imported by the rooms below; heavy parts are imported where they are used.
+The rooms below import nothing from here; heavy parts are imported where they are used.
 """

@@ -1,7 +1,7 @@
-"""`catalog move`: what the embedded catalog holds, put into the PostgreSQL database that the configuration names.
+"""`catalog move`: copies the embedded catalog into the PostgreSQL database that the configuration names.
 
-All of it or nothing, in one transaction there. Tables and sources keep their numbers, which stand in the log's records: so
-they must be free in that database.
+All of it or nothing, in one transaction there. Tables and sources keep their numbers, because the log's
+records contain them: so these must be free in that database.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millstream.home.home import Home
 from millstream.processes.locks import Role, RoleLock, nobody_writes
 
 _MOVES: Final = "moves"
-"""The scope under which a home notes that its catalog has come: a move that was cut short behind that only renames the file."""
+"""The scope under which a home notes that its catalog has moved: a repeated move after that only renames the file."""
 _ROLES: Final[tuple[Role, ...]] = ("run", "pipeline", "replay")
 
 _NOT_FREE: Final = "What this home's log refers to can't be renumbered: name a database of its own in [catalog] url."
@@ -27,22 +27,22 @@ _NOT_FREE: Final = "What this home's log refers to can't be renumbered: name a d
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What was moved."""
+    """The result of a move."""
 
     streams: tuple[str, ...]
     place: str
     kept: Path
-    """The old file, which nothing reads any more."""
+    """The old file, no longer read."""
 
 
 def move_catalog(home: Home) -> Moved:
-    """Move a home's embedded catalog to where its configuration has it.
+    """Move a home's embedded catalog to the configured database.
 
     Raises:
         UsageError: the configuration names no database, or there is no embedded catalog.
-        HomeBusy: something of the home runs.
-        CatalogError: the database has a stream of that name, or numbers of tables that this home's log uses (or a kin of it: it
-            can't be opened). Nothing was changed.
+        HomeBusy: a process of the home runs.
+        CatalogError: the database has a stream of that name, or table numbers that this home's log uses
+            (or a subclass: it can't be opened). Nothing was changed.
     """
     address = home.catalog_address()
     if address is None:
@@ -65,7 +65,7 @@ def move_catalog(home: Home) -> Moved:
             names, place = tuple(stream.name for stream in old.streams()), new.database.place
             if new.fact(_MOVES, identity.id) is None:
                 rows = dict(rows_of(old))
-                # An embedded catalog is one home's alone, and doesn't say whose.
+                # An embedded catalog belongs to one home, and doesn't record which.
                 rows[t.access_tokens] = [row | {"home": identity.id} for row in rows[t.access_tokens]]
                 with new.database.write() as connection:
                     check_free(connection, place, rows, hint=_NOT_FREE)

@@ -1,8 +1,8 @@
 """`millstream demo`: the main job on one machine, under fire, and the proof that nothing was lost, doubled or changed.
 
-An embedded PostgreSQL with a shop's tables, a live workload, `millstream run` as any user runs it; its processes are killed
-by SIGKILL while transactions come in. At the end the lake is held against the source by a judge that shares no code with
-what is judged (`millstream.testing.oracle`: psycopg and deltalake only).
+An embedded PostgreSQL with a shop's tables, a live workload, and `millstream run` as any user runs it;
+SIGKILL kills its processes while transactions arrive. At the end the lake is compared with the source by
+a judge that shares no code with Millstream (`millstream.testing.oracle`: psycopg and deltalake only).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from millstream.testing.workload import StepInfo
 
 _MARKER: Final = ".millstream-demo"
-"""Says that a folder is a demo's, and so may be thrown away."""
+"""Marks a folder as a demo's, which may be deleted."""
 _PATIENCE_S: Final = 180.0
-"""For what takes seconds, on a machine that has other things to do."""
+"""Timeout for steps that take seconds, on a machine with other work."""
 _TRANSACTIONS_PER_S: Final = 60.0
 _STREAM: Final = "shop"
 _SLOT_STANDS: Final = "SELECT 1 FROM pg_replication_slots WHERE confirmed_flush_lsn IS NOT NULL"
 
 
 class DemoFailed(MillstreamError):
-    """What the demo shows didn't hold."""
+    """A claim of the demo didn't hold."""
 
     code = "demo_failed"
     retry = Retry.NEVER
@@ -61,7 +61,7 @@ class DemoFailed(MillstreamError):
 
 @dataclass(slots=True)
 class DemoReport:
-    """What was done and what was proved."""
+    """The actions and the proofs of a demo."""
 
     home: Path
     transactions: int = 0
@@ -69,13 +69,13 @@ class DemoReport:
     workload_s: float = 0.0
     kills: list[str] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
-    """By table, rows in the source and in `current`."""
+    """Number of rows in the source and in `current`, by table."""
     records: dict[str, int] = field(default_factory=dict)
-    """By table, records in its history."""
+    """Number of records in its history, by table."""
     catch_up_s: float = 0.0
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         place = _shown(self.home)
         tables = [
             f"  {name:<22} {self.rows[name]:>8,} rows equal the source, {self.records[name]:>8,} changes replay to it"
@@ -104,21 +104,21 @@ class DemoReport:
 
 
 def run_demo(folder: Path, *, say: Callable[[str], None]) -> DemoReport:
-    """Run the demo in `folder`, which is emptied first; what it leaves is a home.
+    """Run the demo in `folder`, which is emptied first; it leaves a home there.
 
     Args:
         folder: new, empty, or left by an earlier demo.
-        say: told of progress, a line at a time.
+        say: called with progress, a line at a time.
 
     Raises:
         UsageError: `folder` holds something else.
-        DemoFailed: a comparison failed, or a process ended as it shouldn't.
+        DemoFailed: a comparison failed, or a process ended unexpectedly.
     """
     folder = folder.absolute()
     _clear(folder)
     report = DemoReport(folder)
     say("starting a PostgreSQL of its own")
-    # Not inside of the folder: as root the server runs as somebody else, who needn't be able to enter it.
+    # Not inside the folder: under root the server runs as another user, who may not be able to enter it.
     with EmbeddedPostgres(settings={"max_wal_size": "4GB"}) as server:
         dsn = server.create_database(_STREAM)
         shop = ShopWorkload(seed=20)
@@ -145,7 +145,7 @@ def _live_and_die(
     report: DemoReport,
     say: Callable[[str], None],
 ) -> list[StepInfo]:
-    """Keep the shop open while processes are killed; returns its transactions."""
+    """Keep the shop open while processes are killed; return its transactions."""
     steps: list[StepInfo] = []
     closing = threading.Event()
     broken: list[BaseException] = []
@@ -160,7 +160,7 @@ def _live_and_die(
     start = time.monotonic()
     try:
         with _running(folder) as run, connection.cursor() as cursor:
-            # Transactions before the slot are rows to copy; only those after it can be checked one by one.
+            # Transactions before the slot are rows to copy; only later ones can be checked one by one.
             _await(lambda: bool(cursor.execute(_SLOT_STANDS).fetchone()), _PATIENCE_S, "capture to make its slot")
             workload.start()
             say("`millstream run` is up: copying the tables, with changes going on beside")
@@ -207,7 +207,8 @@ def _prove(folder: Path, connection: psycopg.Connection[Any], steps: list[StepIn
         raise DemoFailed("the lake differs from the source:\n  " + "\n  ".join(problems[:20]), problems=problems[:200])
 
 
-# --- processes -----------------------------------------------------------------------------------------------------
+# --- processes
+# -----------------------------------------------------------------------------------------------------
 
 
 def _argv(folder: Path, *arguments: str) -> list[str]:
@@ -215,7 +216,7 @@ def _argv(folder: Path, *arguments: str) -> list[str]:
 
 
 def _millstream(folder: Path, *arguments: str) -> None:
-    """One command, to its end; its stderr goes to run.log."""
+    """Run one command to its end; its stderr goes to run.log."""
     argv = _argv(folder, *arguments)
     if arguments[0] == "init":
         del argv[3:5]
@@ -248,7 +249,7 @@ _ROLES: Final[tuple[Role, ...]] = ("run", "owner", "pipeline", "serve")
 def _kill(
     folder: Path, run: subprocess.Popen[bytes], role: Role, what: str, report: DemoReport, say: Callable[[str], None]
 ) -> None:
-    """SIGKILL for whoever has a role, once somebody has."""
+    """Send SIGKILL to the holder of a role, once there is one."""
     pid: int | None = None
 
     def found() -> bool:
@@ -264,7 +265,7 @@ def _kill(
 
 
 def _cuts(folder: Path) -> int:
-    """How often the lake's tables have moved on together: versions of `_commits`; -1 for never."""
+    """Return how often the lake's tables have advanced together: versions of `_commits`; -1 for never."""
     try:
         return int(DeltaTable(str(folder / "lake" / _STREAM / "_commits")).version())
     except TableNotFoundError:
@@ -301,6 +302,6 @@ def _clear(folder: Path) -> None:
 
 
 def _shown(folder: Path) -> str:
-    """A path as people would type it here."""
+    """Return a path as a user would type it here."""
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)

@@ -1,6 +1,6 @@
-"""`doctor`: everything that would keep a home from running, each with what to do. It changes nothing but caches.
+"""`doctor`: every problem that would keep a home from running, each with its fix. It changes only caches.
 
-Object stores get an object of its own, which is read and deleted.
+It writes an object of its own into object stores, reads it and deletes it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ if TYPE_CHECKING:
     from millstream.model.schema import TableSchema
 
 _TO_DECIDE: Final = frozenset(kind.code for kind in (SlotAhead, SlotLost, SourceReplaced))
-"""Capture ends in these at each start, until somebody decides how to go on."""
+"""Errors that end capture at each start, until an operator decides how to go on."""
 _FREE_BYTES_MIN: Final = 2 << 30
-"""Some segments, Spark's scratch space and a first load of tables of a usual size."""
+"""Room for some segments, Spark's scratch space and a first load of tables of a usual size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing that was looked at.
+    """One finding.
 
-    `blocks` is `home`, `source`, `table`, `current` (one table goes into history only) or `nothing` (a warning, or all is well).
+    `blocks` is `home`, `source`, `table`, `current` (one table goes into history only) or `nothing` (a
+    warning, or all is well).
     """
 
     check: str
     code: str
-    """`ok`, or what is wrong."""
+    """`ok`, or the problem's code."""
     message: str
     blocks: str = "nothing"
     fix: str = ""
@@ -60,16 +61,16 @@ class Diagnosis:
 
     @property
     def is_ok(self) -> bool:
-        """Whether there is nothing to say."""
+        """Return whether there is no problem."""
         return self.code == "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the finding, JSON-able."""
         return asdict(self)
 
 
 def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
-    """Look at one thing after the other; what can't be looked at is a finding too. `say` is told what takes long."""
+    """Yield the finding of each check; a failed check is a finding too. `say` announces slow checks."""
     yield from _one("configuration", lambda: _configuration(home))
     yield from _one("home", lambda: _folder(home))
     yield _private(home)
@@ -96,15 +97,15 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         except (MillstreamError, ImportError) as error:
             yield _failed(f"source of {name}", error, "source")
     for found in examine_nodes(home):
-        # A node works without the others: none of these keeps it from running.
+        # A node works without the others: no finding about them keeps it from running.
         failure = None if found.error is None else _failed(found.check, found.error, "nothing")
         yield failure or Diagnosis(found.check, "ok", found.message)
 
 
 def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
-    """One SQL script for a DBA, for all streams, and the sources that couldn't be asked, for which it has nothing.
+    """Return one SQL script for a DBA, for all streams, and the sources that couldn't be asked and aren't in it.
 
-    The script is empty where there is nothing to mend by SQL.
+    The script is empty if SQL can fix nothing.
     """
     from millstream.capture import doctor_sql, sql_comment
 
@@ -124,7 +125,7 @@ def repair_script(home: Home) -> tuple[str, list[Diagnosis]]:
 
 
 def _private(home: Home) -> Diagnosis:
-    """Whether other users of the machine may read the home; it keeps nothing from running."""
+    """Check whether other users of the machine may read the home; that doesn't keep it from running."""
     with contextlib.suppress(MillstreamError):
         lakes = [home.lake_location(stream) for stream in home.config.streams.values()]
         places = [home.data, *(Path(lake) for lake in lakes if "://" not in lake)]
@@ -254,7 +255,7 @@ def _writers(home: Home, name: str) -> str:
 
 
 def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:
-    """Each part of a stream that was given up when it ran last: wrong if the next run ends in the same."""
+    """Yield each part of a stream that was given up in its last run: an error if the next run ends the same way."""
     for trouble in troubles(home):
         if trouble["stream"] == name and trouble["gave_up"]:
             code, message = trouble["code"], f"given up: {trouble['message']}"
@@ -263,7 +264,7 @@ def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:
 
 
 def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
-    """The tables that capture or the lake set aside; one line where there are none."""
+    """Yield the tables that capture or the lake set aside; one line if there are none."""
     from millstream.catalog import examine_catalog
 
     check = f"tables of {name}"
@@ -303,7 +304,7 @@ def _source(home: Home, name: str) -> Iterator[Diagnosis]:
 
     check = f"source of {name}"
     findings = check_source(capture_config(home, name, home.config.streams[name]))
-    in_database = home.config.streams[name].lake.format == "postgres"  # whose types hold what files' can't
+    in_database = home.config.streams[name].lake.format == "postgres"  # whose types hold values that files' types can't
     for found in findings:
         if found.code == "column_is_text" and in_database:
             continue

@@ -30,7 +30,7 @@ from millstream.private_files import make_folder, open_private
 _VARIABLE: Final = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _MAY_STAND: Final = frozenset({"password", "options", "oauth_client_id", "oauth_issuer", "oauth_scope"})
-"""Keywords that are masked elsewhere, and no other secrets than the password that is taken out."""
+"""Keywords that are masked elsewhere, but are no secrets next to the password that is taken out."""
 _HOW: Final = (
     "%-encode special characters in user and password (@ is %40, / is %2F, : is %3A), or leave the password out and name the "
     "variable that holds it: --password-env NAME."
@@ -89,29 +89,31 @@ location = "lake"    # a folder, from here; or the URL of an object store, with 
 
 @dataclass(frozen=True, slots=True)
 class NewHome:
-    """What `init` has made."""
+    """The result of `init`."""
 
     file: Path
     variable: str | None
     """The environment variable that the file takes the password from; None without a password."""
     environ: Mapping[str, str]
-    """That variable with the password: what this process needs to use the file at once."""
+    """That variable with the password, so that this process can use the file at once."""
 
 
 def make_home(
     folder: Path, *, stream: str, source: str | None, tables: Sequence[str], password_env: str | None = None
 ) -> NewHome:
-    """Write `millstream.toml` into a folder, which is made where it isn't there.
+    """Write `millstream.toml` into a folder, which is made if it doesn't exist.
 
     Args:
         folder: the home.
         stream: the stream's name.
-        source: a DSN; its password goes into the environment, not into the file. None: the stream has what applications append.
-        tables: patterns, of a source.
-        password_env: the environment variable that holds the password, of a DSN without one.
+        source: a DSN; its password goes into the environment, not into the file. None: the stream takes
+            applications' appends.
+        tables: patterns of the source's tables.
+        password_env: the environment variable that holds the password, for a DSN without one.
 
     Raises:
-        UsageError: the folder holds a configuration already, or a name or a pattern is none, or the DSN is none or can be read in two ways.
+        UsageError: the folder has a configuration already; a name or a pattern is invalid; or the DSN is
+            invalid or ambiguous.
         HomeUnwritable: the folder can't be written.
     """
     check_stream_name(stream)
@@ -135,7 +137,7 @@ def make_home(
     file = folder / FILE_NAME
     try:
         make_folder(folder)
-        # A password may be written into it later.
+        # A user may write a password into it later.
         with open(file, "x", encoding="utf-8", opener=open_private) as output:
             output.write(text)
     except FileExistsError as error:
@@ -149,12 +151,13 @@ def make_home(
 
 
 def take_password(dsn: str, variable: str) -> tuple[str, str | None]:
-    """The DSN with `${variable}` in place of its password, and the password as it is; None where it has none.
+    """Return the DSN with `${variable}` in place of its password, and the password; None if it has none.
 
     A password that is a variable already stays.
 
     Raises:
-        UsageError: the DSN is no address of PostgreSQL, or it can't be told where its password ends; or it has another secret, too.
+        UsageError: the DSN is no address of PostgreSQL, or the end of its password is ambiguous; or it
+            has another secret, too.
     """
     found = _Dsn.read(dsn)
     if not found.passwords or _VARIABLE.search(found.passwords[0]):
@@ -163,7 +166,7 @@ def take_password(dsn: str, variable: str) -> tuple[str, str | None]:
 
 
 def holds_password(text: str) -> bool:
-    """Whether a configuration's text has a password in an address of its own, and not in a variable."""
+    """Return whether an address in a configuration's text has a literal password instead of a variable."""
     for match in _STRING.finditer(text):
         plain = _VARIABLE.sub("", match[1])
         url = split_url(plain)
@@ -175,7 +178,10 @@ def holds_password(text: str) -> bool:
 
 
 def name_password(dsn: str, variable: str) -> str:
-    """A DSN without a password, with `${variable}` for it. Raises `UsageError` as `take_password`, and where it has one."""
+    """Return a DSN with `${variable}` added as its password.
+
+    Raises `UsageError` as `take_password`, and if it has one.
+    """
     if _NAME.match(variable) is None:
         raise UsageError(
             f"{variable!r} is no name of an environment variable", hint="Give --password-env letters, digits and _."
@@ -194,17 +200,17 @@ class _Dsn:
     """A DSN that can be read in one way only."""
 
     url: UrlParts | None
-    """None: it is in keyword form."""
+    """The URL; None: the DSN is in keyword form."""
     pairs: list[tuple[str, str]]
-    """As they are written in a URL's query; values of keywords stand without quotes."""
+    """As in a URL's query; values of keywords are without quotes."""
     text: str
     passwords: list[str]
-    """None or one, as it is."""
+    """The password as written, if there is one."""
 
     @classmethod
     def read(cls, dsn: str) -> _Dsn:
         text = dsn.strip()
-        # A variable may stand anywhere, also where its braces could not.
+        # A variable may occur anywhere, also in places where its braces aren't valid.
         plain = _VARIABLE.sub("variable", text)
         if not is_address(text):
             raise UsageError("--source is no address of a PostgreSQL database", hint=ADDRESS_HINT)
@@ -234,9 +240,9 @@ class _Dsn:
         return cls(url, pairs, text, passwords)
 
     def with_password(self, variable: str) -> str:
-        """The DSN with that in place of its password, or added to it."""
+        """Return the DSN with that in place of its password, or added to it."""
         if self.url is not None:
-            # A variable in a query isn't escaped for it; in front of the @ it is.
+            # A variable in a query isn't escaped for it; before the @ it is.
             query = "&".join(f"{key}={value}" for key, value in self.pairs if key != "password")
             query = f"?{query}" if query else ""
             return self.url._replace(user=self.url.user or "", password=variable, query=query).text()
@@ -247,5 +253,5 @@ class _Dsn:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
+    """Return a TOML basic string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

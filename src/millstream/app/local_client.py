@@ -1,4 +1,4 @@
-"""What `millstream.open` gives: a home to read from and to append to, in any process, beside whatever runs."""
+"""The API of `millstream.open`: a home to read from and to append to, in any process, next to running parts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class OpenHome:
-    """A home, open. Read from one thread, append from any number; any number of processes may have it open."""
+    """An open home. Read from one thread, append from any number; any number of processes may have it open."""
 
     def __init__(self, home: Home, *, latest_bytes_max: int | None = None) -> None:
         """Open it.
 
         Args:
-            home: which.
+            home: the home.
             latest_bytes_max: see `latest_stretches`; `merged` reads no more at once, either.
         """
         self._home = home
@@ -57,7 +57,7 @@ class OpenHome:
 
     @property
     def path(self) -> Path:
-        """The home's folder."""
+        """Return the home's folder."""
         return self._home.path
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class OpenHome:
         self.close()
 
     def close(self) -> None:
-        """Let go of what was opened. Where this process writes the home's streams, others may from here on."""
+        """Close everything that was opened. If this process writes the home's streams, others may from here on."""
         self._readers.clear()
         with self._appending:
             self._closed, appender = True, self._appender
@@ -77,22 +77,23 @@ class OpenHome:
             appender.close()
 
     def streams(self) -> list[str]:
-        """Names of the streams that have a log."""
+        """Return the names of the streams that have a log."""
         return self._home.streams_on_disk()
 
     def token(self, stream: str, *, vector: bool = False) -> StreamToken:
-        """The newest consistent cut of a stream's log; with `vector`, how far each writer is, which waits for none of them."""
+        """Return a stream's newest consistent cut; with `vector`, each writer's position, without waiting for any."""
         reader = self._reader(stream)
         return reader.vector_token() if vector else reader.token()
 
     def check_age(self, stream: str) -> None:
-        """Return where what this node shows of a stream is as new as `[replication] max_staleness` asks.
+        """Return if this node's data of a stream is as new as `[replication] max_staleness` asks.
 
-        What reads the stream here asks this by itself: it is for who reads the log's files by other ways.
+        Reads of the stream here check this themselves: it is for readers that open the log's files in
+        other ways.
 
         Raises:
             UnknownStream: there is none of that name.
-            ReplicaTooStale: it is older, or nobody knows; of what a node leads never.
+            ReplicaTooStale: it is older, or its age is unknown; never for a stream that this node leads.
         """
         check_age_of_copy(self._home, self._home.pick_stream(stream))
 
@@ -104,23 +105,26 @@ class OpenHome:
         after: StreamToken | str | None = None,
         upto: StreamToken | str | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Records between two tokens, in order: `(after, upto]`.
+        """Read records between two tokens, in order: `(after, upto]`.
 
         Args:
             stream: the stream's name.
-            table: only this one, as `schema.table`; all of them where None, each batch of one table and schema version.
-            after: a token that was given out before; None for the first record that is still there.
-            upto: None for everything that is durable now. Of either, a token inside an operation stands for the last one in front of it.
-                Where either is a vector token, each writer's records between its own positions are read.
+            table: only this one, as `schema.table`; None for all, with each batch of one table and schema
+                version.
+            after: a token that was returned before; None for the first record that is still there.
+            upto: None for everything that is durable now. For both, a token inside an operation stands
+                for the last one before it. If either is a vector token, each writer's records between its
+                own positions are read.
 
         Returns:
-            Batches with the `__` columns before the table's own; a batch's schema metadata names its table. The same
-            call gives the same records every time, until retention drops them.
+            Batches with the `__` columns before the table's own; a batch's schema metadata names its
+            table. The same call returns the same records every time, until retention drops them.
 
         Raises:
             UnknownStream, UnknownTable: there is none of that name.
-            InvalidToken: a token is no token, or another stream's.
-            OffsetExpired: retention has dropped part of it, or without `after` more than all up to `upto`.
+            InvalidToken: a token is malformed, or another stream's.
+            OffsetExpired: retention has dropped part of the range; without `after`, all of it up to
+                `upto` and more.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
         yield from read_records(self._reader(stream), table=table, after=after, upto=upto)
@@ -134,48 +138,51 @@ class OpenHome:
         upto: StreamToken | str | None = None,
         rows_max: int = LATEST_ROWS_MAX,
     ) -> Iterator[Latest]:
-        """What became of a table's rows between two tokens, a stretch after the other: one line a key, whatever happened to it.
+        """Read the changes of a table's rows between two tokens, one range after the other: one row per key and range.
 
         Args:
             stream: the stream's name.
             table: `schema.table`, one with a key.
-            after: a token that was given out before; None for the first record that is still there.
+            after: a token that was returned before; None for the first record that is still there.
             upto: None for everything that is durable now.
-            rows_max: records of the stream, of all its tables, in one stretch: what is in memory at once.
+            rows_max: records of the stream, of all its tables, in one range: as many are in memory at
+                once.
 
         Returns:
-            For each stretch in which the table has records, what to do to a copy of it, and the token to go on from once that is done.
+            For each range in which the table has records, the changes to apply to a copy of it, and the
+            token to continue from after that.
 
         Raises:
             UnknownStream, UnknownTable, InvalidToken, OffsetExpired, TokenFromFuture: as `read`.
             UsageError: the table has no key, or a token is a vector token.
-            QueryMemoryFull: one operation changes more rows of the table than are read at once behind an address.
+            QueryMemoryFull: one operation changes more rows of the table than a server reads at once.
         """
         yield from latest_stretches(
             self._reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=self._latest_bytes_max
         )
 
     def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
-        """A table that several regions write, as all of them together say it is: one row a key, merged as `[streams.S.merge]` has it.
+        """Return a table that several regions write: one row per key, merged as configured in `[streams.S.merge]`.
 
         Args:
             stream: the stream's name.
-            table: `schema.table`, of one that applications write, with a key.
-            at: as of which moment signals have decayed (without a zone: UTC); that of the newest record where None, so that two homes that
-                have the same records see the same.
+            table: `schema.table`, one with a key that applications write.
+            at: the moment up to which signals have decayed (without a zone: UTC). None: the newest
+                record's, so that two homes with the same records get the same result.
 
         Returns:
-            The table's own columns, in the order of its key. Read from the logs that this home has: its own, and those of the regions that
-            it follows.
+            The table's own columns, in the order of its key. Read from the logs that this home has: its
+            own, and those of the regions that it follows.
 
         Raises:
             UnknownTable: no region has records of it.
-            MergeUnsuitable: it can't merge so.
-            OtherRegion, OtherStream: a log isn't what its folder, or what was merged before, says.
-            OffsetExpired: retention has dropped what wasn't merged yet (`millstream reconcile`).
+            MergeUnsuitable: it can't merge as configured.
+            OtherRegion, OtherStream: a log doesn't match its folder, or the earlier merged state.
+            OffsetExpired: retention has dropped records that weren't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
-            QueryMemoryFull: it is larger than what is read at once behind an address.
-            ReplicaTooStale: what this node has of one of the regions is older than it may show; `stream` says of which (`shop@2`).
+            QueryMemoryFull: it is larger than a server reads at once.
+            ReplicaTooStale: this node's data of one of the regions is older than allowed; `stream` names
+                the region (`shop@2`).
         """
         try:
             from millstream.nodes.staleness import check_ages
@@ -202,40 +209,50 @@ class OpenHome:
         keep_valid_rows: bool = False,
         acks: str | None = None,
     ) -> Appended:
-        """Append rows to a table of a stream: one operation, which readers see whole or not at all. Returns once it is durable.
+        """Append rows to a table of a stream: one operation, which readers see whole or not at all.
 
-        Where `millstream run` (or another process that appends) writes the home, it goes through that one; else this process writes it
-        until it is closed, or until `millstream run` begins. A process whose configuration has a `[writer] name` of its own writes beside
-        the others.
+        Returns once it is durable.
+
+        If `millstream run` (or another process that appends) writes the home, rows go through that
+        process. Otherwise this process writes the home until it closes it, or until `millstream run`
+        begins. A process with a `[writer] name` of its own writes in parallel with the others.
 
         Args:
             stream: its name, as in millstream.toml: [streams.NAME].
-            table: `schema.table`, quoted where it must be; without a schema it is of `public`. Made, with the columns of its first rows, as
-                `schema_on_write` allows.
-            rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars; anything that speaks Arrow's
-                stream protocol. Columns that a row lacks are null. Up to 64 MiB.
-            deadline_s: how long to wait for room where the writer is busy, and then for other machines, where those have to have it.
-            session: of a session, its name, with this write's number in it: the same write sent again isn't appended again.
+            table: `schema.table`, quoted where necessary; the default schema is `public`. Created with
+                the columns of its first rows, as `schema_on_write` allows.
+            rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars;
+                anything that supports Arrow's stream protocol. Columns that a row lacks are null. Up to
+                64 MiB.
+            deadline_s: how long to wait for room if the writer is busy, and then for other machines, if
+                the level requires them.
+            session: a session's name, with this write's number in it: the same write resent isn't
+                appended again.
             number: see `session`; from 1.
-            idempotency_key: instead of those two, text of the caller's making that no other write has.
-            keep_valid_rows: whether rows that have no place in the table are left out and named (`Appended.rejected`); else they
-                refuse all of them.
-            acks: where the rows have to be before this returns: `local`, `durable(1)` for one follower, `durable(2)` …, or `object` for the object store.
-                None: where the stream says, which is the least.
+            idempotency_key: instead of those two, a text that the caller gives to no other write.
+            keep_valid_rows: whether rows that don't fit the table are left out and named
+                (`Appended.rejected`); otherwise one of them refuses all.
+            acks: the level to reach before this returns: `local`, `durable(1)` for one follower,
+                `durable(2)` …, or `object` for the object store. None: the stream's, which is the
+                minimum.
 
         Returns:
-            Where the rows are: their numbers, and a token for who reads them.
+            The rows' positions: their numbers, and a token for readers.
 
         Raises:
-            UnknownStream, UsageError: there is no such stream, the text is no table's name, or `deadline_s` no time.
-            InvalidValue: a value has no place in its column; nothing was appended.
+            UnknownStream, UsageError: there is no such stream, the text is no table's name, or
+                `deadline_s` is invalid.
+            InvalidValue: a value doesn't fit its column; nothing was appended.
             UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: likewise.
-            Overloaded, DiskFull: there's no room for it now; nothing was appended.
-            AppendOutcomeUnknown: the disk failed, or the process that writes went away: it may or may not be there.
-            HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
-            NotEnoughReplicas: it is durable here, and others didn't say in time that they have it, too.
-            AckLevelUnavailable: nobody could say that; nothing was appended.
-            MissingExtra: reading needs the core alone; this needs `millstream[run]`.
+            Overloaded, DiskFull: there is no room for it now; nothing was appended.
+            AppendOutcomeUnknown: the disk failed, or the writing process ended: the rows may or may not
+                be stored.
+            HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was
+                appended.
+            NotEnoughReplicas: it is durable here, but others didn't confirm in time that they have it,
+                too.
+            AckLevelUnavailable: the requested level can't be met here; nothing was appended.
+            MissingExtra: reading needs only the core; this needs `millstream[run]`.
         """
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
@@ -250,16 +267,16 @@ class OpenHome:
         )
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
-        """Writes to a stream that are numbered by themselves, so that each may be sent again without being appended twice.
+        """Return a session: it numbers writes to a stream, so that each may be resent without being appended twice.
 
         Args:
             stream: its name.
-            name: the session's, of the application's making: it tells its writes apart from those of others. None: one that nobody else has.
-            next_number: that of the first write; None: the first that the log lacks, so that an application that starts anew goes on
-                where it was.
+            name: the session's, chosen by the application to identify its writes. None: a unique one.
+            next_number: the number of the first write; None: the first that the log lacks, so that a
+                restarted application continues where it was.
 
         Raises:
-            UnknownStream: there is no such stream (behind an address: the first call says so).
+            UnknownStream: there is no such stream (behind an address: raised by the first call).
             InvalidValue: the name is empty.
             UsageError: the number is below 1.
         """
@@ -267,7 +284,7 @@ class OpenHome:
         return Session(self, stream, *session_of(name, next_number))
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
-        """What a stream's log has of a session: its mark, and which numbers above that.
+        """Return the log's facts of a session: its mark, and the numbers above it.
 
         Raises:
             UnknownStream: there is no such stream.
@@ -288,26 +305,28 @@ class OpenHome:
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
     ) -> pa.Table:
-        """The result of SQL over a stream's lake tables, all at one token; see `millstream query`.
+        """Return the result of SQL over a stream's lake tables, all at one token; see `millstream query`.
 
         Args:
             sql: one statement; tables are named schema.table.
-            stream: its name; needed where the home has several.
-            as_of: a token, a moment or the text of either: the tables as they stood then, with the columns of then.
+            stream: its name; required if the home has several.
+            as_of: a token, a moment or the text of either: the tables as of then, with the columns of
+                then.
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.
-            InvalidTime, InvalidToken, BeyondRetention, TimeFromFuture, TokenFromFuture: `as_of` can't be had.
+            InvalidTime, InvalidToken, BeyondRetention, TimeFromFuture, TokenFromFuture: `as_of` is
+                invalid or unavailable.
         """
         with self.lake(stream, as_of=as_of) as lake:
             return lake.query(sql)
 
     def lake(self, stream: str | None = None, *, as_of: StreamToken | datetime | str | None = None) -> LakeSession:
-        """A session for several queries at one token; a context manager. See `query` for the arguments."""
+        """Return a session for several queries at one token; a context manager. See `query` for the arguments."""
         return open_lake(self._home, stream, as_of=as_of)
 
     def status(self) -> dict[str, Any]:
-        """What `millstream status --json` prints."""
+        """Return the output of `millstream status --json`."""
         from millstream.app.status import collect_status
 
         return collect_status(self._home)
@@ -322,7 +341,7 @@ class OpenHome:
 
 
 def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millstream.open`
-    """Open a home: the one at `path`, else that of MILLSTREAM_HOME, else the nearest folder upward.
+    """Open a home: the one at `path`, or that of MILLSTREAM_HOME, or the nearest folder upward.
 
     Raises:
         HomeNotFound: there is none.
@@ -334,12 +353,12 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
 
 
 def level_of(acks: str | None) -> AckLevel | None:
-    """An acknowledgement level by its name; `UsageError` where it is none."""
+    """Return an acknowledgement level by its name; `UsageError` if it is none."""
     return None if acks is None else AckLevel.parse(acks)
 
 
 def check_stream(home: Home, stream: str) -> None:
-    """`UnknownStream` where the configuration has none of that name; `MissingExtra` where it can't be read for want of what reads it."""
+    """Raise `UnknownStream` if the stream isn't configured; `MissingExtra` if that can't be read here."""
     try:
         home.written_stream(stream)
     except ModuleNotFoundError as error:
@@ -347,14 +366,14 @@ def check_stream(home: Home, stream: str) -> None:
 
 
 def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
-    """What tells an append apart, as its caller said it; whether it is one at all is looked at where it is written."""
+    """Return the identity that a caller gave an append; the writer validates it."""
     if session is None and number is None and idempotency_key is None:
         return None
     return WriteId(session, number, idempotency_key)
 
 
 def home_appender(home: Home) -> HomeAppender:
-    """What appends to a home's streams; `MissingExtra` where the core alone is installed, or the client."""
+    """Return the appender of a home's streams; `MissingExtra` if only the core or the client is installed."""
     try:
         from millstream.writers.appending import HomeAppender
     except ModuleNotFoundError as error:
@@ -363,7 +382,7 @@ def home_appender(home: Home) -> HomeAppender:
 
 
 def open_other(place: str | Path, token: str | None) -> HomeCalls:
-    """Another home, which a sink's rows go to: behind an address, by its token, or in a folder. Raises as `open` and `connect`."""
+    """Open another home for a sink: behind an address, by its token, or in a folder. Raises as `open` and `connect`."""
     if isinstance(place, Path):
         return open(place)
     from millstream.client.client import connect
@@ -385,14 +404,15 @@ def open_reader(
     on_damage: OnDamage | None = None,
     of_any_age: bool = False,
 ) -> StreamReader:
-    """A reader of a stream's log.
+    """Return a reader of a stream's log.
 
     Args:
-        home: whose.
+        home: the home.
         stream: its name.
         without_mark: as `StreamReader`.
-        on_damage: likewise.
-        of_any_age: read what there is, also where it is older than this node may show: for who looks at the log itself.
+        on_damage: as `StreamReader`.
+        of_any_age: read the log even if it is older than this node may show: for tools that inspect the
+            log itself.
 
     Raises:
         UnknownStream: the home has none of that name.
@@ -409,8 +429,8 @@ def open_reader(
 
 
 def check_age_of_copy(home: Home, stream: str) -> None:
-    """`ReplicaTooStale` where this home follows another one in a stream, and what it has is older than `[replication] max_staleness` allows."""
-    # Another region's log is nobody's to lead here, whether it was followed yet or not.
+    """Raise `ReplicaTooStale` if this follower's data is older than `[replication] max_staleness`."""
+    # This home can't lead another region's log, whether it was followed yet or not.
     if home.role_file(stream).exists() or (parse_region_log_name(stream) and home.config_file.exists()):
         from millstream.nodes.staleness import check_age
 
@@ -421,7 +441,7 @@ def check_age_of_copy(home: Home, stream: str) -> None:
 
 
 def _landed_elsewhere(home: Home, stream: str) -> str | None:
-    """The node that lands a stream's tables, where this one doesn't."""
+    """Return the node that lands a stream's tables, if this one doesn't."""
     if not home.role_file(stream).exists():
         return None
     from millstream.leadership.roles import Roles
@@ -436,17 +456,18 @@ def open_lake(
     as_of: StreamToken | datetime | str | None = None,
     bounds: QueryBounds | None = None,
 ) -> LakeSession:
-    """A stream's lake tables at one token, for SQL.
+    """Open a stream's lake tables at one token, for SQL.
 
     Args:
         home: the home.
-        stream: its name; None where the home has only one.
-        as_of: a token, a moment (UTC where it has no zone), or the text of either; None for the newest cut.
-        bounds: what the session may take; None for all that there is.
+        stream: its name; None if the home has only one.
+        as_of: a token, a moment (UTC if it has no zone), or the text of either; None for the newest cut.
+        bounds: the session's limits; None for no limit.
 
     Raises:
         InvalidTime, InvalidToken: the text is neither.
-        BeyondRetention, TimeFromFuture, TokenFromFuture: the lake has nothing of it, any more or as yet.
+        BeyondRetention, TimeFromFuture, TokenFromFuture: the lake no longer has it, or doesn't have it
+            yet.
     """
     from millstream.home.config_mapping import lake_layout
     from millstream.lake.query.sql import LakeSession
@@ -455,7 +476,7 @@ def open_lake(
     try:
         stream_id = open_reader(home, name).stream_id
     except LogError:
-        # The log may be elsewhere, or gone; the catalog knows the stream too.
+        # The log may be elsewhere, or gone; the catalog has the stream too.
         with home.open_catalog() as catalog:
             stream_id = catalog.stream(name).id
     if isinstance(as_of, str):
@@ -475,7 +496,7 @@ def open_lake(
 
 
 def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
-    """The stream's tables as capture knows them."""
+    """Return the stream's tables as capture knows them."""
     from millstream.catalog import TableState
     from millstream.lake.known_tables import KnownTable
 
@@ -486,7 +507,7 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
     try:
         logged = set(open_reader(home, stream).schemas())
     except LogError:
-        logged = set(schemas)  # nobody can tell
+        logged = set(schemas)  # unknown here
 
     def waits(row: TableRow) -> str:
         if row.state not in {TableState.STREAMING, TableState.HISTORY_ONLY}:
@@ -501,7 +522,7 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
 
 
 def _set_aside(home: Home, stream: StreamId) -> dict[str, str]:
-    """Names of tables that capture or the pipeline has set aside, with the reason."""
+    """Return the names of tables that capture or the pipeline has set aside, with the reason."""
     from millstream.app.tables import list_tables
     from millstream.catalog import TableState
 

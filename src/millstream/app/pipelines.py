@@ -31,11 +31,11 @@ logger = structlog.get_logger("millstream.pipeline")
 
 _LOOK_EVERY_S: Final = 0.1
 _REPLAY_LINE_S: Final = 20.0
-"""Between lines that say how far a replay is."""
+"""Seconds between log lines about a replay's progress."""
 
 
 class StreamPipeline:
-    """One stream's pipeline; all but `run` may be looked at from any thread."""
+    """One stream's pipeline; any thread may read everything except `run`."""
 
     def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig) -> None:
         self.name: Final = name
@@ -50,7 +50,10 @@ class StreamPipeline:
         self._replay_said_s = 0.0
 
     def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
-        """Land the stream until told to stop or drained. Never raises: `error` and `crash` say how it ended."""
+        """Land the stream until told to stop or drained.
+
+        Never raises: `error` and `crash` hold the cause of its end.
+        """
 
         def on_progress(progress: PipelineProgress) -> None:
             self._say_set_aside(progress.set_aside)
@@ -60,7 +63,7 @@ class StreamPipeline:
             tell()
 
         try:
-            # In here: an import that fails must not pass for the end of the work.
+            # Imported here: a failing import must not pass for the end of the work.
             from millstream.spark.driver import run_pipeline
 
             stream = self._wait_for_log(lifeline)
@@ -73,12 +76,13 @@ class StreamPipeline:
         except MillstreamError as error:
             self.error = error
             if not lifeline.supervised or len(self._home.config.streams) > 1:
-                # A supervisor says the only one's error.
+                # A supervisor reports a single stream's error.
                 logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
                     "the pipeline stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
                 )
             if error.retry in {Retry.BACKOFF, Retry.REOPEN}:
-                # Another process may do better: the others drain, this one ends, and the supervisor starts it anew.
+                # Another process may do better: the others drain, this one ends, and the supervisor
+                # restarts it.
                 lifeline.stop.set()
         except Exception as error:
             # A thread's end must not pass for the end of its work.
@@ -87,7 +91,7 @@ class StreamPipeline:
             lifeline.stop.set()
 
     def _say_set_aside(self, now: Mapping[str, str]) -> None:
-        """A line for each table that was set aside, or that goes on, since the last progress."""
+        """Log each table that was set aside, or that continues, since the last progress."""
         before = {} if self.progress is None else self.progress.set_aside
         for table in sorted(now.keys() - before.keys()):
             logger.warning(
@@ -100,14 +104,14 @@ class StreamPipeline:
             logger.info("table goes on", stream=self.name, table=table)
 
     def _say_trying(self, now: Mapping[str, str]) -> None:
-        """A line for each reason for which tables' writes fail, when it is new."""
+        """Log each new reason for which tables' writes fail."""
         before = {} if self.progress is None else self.progress.trying
         for reason in sorted(set(now.values()) - set(before.values())):
             tables = ", ".join(sorted(table for table, told in now.items() if told == reason))
             logger.warning("can't be written, and is tried again", stream=self.name, table=tables, reason=reason)
 
     def _say_replay(self, now: PipelineProgress) -> None:
-        """A line when a replay begins, now and then while it lasts, and when it is over."""
+        """Log when a replay begins, periodically while it lasts, and when it is over."""
         before, replay = self.progress, now.replay
         if replay is not None and (before is None or before.replay is None):
             self._replay_said_s = time.monotonic()
@@ -143,7 +147,7 @@ class StreamPipeline:
             )
 
     def facts(self) -> dict[str, Any]:
-        """What is known of it now, JSON-able."""
+        """Return the current facts, JSON-able."""
         progress = self.progress
         return {
             "stream": self.name,
@@ -153,7 +157,7 @@ class StreamPipeline:
         }
 
     def _wait_for_log(self, lifeline: Lifeline) -> StreamId | None:
-        """The stream's id once there is a log to read, and this node leads it; None where the work ended before."""
+        """Return the stream's id once there is a log to read, and this node leads it; None if the work ended before."""
         from millstream.wal.reader import StreamReader
 
         while not lifeline.stop.is_set():
@@ -206,7 +210,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         stack.enter_context(ControlServer(home, "pipeline", {"status": facts}))
         if not _wait_for_lead(home, lifeline):
             return {}
-        # Spark starts while capture is still finding its place; the threads below share the session.
+        # Spark starts while capture is still finding its position; the threads below share the session.
         if not _start_spark(lifeline, lambda: open_session(spark_options(home))):
             return {}
         threads = [
@@ -234,18 +238,18 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
 
 
 def _wait_for_lead(home: Home, lifeline: Lifeline) -> bool:
-    """Wait until this node leads one of its streams: what another one leads, that one lands. False where the work ended before."""
+    """Wait until this node leads one of its streams: a stream's leader lands it. False if the work ended before."""
     roles = Roles(home)
     while not any(roles.leads_surely(name) for name in home.config.streams):
         for name in home.config.streams:
-            roles.of(name)  # one that can't be read is told
+            roles.of(name)  # an unreadable one is reported
         if lifeline.drain.is_set() or lifeline.stop.wait(_LOOK_EVERY_S):
             return False
     return True
 
 
 def _start_spark(lifeline: Lifeline, start: Callable[[], object]) -> bool:
-    """Start Spark and say so; False where nothing is to be done any more.
+    """Start Spark and report it; False if there is nothing left to do.
 
     A supervised process that is told to stop before it has begun doesn't wait for Spark: it ends at once.
     """

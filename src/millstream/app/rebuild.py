@@ -1,7 +1,8 @@
-"""Tables of the lake built anew, and ranges of their records as tables of their own: what a person asks for by name.
+"""Rebuilds of lake tables, and replays of record ranges into tables of their own, on an operator's request.
 
-Building anew is the pipeline's work, for nothing else may fold the table meanwhile: a request is left in the catalog, and the running
-pipeline takes it up; where none runs, the caller takes the pipeline's role and does it itself, without Spark.
+A rebuild is the pipeline's work, because nothing else may fold the table at the same time. A request is
+left in the catalog, and the running pipeline takes it. If none runs, the caller takes the pipeline's role
+and does the work itself, without Spark.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ if TYPE_CHECKING:
 From = Literal["history", "source"]
 _LOOK_EVERY_S: Final = 0.2
 _RESTART_S: Final = 60.0
-"""A pipeline that doesn't come back for so long, though `millstream run` runs, isn't waited for."""
+"""How long to wait for the pipeline's restart while `millstream run` runs."""
 _COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 
 
 @dataclass(frozen=True, slots=True)
 class RebuiltView:
-    """What became of one view."""
+    """The result for one view."""
 
     view: str
     rows: int | None
-    """Rows of the new table; None where the copy will bring them."""
+    """Rows of the new table; None if the copy will bring them."""
     aside: str | None
-    """Where the damaged table lies that stood in its place."""
+    """Where the replaced damaged table was moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +75,24 @@ def rebuild_table(
     views: Sequence[str] = (),
     say: Callable[[str], None] = lambda _text: None,
 ) -> list[RebuiltView]:
-    """Build views of a table anew, and return when they are; from the source, when the copy has been asked for.
+    """Rebuild views of a table, and return when they are done; from the source, when the copy has been requested.
 
-    Readers see the old table until one commit puts the new one in its place; from the source, that commit comes when the copy is whole.
+    Readers see the old table until one commit replaces it; from the source, that commit comes when the
+    copy is complete.
 
     Args:
         home: the home.
         table: `schema.table`.
-        stream: its stream; None where the home has only one.
-        origin: `history`: from the records in the lake. `source`: by a copy of the table's rows; what is damaged is put out of its way,
-            history included.
-        views: `current`, `scd2`; those that the stream's `views` name where empty.
-        say: told what goes on.
+        stream: its stream; None if the home has only one.
+        origin: `history`: from the records in the lake. `source`: by a copy of the table's rows; damaged
+            tables are moved aside first, history included.
+        views: `current`, `scd2`; if empty, those that the stream's `views` name.
+        say: called with progress messages.
 
     Raises:
         UnknownTable: the lake or the catalog has no table of that name.
-        UsageError: it is being copied, it has no such view, or nothing can copy it.
-        LakeHistoryLost: history can't give it; the hint says what can.
+        UsageError: it is being copied, it has no such view, or it can't be copied.
+        LakeHistoryLost: history can't provide it; the hint says what can.
         MillstreamError: it failed, with the pipeline's own reason.
     """
     home.prepare()
@@ -120,14 +122,14 @@ def replay_table(
     Args:
         home: the home.
         table: `schema.table`.
-        begin: a time or a token; records behind it are taken, from the first one where None.
-        end: a time or a token, inclusive; the lake's last cut where None. Of either, a token inside an operation stands for the
-            last one in front of it.
-        into: a name of its own among the stream's replays, or a path.
+        begin: a time or a token; records after it are taken; None: from the first one.
+        end: a time or a token, inclusive; None: the lake's last cut. For both, a token inside an
+            operation stands for the last one before it.
+        into: a new name among the stream's replays, or a path.
         stream: as `rebuild_table`.
 
     Raises:
-        InvalidTime, InvalidToken, TimeFromFuture: a bound can't be understood, or hasn't come.
+        InvalidTime, InvalidToken, TimeFromFuture: a bound can't be parsed, or is in the future.
         MillstreamError: as `replay_range`.
     """
     from millstream.lake.replay import replay_range
@@ -201,7 +203,7 @@ def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[s
 
 
 def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
-    """Ask for the copy first: from then on nothing folds the table. Then put what is damaged out of its way."""
+    """Request the copy first: from then on nothing folds the table. Then move the damaged tables aside."""
     from millstream.lake.rebuild import damage_of
 
     copy_table(place.catalog, place.layout.stream_id, table)
@@ -224,14 +226,14 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
 
 
 def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
-    """The outcome of a request: of the running pipeline's work, or of our own where none runs."""
+    """Return a request's outcome: from the running pipeline, or from our own work if none runs."""
     said = False
     give_up_s = time.monotonic() + _RESTART_S
     while (outcome := place.rebuilds.outcome(place.row.id)) is None:
         if holder(place.home.run_folder, "pipeline"):
             give_up_s = time.monotonic() + _RESTART_S
         elif holder(place.home.run_folder, "run") and time.monotonic() < give_up_s:
-            # It died, and is started again: its place isn't ours to take.
+            # It died and is being restarted: its role isn't ours to take.
             time.sleep(_LOOK_EVERY_S)
             continue
         try:
@@ -252,7 +254,7 @@ def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
 
 
 def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:
-    """Do what a request asks; the caller holds the pipeline's role."""
+    """Carry out a request; the caller holds the pipeline's role."""
     from millstream.lake.rebuild import make_way, prepare_rebuild, rebuild_view
     from millstream.lake.snapshots import commit_cut, last_cut
 

@@ -1,4 +1,4 @@
-"""Which rule takes a row, and where it goes: for people who wonder, without a process that writes."""
+"""The rule that takes a row, and where the row goes: an explanation for people, without a writing process."""
 
 from __future__ import annotations
 
@@ -45,23 +45,28 @@ def explain_route(
     moments: Mapping[str, datetime] = _NO_MOMENTS,
     as_of: str | None = None,
 ) -> dict[str, Any]:
-    """What takes a row of a table, and where it goes.
+    """Return what takes a row of a table, and where it goes.
 
     Args:
-        home: whose.
-        stream: its name; None where the home has only one.
-        table: `schema.table`, quoted where it must be.
-        row: as applications append it; None: all that may take one are told.
-        moments: columns of the row that are moments, with a time zone, which JSON has no word for.
-        as_of: a token or a moment as `parse_as_of` reads it: by the hash ring that was in force then, and today's rules.
+        home: the home.
+        stream: its name; None if the home has only one.
+        table: `schema.table`, quoted where necessary.
+        row: as applications append it; None: everything that may take one is listed.
+        moments: columns of the row that are moments, with a time zone, which JSON can't express.
+        as_of: a token or a moment as `parse_as_of` reads it: uses the hash ring of that time, and today's
+            rules.
 
     Returns:
-        JSON-able: `stream`, `table`, `captured`; `tried`: what takes the row or may, each with its `rule` (from 1; None behind the rules), `why`, `where`
-        and `to`; the ring's `era` and `shards`, None where there is none; `leader`: the node that it is written at, as `leader_facts` tells it, None where the
-        home is no node; and of a row its `shard` (None: not in the log), `partition` and `sinks`.
+        JSON-able: `stream`, `table`, `captured`.
+        `tried`: what takes the row or may, each with its `rule` (from 1; None after the rules), `why`,
+            `where` and `to`.
+        The ring's `era` and `shards`, None if there is none; `leader`: the node that it is written at, as
+        `leader_facts` returns it, None if the home is no node.
+        For a row its `shard` (None: not in the log), `partition` and `sinks`.
 
     Raises:
-        UnknownStream, UsageError: there is no such stream, or the text is no table's name; no ring was in force then.
+        UnknownStream, UsageError: there is no such stream, or the text is no table's name; no ring was in
+            force then.
         InvalidTime, InvalidToken: `as_of` is neither a token of the stream nor a moment.
         NoRouteMatches, InvalidRoute: as an append of the row would.
         InvalidValue, UnknownTable, UnknownColumn …: likewise.
@@ -110,7 +115,7 @@ def explain_route(
 
 
 def _typed(moments: Mapping[str, datetime], known: TableSchema | None) -> dict[str, datetime | date]:
-    """Moments as a table's columns have them: some are dates, some have no time zone."""
+    """Return moments as a table's columns store them: some are dates, some have no time zone."""
     types = {} if known is None else {column.name: column.arrow for column in known.columns}
     typed: dict[str, datetime | date] = {}
     for column, moment in moments.items():
@@ -125,7 +130,7 @@ def _typed(moments: Mapping[str, datetime], known: TableSchema | None) -> dict[s
 
 
 def _era_of(eras: Sequence[RingEra], stream: StreamId | None, as_of: str) -> RingEra:
-    """The one in force at a token's position, or at a moment."""
+    """Return the era in force at a token's position, or at a moment."""
     when = (
         parse_moment(as_of, now=datetime.now(UTC))
         if stream is None
@@ -146,7 +151,7 @@ def _era_of(eras: Sequence[RingEra], stream: StreamId | None, as_of: str) -> Rin
 def _known(
     home: Home, stream: str, namespace: str, name: str, as_of: str | None
 ) -> tuple[TableSchema | None, RingEra | None]:
-    """A table's newest schema and the stream's ring, now or then, as the catalog has them."""
+    """Return a table's newest schema and the stream's ring, now or then, from the catalog."""
     if not home.has_catalog():
         return None, None if as_of is None else _era_of((), None, as_of)
     with home.open_catalog() as catalog:
@@ -163,7 +168,7 @@ def _known(
 
 
 def _imagined(empty: TableSchema, config: StreamConfig, rules: object) -> TableSchema:
-    """A table that isn't there yet, with the columns that the configuration tells of."""
+    """Return a schema for a table that doesn't exist yet, with the columns that the configuration names."""
     key = write_rules(config)(empty.namespace, empty.name).key
     ring = rules.hash_ring if isinstance(rules, ShardConfig) else None
     columns = key if ring is None else ring.columns_for(f"{empty.namespace}.{empty.name}", key)
@@ -172,7 +177,7 @@ def _imagined(empty: TableSchema, config: StreamConfig, rules: object) -> TableS
 
 
 def _batch(schema: TableSchema, rows: pa.Table) -> pa.RecordBatch:
-    """The rows as the appender hands them to routing."""
+    """Return the rows as the appender passes them to routing."""
     count = rows.num_rows
     facts = {
         "__operation": pa.array(np.zeros(count, dtype=np.int32)),

@@ -1,7 +1,7 @@
-"""How a home stands: read from the catalog, the log's marks and the lake, with live figures where parts run.
+"""The status of a home: from the catalog, the log's marks and the lake, with live figures from running parts.
 
-Nothing here needs a running process, and nothing that is missing or damaged keeps the rest from being shown: what
-couldn't be read stands under `problems`.
+Nothing here needs a running process. A missing or damaged part doesn't keep the rest from being shown:
+`problems` lists what couldn't be read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def collect_status(home: Home) -> dict[str, Any]:
-    """A home's status, JSON-able: `home`, `processes`, `streams`, `problems`."""
+    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `problems`."""
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
@@ -77,33 +77,33 @@ def collect_status(home: Home) -> dict[str, Any]:
 
 
 def _nodes(home: Home, problems: list[str]) -> dict[str, dict[str, Any]]:
-    """By stream what `millstream replicas` says of it; empty where the home is no node, or that can't be read."""
+    """Return by stream the facts of `millstream replicas`; empty if the home is no node, or they can't be read."""
     from millstream.nodes.replicas import list_replicas
 
     try:
         if home.config.replication.node is not None:
             return {one["stream"]: one for one in list_replicas(home)["streams"]}
     except ConfigError:
-        pass  # said already
+        pass  # reported already
     except (MillstreamError, OSError) as error:
         problems.append(f"replication: {error}")
     return {}
 
 
 def _appending(home: Home) -> dict[str, int | None]:
-    """Who writes the home's streams, beside `run`'s own parts: applications that append."""
+    """Return the writers of the home's streams other than `run`'s own parts: applications that append."""
     found = (holder(home.run_folder, role) for role in writer_roles(home.run_folder))
     named = [facts for facts in found if "what" in facts]
     return {" ".join(filter(None, ("append", facts.get("writer")))): facts.get("pid") for facts in named}
 
 
 def held_tables(catalog: Catalog, stream: StreamId) -> dict[str, dict[str, Any]]:
-    """Tables that the lake's pipeline has set aside, by table id as text: the facts that it keeps of them."""
+    """Return the facts of tables that the lake's pipeline has set aside, by table id as text."""
     return catalog.facts(held_scope(stream))
 
 
 def held_scope(stream: StreamId) -> str:
-    """The catalog's scope of those facts; the same as `millstream.spark.ledger.held_scope`, without importing Spark."""
+    """Return the catalog's scope of those facts; as `millstream.spark.ledger.held_scope`, without importing Spark."""
     return f"lake/{stream}/{PIPELINE}"
 
 
@@ -181,7 +181,10 @@ def _stream(
 
 
 def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[str, Any]]:
-    """The hash rings that were in force, each from its `token` on; the last one is. Empty where the stream never had one."""
+    """Return the stream's hash rings, each in force from its `token` on; the last is current.
+
+    Empty if it never had one.
+    """
     from millstream.catalog.eras import RingEras, eras_as_facts
 
     try:
@@ -192,7 +195,7 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
 
 
 def _sinks(writers: Iterable[dict[str, Any] | None]) -> dict[str, dict[str, int]]:
-    """By sink its `rows` and `ignored_errors`, summed over the processes that write the stream now."""
+    """Return by sink its `rows` and `ignored_errors`, summed over the processes that write the stream now."""
     found: dict[str, dict[str, int]] = {}
     for facts in writers:
         for sink, counts in (((facts or {}).get("routing") or {}).get("sinks") or {}).items():
@@ -203,15 +206,15 @@ def _sinks(writers: Iterable[dict[str, Any] | None]) -> dict[str, dict[str, int]
 
 
 def _has_source(home: Home, name: str) -> bool:
-    """Whether the configuration gives the stream a source, where it can be read; else it has what applications append."""
-    with contextlib.suppress(MillstreamError):  # said already
+    """Return whether the readable configuration gives the stream a source; if not, applications append to it."""
+    with contextlib.suppress(MillstreamError):  # reported already
         return name in home.config.streams and home.config.streams[name].source is not None
     return True
 
 
 def _own_name(home: Home) -> str | None:
-    """The writer's that the home's configuration names, where it can be read."""
-    with contextlib.suppress(MillstreamError):  # said already
+    """Return the writer's name in the home's configuration, if it can be read."""
+    with contextlib.suppress(MillstreamError):  # reported already
         return home.config.writer.name
     return None
 
@@ -227,10 +230,11 @@ def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
 
 
 def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems: list[str]) -> Seq | None:
-    """How far the lake is that this home names, as its own last cut says; None where that can't be told.
+    """Return the last cut of the lake that this home names; None if it is unknown.
 
-    The catalog may say less, by one crash. And it may be that of another node, which landed elsewhere: a node that was promoted has it from the old leader,
-    or shares it, until its own pipeline has begun.
+    The catalog may be one batch behind after a crash. And its position may be another node's, which
+    landed elsewhere: a promoted node has it from the old leader, or shares it, until its own pipeline has
+    begun.
     """
     from millstream.home.config_mapping import last_cut_of
 
@@ -240,7 +244,7 @@ def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems:
             cut = last_cut_of(home, name, config, stream)
             return Seq(0) if cut is None else cut.n
     except ConfigError:
-        pass  # said already
+        pass  # reported already
     except (MillstreamError, OSError) as error:
         problems.append(f"lake of {name}: {error}")
         if home.config.replication.nodes:
@@ -249,7 +253,7 @@ def _landed(home: Home, catalog: Catalog, name: str, stream: StreamId, problems:
 
 
 def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
-    """What the source has and the log hasn't; known only while capture runs."""
+    """Return the source's lead over the log; known only while capture runs."""
     if not progress:
         return {"records": None, "bytes": None, "seconds": None}
     behind = max(0, progress.get("source_end", 0) - progress.get("durable", 0))
@@ -257,7 +261,7 @@ def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counter(home: Home, name: str, durable: Seq | None, problems: list[str]) -> Callable[[Seq], Backlog | None]:
-    """Tells what the log has behind a number; None where it can't be read."""
+    """Return a function that counts what the log has after a number; None if it can't be read."""
     from millstream.wal.lag import Backlogs
 
     backlogs = Backlogs(str(home.wal_folder(name)))
@@ -273,7 +277,7 @@ def _counter(home: Home, name: str, durable: Seq | None, problems: list[str]) ->
 
 
 def _lake_lag(waiting: Backlog | None) -> dict[str, Any]:
-    """What the log has and the lake hasn't."""
+    """Return the log's lead over the lake."""
     if waiting is None:
         return {"records": None, "bytes": None, "seconds": None}
     seconds = 0.0 if waiting.records == 0 else _age_s(waiting)
@@ -281,14 +285,14 @@ def _lake_lag(waiting: Backlog | None) -> dict[str, Any]:
 
 
 def _held(needed_from: Seq, waiting: Backlog | None) -> dict[str, Any]:
-    """How much of the log lies from a number on."""
+    """Return how much of the log lies from a number on."""
     if waiting is None:
         return {"from": int(needed_from), "bytes": None, "seconds": None}
     return {"from": int(needed_from), "bytes": waiting.size_bytes, "seconds": _age_s(waiting)}
 
 
 def _age_s(waiting: Backlog) -> float | None:
-    """How old the oldest of it is."""
+    """Return the age of its oldest record."""
     oldest = waiting.oldest_commit_us
     return None if oldest is None else max(0.0, time.time() - oldest / 1e6)
 
@@ -314,14 +318,16 @@ def _retention(
     counted: Callable[[Seq], Backlog | None],
     problems: list[str],
 ) -> dict[str, Any]:
-    """What keeps the log from being dropped.
+    """Return what prevents the log's segments from being dropped.
 
     Returns:
-        `held`: by holder its `kind`, `from` which number it needs the log, how many `bytes` that is and how many `seconds` old.
+        `held`: by holder its `kind`, the number `from` which it needs the log, how many `bytes` that is
+            and how many `seconds` old.
         `cut_off`: by holder its `kind`, and the `first` number that the log had left for it.
-        `oldest`: the oldest sealed segment (`shard` and number: `segment`), for how many `seconds` it has been that, and by whom it
-        is `needed_by`; None where none is sealed. `retention`: the bounds in force, `age_s`, `bytes`, `bytes_max`; None where the
-        configuration can't be read or doesn't name the stream.
+        `oldest`: the oldest sealed segment (`shard` and number: `segment`), for how many `seconds` it has
+            been the oldest, and the holders that it is `needed_by`; None if none is sealed.
+        `retention`: the bounds in force, `age_s`, `bytes`, `bytes_max`; None if the configuration can't
+            be read or doesn't name the stream.
     """
     from millstream.home.retention import bounds_of, moved_us, tracker_of
     from millstream.protocol.retention import HolderKind
@@ -332,7 +338,7 @@ def _retention(
     positions = catalog.pipelines(stream)
     folder = home.wal_folder(name)
     config = None
-    with contextlib.suppress(MillstreamError):  # said already
+    with contextlib.suppress(MillstreamError):  # reported already
         config = home.config.streams.get(name)
     merges = {} if config is None else merge_needs(catalog, name, stream, config, KeptVectors(home))
     tracker = tracker_of(positions, merges)
@@ -350,12 +356,12 @@ def _retention(
                 "needed_by": list(tracker.needed_by(segment)),
             }
     except FileNotFoundError:
-        pass  # it goes at this very moment: the next look finds the one behind it
+        pass  # it is dropped at this very moment: the next look finds its successor
     except (LogError, OSError) as error:
         problems.append(f"log of {name}: {error}")
     return {
         "held": {
-            # The tracker's: a pipeline that has said nothing yet holds everything.
+            # The tracker's: a pipeline without a reported position holds everything.
             name: {"kind": holder.kind.value, **_held(needed, counted(Seq(needed - 1)))}
             for name, holder in sorted(tracker.holders.items())
             if holder.kind is not HolderKind.SESSIONS  # the log's own: it gives way within a round of retention
@@ -374,15 +380,16 @@ def _retention(
 
 
 def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the running capture and the running pipeline say of a stream's progress; empty where they don't run."""
+    """Return a stream's progress from the running capture and pipeline; empty for those that don't run."""
     owner, pipeline = ((ask(home, role, "status") or {}).get("streams", {}).get(name) for role in ("owner", "pipeline"))
     return (owner or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
 
 
 def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> list[TableRow]:
-    """The tables that a person may ask about: those that the source has, and of others those that are set aside in the lake.
+    """Return the tables to show: those that the source has, and others that are set aside in the lake.
 
-    A table that was dropped there holds the log until the lake has what it lacks: somebody has to see it, and mend it.
+    A table that was dropped at the source holds the log until the lake has the rest of it: an operator
+    has to see it, and fix it.
     """
     from millstream.catalog import TableState
 
@@ -391,9 +398,10 @@ def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> l
 
 
 def lake_paths(home: Home, catalog: Catalog, name: str, stream: StreamId) -> Paths:
-    """A function that returns a table's folders in the lake, by view: those that are there, and all in an object store.
+    """A function that returns a table's folders in the lake, by view: those that exist, and all in an object store.
 
-    None are there if the tables lie in PostgreSQL, or if the configuration can't be read or doesn't name the stream.
+    None exist if the tables are in PostgreSQL, or if the configuration can't be read or doesn't name the
+    stream.
     """
     from millstream.home.config_mapping import lake_layout
     from millstream.lake.layout import folder_name, folder_of
@@ -423,7 +431,7 @@ def tables_of(
     landing: dict[str, Any],
     paths: Paths = lambda _row: {},
 ) -> list[dict[str, Any]]:
-    """A stream's tables, with figures of those who run: capture's progress and the pipeline's."""
+    """Return a stream's tables, with live figures: capture's progress and the pipeline's."""
     held = held_tables(catalog, stream)
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     # A fold that fails sets a table aside too; only the running pipeline knows.
@@ -449,9 +457,10 @@ def table_facts(
     *,
     paused: bool = False,
 ) -> dict[str, Any]:
-    """One table: its state is `set_aside` where capture or the lake has it so, and the reason says by whom; `paused` where its copy is.
+    """Return the facts of one table.
 
-    A table that the lake is tried again for keeps its state, with the reason.
+    Its state is `set_aside` if capture or the lake has set it aside, and the reason names which; `paused`
+    if its copy is. A table that the lake retries keeps its state, with the reason.
     """
     name = qualified_name(row.namespace, row.name)
     state, reason = row.state.value, row.reason
@@ -462,7 +471,7 @@ def table_facts(
     lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")
     if lake_reason:
         state, reason = "set_aside", f"lake: {lake_reason}"
-    # What waits in a table that is set aside waits for a person, and isn't in history to be counted.
+    # Records of a table that is set aside wait for an operator, and aren't counted in history.
     lag = None if state == "set_aside" else landed
     copies = captured.get("copies") or {}
     return {
@@ -484,10 +493,10 @@ def table_facts(
 
 
 def what_to_run(table: Mapping[str, Any], stream: str = "") -> str:
-    """Return what to do about a table, as `table_facts` has it, that is set aside or waits; empty if nothing has to be done.
+    """Return what to do about a table that is set aside or waits; empty if nothing has to be done.
 
     Args:
-        table: its facts.
+        table: its facts, as `table_facts` returns them.
         stream: the stream's name, if the command has to name it.
     """
     hint = str(table["hint"])
@@ -499,6 +508,6 @@ def what_to_run(table: Mapping[str, Any], stream: str = "") -> str:
 
 
 def _disk_factor(landed: dict[str, Any]) -> float | None:
-    """Bytes on disk over live bytes, of `current`."""
+    """Return bytes on disk over live bytes, of `current`."""
     live, disk = landed["live_bytes"], landed["disk_bytes"]
     return round(disk / live, 2) if live else None

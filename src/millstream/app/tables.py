@@ -1,4 +1,7 @@
-"""What a person may ask for a table: try it again, copy it again, let its copy wait. The running parts see it within seconds."""
+"""An operator's requests for a table: retry it, copy it again, pause its copy.
+
+The running parts see them within seconds.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ def list_tables(
     live: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
     paths: Paths = lambda _row: {},
 ) -> list[dict[str, Any]]:
-    """The stream's tables, as `status` has them: name, state, reason, shard …, with `live_progress` where something runs, and `lake_paths`."""
+    """Return the stream's tables as in `status`: name, state, reason, shard …
+
+    They have the figures of `live_progress` if it is running, and `lake_paths`.
+    """
     return tables_of(catalog, stream, *live, paths)
 
 
 def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str | None = None) -> str:
-    """Ask for a table that was set aside to be picked up again; returns what will happen.
+    """Request that a table that was set aside is picked up again; return what will happen.
 
     Args:
         catalog: the home's.
@@ -46,7 +52,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         done.append(
             "what it lacks is taken from the write buffer, or it is held anew: within seconds, or when the reader runs next"
         )
-    # One that was dropped at the source may wait in the lake under a name that another bears now.
+    # A table dropped at the source may wait in the lake under a name that another table has now.
     rows = [row for row in shown_tables(catalog, stream, held) if (row.namespace, row.name) == name]
     if not rows and not done:
         rows = [catalog.find_table(stream, *name)]
@@ -73,7 +79,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
 
 
 def copy_table(catalog: Catalog, stream: StreamId, table: str) -> str:
-    """Ask for a table's rows to be copied anew, a pause being over with that; returns what will happen.
+    """Request a new copy of a table's rows, which ends a pause; return what will happen.
 
     Raises:
         UnknownTable: the stream has none of that name.
@@ -93,13 +99,14 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str) -> str:
 
 
 def pause_table(catalog: Catalog, stream: StreamId, table: str) -> str:
-    """Have a table's copy wait, in every run to come, until `resume_table`; returns what will happen.
+    """Pause a table's copy, in every later run, until `resume_table`; return what will happen.
 
-    Its changes go on entering the log. What was read already enters too: the pause is in force a moment later.
+    Its changes go on entering the log. Rows that were read already enter too: the pause takes effect a
+    moment later.
 
     Raises:
         UnknownTable: the stream has none of that name.
-        UsageError: nothing of it is being copied.
+        UsageError: none of its copies is running.
     """
     row = catalog.find_table(stream, *parse_qualified_name(table))
     if not catalog.pause_copy(stream, row.id):
@@ -110,7 +117,7 @@ def pause_table(catalog: Catalog, stream: StreamId, table: str) -> str:
 
 
 def resume_table(catalog: Catalog, stream: StreamId, table: str) -> str:
-    """Have a table's copy go on where it stopped; returns what will happen.
+    """Resume a table's copy where it stopped; return what will happen.
 
     Raises:
         UnknownTable: the stream has none of that name.

@@ -1,4 +1,4 @@
-"""`token`: access tokens made, listed and revoked."""
+"""`token`: creates, lists and revokes access tokens."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def create_token(
     """Make an access token.
 
     Args:
-        home: whose.
+        home: the home.
         rights: `STREAM=RIGHT`, RIGHT one of `read`, `write`, `admin`, or several with commas between.
         on_all: rights to all streams.
-        name: tells it apart; its id where None.
-        expires: after how long it holds no more, such as `30d`; None: never.
-        given: the text of a token that another home has made, which is to hold here too; None: a new one.
+        name: identifies it; None: its id.
+        expires: its lifetime, such as `30d`; None: it never expires.
+        given: the text of another home's token, which is to be valid here too; None: a new one.
 
     Returns:
-        What there is to know of it, and its text, which nobody can have again.
+        Its facts, and its text, which can't be retrieved again.
 
     Raises:
-        UsageError: no right was named, or a text is none; the name can't be one; the time is no time.
+        UsageError: no right was named, or one is invalid; the name or the time is invalid.
         UnknownStream: the configuration has no such stream.
         AccessTokenExists: there is a token of that name.
     """
@@ -67,7 +67,10 @@ def create_token(
 
 
 def list_tokens(home: Home) -> list[dict[str, Any]]:
-    """The home's access tokens, by name: `id`, `name`, `rights` by stream, `created`, `expires` (null: never), `expired`."""
+    """Return the home's access tokens, by name.
+
+    Each has `id`, `name`, `rights` by stream, `created`, `expires` (null: never), `expired`.
+    """
     if not home.has_catalog():
         return []
     with home.open_catalog() as catalog:
@@ -75,7 +78,7 @@ def list_tokens(home: Home) -> list[dict[str, Any]]:
 
 
 def revoke_token(home: Home, token: str) -> dict[str, Any]:
-    """Take an access token away, by its name or id; what there was to know of it. `UnknownAccessToken` where there is none."""
+    """Revoke an access token, by its name or id; return its facts. `UnknownAccessToken` if there is none."""
     home.prepare()
     with home.open_catalog() as catalog:
         return _facts(catalog.revoke_access_token(token))

@@ -1,4 +1,4 @@
-"""`python -m millstream.cli`: how parts of a home are started, whatever the PATH says."""
+"""`python -m millstream.cli`: starts parts of a home, whatever PATH contains."""
 
 from millstream.cli.main import main
 

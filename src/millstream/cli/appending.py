@@ -65,7 +65,7 @@ def append(
 
 
 def _finite(text: str) -> float:
-    """A number that JSON has: neither NaN nor an infinity, and none that would become one."""
+    """Parse a number that JSON has: neither NaN nor an infinity, and none that would become one."""
     found = float(text)
     if not math.isfinite(found):
         raise ValueError(f"{text} is no number that JSON and 64 bits have; null or text may stand for it")

@@ -1,4 +1,4 @@
-"""What every command shares: which home, and how to print."""
+"""The base of every command: its home, and how to print."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Session:
     debug: bool = False
 
     def home(self, *, needs_source: bool = True) -> Home:
-        """The home that the command is about. Raises `HomeNotFound`, `HomeTooNew`.
+        """Return the command's home. Raises `HomeNotFound`, `HomeTooNew`.
 
         Args:
-            needs_source: False for a command that never connects: the variables of DSNs needn't be set then.
+            needs_source: False for a command that never connects: the variables of DSNs need not be set
+                then.
         """
         from millstream.home.home import Home
 
@@ -39,7 +40,10 @@ class Session:
         return home
 
     def own_home(self, *, needs_source: bool = True) -> Home:
-        """The same, for a process that writes it: what it and its children (Spark's Java too) write from here on is the owner's alone."""
+        """Return it for a process that writes it.
+
+        All files of the process and its children (Spark's Java too) are private from here on.
+        """
         from millstream.private_files import mask_files_of
 
         home = self.home(needs_source=needs_source)
@@ -48,12 +52,12 @@ class Session:
 
 
 class SuggestingGroup(click.Group):
-    """A group that says what a mistyped command may have been."""
+    """A group that suggests commands for a mistyped one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; `UsageError` with the nearest names where there is none."""
+        """Find the command; `UsageError` with the nearest names if there is none."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=3)
             if near:
@@ -62,7 +66,7 @@ class SuggestingGroup(click.Group):
 
 
 def extra_words_hint(error: click.UsageError, home_named: str | None) -> str | None:
-    """The meaning that a word which a command doesn't take may have had, a home or a stream; None if `error` is about something else."""
+    """Return the likely meaning of a word that a command doesn't take, a home or a stream; None for another `error`."""
     context = error.ctx
     found = re.match(r"Got unexpected extra arguments? \((.+)\)", error.message)
     if context is None or found is None or context.parent is None:
@@ -86,14 +90,15 @@ stream_option = click.option("--stream", metavar="S", help="The stream, where th
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
 def say(text: str = "", *, err: bool = False, nl: bool = True, fg: str | None = None, bold: bool | None = None) -> None:
     """Print a line for people, on stdout or stderr, with colour on a terminal only.
 
-    Control characters are escaped: names and values of others can't act on the terminal, nor look like lines of ours.
+    Control characters are escaped: foreign names and values can't control the terminal, nor look like our
+    lines.
     """
     click.secho(readable(text), err=err, nl=nl, fg=fg, bold=bold)
 
@@ -109,7 +114,7 @@ def print_raw(text: str, *, nl: bool = True) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Iterable[str] = ()) -> None:
-    """Rows for people, on stdout: aligned, with colour on a terminal only."""
+    """Print rows for people, on stdout: aligned, with colour on a terminal only."""
     cells = [["" if cell is None else readable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(title), *(len(row[n]) for row in cells), 0) for n, title in enumerate(columns)]
     rightward = frozenset(right)
@@ -127,7 +132,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right:
 
 
 def human_bytes(count: float | None) -> str:
-    """A size for people."""
+    """Return a size for people."""
     if count is None:
         return "unknown"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -138,7 +143,7 @@ def human_bytes(count: float | None) -> str:
 
 
 def human_seconds(seconds: float | None) -> str:
-    """A time for people."""
+    """Return a time for people."""
     if seconds is None:
         return "unknown"
     if seconds < 60:
@@ -149,12 +154,12 @@ def human_seconds(seconds: float | None) -> str:
 
 
 def on_terminal() -> bool:
-    """Whether a person sees stderr."""
+    """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 def copy_words(copy: dict[str, Any]) -> str:
-    """How far a table's copy is, of `CaptureProgress.copies`."""
+    """Return the progress of a table's copy in words, from `CaptureProgress.copies`."""
     rows, estimate = copy.get("rows") or 0, copy.get("rows_estimate") or 0
     words = f"{rows:,}" + (f" of about {estimate:,}" if estimate > rows else "") + " rows"
     if copy.get("bytes"):

@@ -1,4 +1,4 @@
-"""`diff`: whether the lake is what the source is."""
+"""`diff`: compares the lake with the source."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _asked(asked: RepairAsked) -> str:
 
 
 class _Teller:
-    """Says how far it is on stderr: one line that changes on a terminal, a line now and then elsewhere."""
+    """Prints the progress on stderr: one line that changes on a terminal, a line now and then elsewhere."""
 
     def __init__(self) -> None:
         self._terminal = on_terminal()
@@ -128,7 +128,7 @@ class _Teller:
         self._lock = threading.Lock()
 
     def progress(self, progress: Progress) -> None:
-        """From any thread."""
+        """Show the progress. From any thread."""
         words = progress.doing
         if progress.table:
             share = f"{progress.rows:,} of about {progress.rows_estimate:,} rows"
@@ -136,7 +136,7 @@ class _Teller:
         self.say(words)
 
     def say(self, words: str) -> None:
-        """From any thread."""
+        """Print a line. From any thread."""
         with self._lock:
             if self._terminal:
                 shown = readable(words)
@@ -147,20 +147,20 @@ class _Teller:
                 self._said_s, self._doing = time.monotonic(), words
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._terminal and self._wide:
             click.echo(f"\r{' ' * self._wide}\r", nl=False, err=True)
             self._wide = 0
 
     def table(self, table: TableDiff) -> None:
-        """What became of a table, on stdout."""
+        """Print a table's outcome on stdout."""
         with self._lock:
             self.clear()
             print_outcome(table)
 
 
 def print_outcome(table: TableDiff) -> None:
-    """A table's outcome for people."""
+    """Print a table's outcome for people."""
     colour = {"equal": "green", "different": "red", "not_compared": "yellow"}.get(table.state.value)
     words = {"equal": f"equal, {table.rows_source:,} rows"}
     words["different"] = (

@@ -1,4 +1,4 @@
-"""`wal export` and `wal import`: records for other programs, and a log as files that make the same log again."""
+"""`wal export` and `wal import`: records for other programs, and a log as files that restore the same log."""
 
 from __future__ import annotations
 
@@ -134,20 +134,20 @@ def import_(session: Session, folder: Path, stream: str | None) -> None:
 
 
 class Damage:
-    """Says each damaged place once, on stderr."""
+    """Prints each damaged place once, on stderr."""
 
     def __init__(self) -> None:
         self.told: set[str] = set()
 
     def __call__(self, error: CorruptWal) -> None:
-        """Say one."""
+        """Print one."""
         if error.message not in self.told:
             self.told.add(error.message)
             note(f"damaged: {error.message}")
 
 
 def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: bool = False) -> StreamReader:
-    """A reader that leaves out what can't be read, and does without a mark where there is none."""
+    """Return a reader that leaves out unreadable parts, and works without a mark if there is none."""
     from millstream.app.local_client import open_reader
 
     if without_mark or open_reader(home, stream, of_any_age=True).lacks_marks():
@@ -157,13 +157,13 @@ def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: b
 
 
 def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:
-    """`(after, upto]` of what was asked for, of what is there.
+    """Return the requested `(after, upto]` within the existing range.
 
-    A time may lie in front of what retention has left, which is said on stderr.
+    A time may precede the records that retention has left; that is reported on stderr.
 
     Raises:
-        OffsetExpired: a token or a number is of what retention has dropped.
-        TokenFromFuture: a token or a number is beyond that.
+        OffsetExpired: retention has dropped the records of a token or a number.
+        TokenFromFuture: a token or a number is beyond the end.
         UsageError: it ends before it begins.
         InvalidTime, InvalidToken: as `parse_as_of`.
     """
@@ -188,7 +188,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
             )
     elif first is not None:
         after = Seq(max(0, first - 1 if str(since).isdigit() else first))
-        reader.cut(after)  # raises where retention has dropped what follows
+        reader.cut(after)  # raises if retention has dropped what follows
     if isinstance(last, datetime):
         upto = Seq(min(upto, reader.numbers_at(microseconds(last))[1]))
         if first is None and 0 < begin == upto:
@@ -203,7 +203,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
 
 
 def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
-    """The time or the number that a text names."""
+    """Return the time or the number that a text names."""
     from millstream.home.time_parsing import parse_as_of
     from millstream.model.positions import Seq
     from millstream.wal.readable_range import from_future
@@ -222,7 +222,7 @@ def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
 
 @contextlib.contextmanager
 def _opened(output: Path | None) -> Iterator[TextIO]:
-    """stdout, or a file that is there when it is whole."""
+    """Yield stdout, or a file that appears when it is whole."""
     if output is None:
         yield sys.stdout
         return
@@ -233,7 +233,7 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 
 
 def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
-    """Write records as lines, and say what has no place in them; how many were written."""
+    """Write records as lines, and report those that don't fit the format; return how many were written."""
     from millstream.export.records_json import to_json
     from millstream.export.records_text import line_protocol
 
@@ -251,7 +251,7 @@ def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
 
 
 def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None, output: Path | None) -> int:
-    """Write a file for each table, under the newest of its names, or all that is wanted to stdout; how many records."""
+    """Write a file per table, under its newest name, or everything requested to stdout; return how many records."""
     from millstream.export.records_text import CsvTable, columns_over
     from millstream.lake.layout import folder_of
 
@@ -274,14 +274,14 @@ def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None
             found.write(line)
             count += 1
     for file in files.values():
-        if file not in written:  # none of its records fall into the range: a header all the same
+        if file not in written:  # none of its records are in the range: a header all the same
             with _opened(file) as out:
                 begin(file, out)
     return count
 
 
 def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset[TableId]) -> None:
-    """One table's records on stdout, as an Arrow stream; without any, its newest columns."""
+    """Write one table's records to stdout, as an Arrow stream; without any, its newest columns."""
     import pyarrow as pa
 
     from millstream.errors import UsageError
@@ -308,7 +308,7 @@ def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset
 
 
 def _catalog_facts(home: Home, name: str) -> dict[str, Any]:
-    """What the home's catalog says of the stream's sources and tables; nothing where there is none."""
+    """Return the catalog's facts of the stream's sources and tables; empty if there are none."""
     from millstream.errors import MillstreamError
 
     with contextlib.suppress(ImportError, MillstreamError):

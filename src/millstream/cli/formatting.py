@@ -1,4 +1,4 @@
-"""How `wal …` says what is damaged, and which tables it has to do with."""
+"""The messages of `wal …` about damage, and the tables concerned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TableWords:
-    """A log's tables as people know them: `public.orders (3)`; only the number where no schema can be read.
+    """A log's tables as people know them: `public.orders (3)`; only the number if no schema can be read.
 
     Args:
         folder: the stream's.
@@ -32,17 +32,17 @@ class TableWords:
         return KnownSchemas(RealFiles(), self._folder).names()
 
     def __call__(self, table: TableId) -> str:
-        """One."""
+        """Return one."""
         name = self._names.get(table)
         return str(table) if name is None else f"{name} ({table})"
 
     def of(self, tables: Iterable[TableId] | None) -> str:
-        """` of table …`, for several or all."""
+        """Return ` of table …`, for several or all."""
         return "" if tables is None else f" of table {', '.join(self(table) for table in tables)}"
 
 
 def say_loss(loss: Loss, tables: TableWords, *, accepted: bool = False) -> None:
-    """One, on stderr."""
+    """Print one, on stderr."""
     lost = ""
     if loss.offset_from is not None and loss.offset_from != loss.offset_to:
         upto = "?" if loss.offset_to is None else loss.offset_to

@@ -1,6 +1,7 @@
-"""`millstream`: the tree of commands, and how errors become words on stderr and exit codes.
+"""`millstream`: the tree of commands, and the mapping of errors to messages on stderr and exit codes.
 
-Exit codes: 0 done; 1 failed; 2 usage or configuration; 3 a check found a difference or damage; 130 interrupted.
+Exit codes: 0 done; 1 failed; 2 usage or configuration; 3 a check found a difference or damage; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ _EXTRAS: Final = {
         "pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog", "uvicorn",
     ),
 }  # fmt: skip
-"""Which extra brings a module."""
+"""The extra that provides each module."""
 
 
 class LazyGroup(SuggestingGroup):
-    """A group whose commands are imported when they are asked for."""
+    """A group whose commands are imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of commands, in the order in which a person meets them."""
+        """Return the names of commands, in the order in which a user needs them."""
         del ctx
         return list(_COMMANDS)
 
@@ -101,7 +102,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - this is the edge: every way to end becomes an exit code
         if isinstance(error, BrokenPipeError):
-            # Whoever read stdout (head, a pager) has enough; the interpreter must not flush into the void at its end.
+            # The reader of stdout (head, a pager) has closed it; the interpreter must not flush into the
+            # closed pipe at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         sys.exit(_report(error, debug="--debug" in arguments))
@@ -109,7 +111,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _report(error: BaseException, *, debug: bool) -> int:
-    """Say an error on stderr; its exit code."""
+    """Print an error on stderr; return its exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if debug and not isinstance(error, click.exceptions.Exit):
@@ -160,9 +162,10 @@ def _missing_extra(error: ModuleNotFoundError) -> BaseException:
 
 
 def say_error(facts: dict[str, Any]) -> None:
-    """An error's code, message and hint on stderr."""
+    """Print an error's code, message and hint on stderr."""
     say(f"error[{facts.get('code', 'unexpected')}]:", err=True, nl=False, fg="red", bold=True)
-    # A driver's message may have several lines; a name with a line end in it must not look like a hint of ours.
+    # A driver's message may have several lines; a name that contains a newline must not look like a hint
+    # of ours.
     first, *others = str(facts.get("message", "")).split("\n")
     note(f" {first}")
     for line in others:

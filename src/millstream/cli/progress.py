@@ -1,4 +1,4 @@
-"""What people see while something runs: lines on stderr, redrawn on a terminal, a line now and then elsewhere."""
+"""The progress of a running command: lines on stderr, redrawn on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from millstream.processes.supervise import Event
 
 _EVERY_S: Final = 10.0
-"""Between lines where they can't be redrawn."""
+"""Seconds between lines if they can't be redrawn."""
 
 
 class StatusLine:
-    """The progress of this moment: one line that is overwritten on a terminal; elsewhere its lines, every ten seconds, where they changed."""
+    """The current progress: one line that is overwritten on a terminal; elsewhere changed lines, every ten seconds."""
 
     def __init__(self, *, terminal: bool) -> None:
         self._terminal = terminal
@@ -34,7 +34,7 @@ class StatusLine:
         self._at_s = 0.0
 
     def show(self, lines: Sequence[str]) -> None:
-        """Show the present state."""
+        """Show the current state."""
         text = "  ".join(lines)
         if self._terminal:
             width = (click.get_current_context(silent=True) and 110) or 110
@@ -47,12 +47,12 @@ class StatusLine:
             self._shown, self._at_s = text, time.monotonic()
 
     def say(self, text: str) -> None:
-        """A line that stays, above the present state."""
+        """Print a line that stays, above the current state."""
         self.clear()
         note(text)
 
     def clear(self) -> None:
-        """Take the present state away."""
+        """Remove the current state."""
         if self._terminal and self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
@@ -60,7 +60,7 @@ class StatusLine:
 
 
 class RunReport:
-    """Tells a person what `run`'s parts do."""
+    """Prints what `run`'s parts do, for people."""
 
     def __init__(self, *, terminal: bool, until_caught_up: bool) -> None:
         self._line = StatusLine(terminal=terminal)
@@ -76,7 +76,7 @@ class RunReport:
         self._line.clear()
 
     def heard(self, event: Event) -> None:
-        """Take an event of the supervisor's in."""
+        """Take an event of the supervisor."""
         name, what, facts = event
         if what == "started":
             again = f" again ({facts['restarts']})" if facts["restarts"] else ""
@@ -90,7 +90,7 @@ class RunReport:
             )
             self._line.say(f"{name}: ended{why}; again in {facts['restart_in_s']:.1f} s")
         elif what == "given_up" and facts.get("code") == "address_in_use":
-            # Nothing but HTTP needs it.
+            # Only HTTP needs it.
             self._line.say(f"{name}: warning: {facts['message']}; this run goes on without /metrics and /healthz")
             self._line.say(f"  {facts['hint']}")
         elif what == "given_up":
@@ -115,7 +115,7 @@ class RunReport:
             self._line.show(self._summary())
 
     def conclude(self, outcome: RunOutcome) -> None:
-        """Say how it ended, and what the source still keeps for us."""
+        """Print how it ended, and what the source still keeps for us."""
         for table, reason in sorted(outcome.set_aside.items()):
             say_error(
                 {
@@ -143,7 +143,7 @@ class RunReport:
 
 
 class JsonReport:
-    """Tells a program what `run`'s parts do: a JSON object a line, in the form of the parts' own."""
+    """Prints what `run`'s parts do, for programs: a JSON object per line, in the form of the parts' own."""
 
     def __init__(self) -> None:
         self._progress_s: dict[tuple[str, str], float] = {}
@@ -152,10 +152,10 @@ class JsonReport:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is redrawn."""
+        """Do nothing: no line is redrawn."""
 
     def heard(self, event: Event) -> None:
-        """Take an event of the supervisor's in; progress is said every ten seconds a stream."""
+        """Take an event of the supervisor; progress is printed every ten seconds per stream."""
         name, what, facts = event
         if what == "progress":
             now_s, of = time.monotonic(), (name, str(facts.get("stream")))
@@ -165,7 +165,7 @@ class JsonReport:
         self._say({"event": what, "part": name, **{k: v for k, v in facts.items() if k != "event"}})
 
     def conclude(self, outcome: RunOutcome) -> None:
-        """Say how it ended."""
+        """Print how it ended."""
         self._say({"event": "concluded", "part": "run", **dataclasses.asdict(outcome)})
 
     def _say(self, facts: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class JsonReport:
 
 
 class PartReport:
-    """Tells a person what one part does; silent where a supervisor does."""
+    """Prints what one part does, for people; silent if a supervisor does."""
 
     def __init__(self, part: str, *, silent: bool, terminal: bool) -> None:
         self._part = part
@@ -181,12 +181,12 @@ class PartReport:
         self._line = StatusLine(terminal=terminal)
 
     def heard(self, facts: dict[str, Any]) -> None:
-        """Take progress in, from any thread."""
+        """Take progress, from any thread."""
         if not self._silent:
             self._line.show(lines_of(self._part, facts))
 
     def conclude(self, outcome: dict[str, Any], *, must_catch_up: bool) -> int:
-        """Say how it ended; the exit code."""
+        """Print how it ended; return the exit code."""
         self._line.clear()
         set_aside = {
             f"{stream}: {table}": reason
@@ -215,13 +215,13 @@ def _say_paused(tables: Sequence[str]) -> None:
 
 
 def lines_of(part: str, facts: dict[str, Any]) -> list[str]:
-    """One stream of one part: a line for it, and one for each table that is being copied."""
+    """Return the lines of one stream of one part: one for it, and one for each table that is being copied."""
     copies = ((facts.get("progress") or {}).get("copies") or {}) if part == "capture" else {}
     return [describe(part, facts), *(_describe_copy(table, copy) for table, copy in copies.items())]
 
 
 def describe(part: str, facts: dict[str, Any]) -> str:
-    """One stream of one part, in some words."""
+    """Describe one stream of one part in some words."""
     progress = facts.get("progress") or {}
     name = facts.get("stream")
     if part == "capture":
@@ -234,7 +234,8 @@ def describe(part: str, facts: dict[str, Any]) -> str:
         return "→ lake: nothing landed yet"
     if progress.get("replay") is not None:
         return _describe_replay(progress["replay"], progress["rows_per_s"])
-    # What landed isn't counted: with what an earlier run left, or what a rebuild wrote, it never is what was captured.
+    # Landed records aren't counted: with an earlier run's rest, or a rebuild's, they never equal the
+    # captured ones.
     waiting = progress["lag_records"]
     if not waiting:
         aside = progress.get("set_aside") or {}
@@ -245,7 +246,7 @@ def describe(part: str, facts: dict[str, Any]) -> str:
 
 
 def _describe_replay(replay: dict[str, Any], rows_per_s: float | None) -> str:
-    """Of what it found when it began, not of what comes meanwhile."""
+    """Describe the replay of what it found at its start, without later records."""
     size = replay["bytes"]
     share = int(100 * size["done"] / size["total"])
     words = f"→ lake: replaying, {share} % of {human_bytes(size['total'])}, {rows_per_s or 0:,.0f}/s"

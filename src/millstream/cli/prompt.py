@@ -1,6 +1,7 @@
-r"""The prompt of `query`: statements until `;`, with history and completion; a few commands that begin with a backslash.
+r"""The prompt of `query`: statements until `;`, with history and completion, and a few backslash commands.
 
-Each statement sees the newest cut, unless `\as-of` holds the prompt at one. Rows go to stdout, all else to stderr.
+Each statement sees the newest cut, unless `\as-of` holds the prompt at one. Rows go to stdout, everything
+else to stderr.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _WORDS: Final = {"help": "\\?", "exit": "\\q", "quit": "\\q"}
 
 
 def is_whole(text: str) -> bool:
-    """Whether what was typed is ready to run: a command, or SQL up to a semicolon that is no part of a text."""
+    """Return whether the input is ready to run: a command, or SQL up to a semicolon outside of a text."""
     stripped = text.strip()
     if not stripped or stripped.startswith("\\") or stripped.lower() in _WORDS:
         return True
@@ -55,14 +56,14 @@ def is_whole(text: str) -> bool:
 
 
 class Prompt:
-    """One person's prompt at one stream's lake."""
+    """One user's prompt at one stream's lake."""
 
     def __init__(self, home: Home, stream: str | None, *, as_of: str | None, style: Style) -> None:
         """Open the lake.
 
         Args:
             home: the home.
-            stream: its name; None where the home has only one.
+            stream: its name; None if the home has only one.
             as_of: where to hold it; None for always the newest cut.
             style: how rows are printed. An Arrow stream is for programs: `table` instead.
         """
@@ -72,7 +73,7 @@ class Prompt:
         self._lake = open_lake(home, self._stream, as_of=as_of)
 
     def run(self) -> None:
-        """Until Ctrl-D, or the command that ends."""
+        """Run until Ctrl-D, or the command that ends it."""
         session: PromptSession[str] = PromptSession(
             history=self._history(),
             completer=_Words(self),
@@ -99,18 +100,18 @@ class Prompt:
 
     @property
     def tables(self) -> list[str]:
-        """What can be named after FROM."""
+        """Return the names that can follow FROM."""
         return self._lake.tables
 
     def columns(self, table: str) -> list[str]:
-        """A table's columns; none where it can't be read."""
+        """Return a table's columns; none if it can't be read."""
         try:
             return [name for name, _ in self._lake.columns(table)]
         except MillstreamError:
             return []
 
     def _take(self, text: str) -> bool:
-        """Do what was typed; whether to go on."""
+        """Carry out the input; return whether to go on."""
         text = _WORDS.get(text.rstrip("; ").lower(), text)
         if not text:
             return True
@@ -148,7 +149,7 @@ class Prompt:
         return True
 
     def _list(self) -> None:
-        """What can be named after FROM, records and versions too; on stderr, what can't be read."""
+        """List the names that can follow FROM, records and versions too; unreadable ones go to stderr."""
         lake = self._newest()
         print_table(["table"], [[name] for name in lake.query("SHOW TABLES").column("name").to_pylist()])
         for name, reason in lake.missing.items():
@@ -161,7 +162,7 @@ class Prompt:
         note(f"at {moved.token}")
 
     def _newest(self) -> LakeSession:
-        """A session at the newest cut, or where the prompt is held."""
+        """Return a session at the newest cut, or where the prompt is held."""
         if self._as_of is None and not self._lake.is_newest():
             fresh = open_lake(self._home, self._stream)
             self._lake.close()
@@ -169,7 +170,7 @@ class Prompt:
         return self._lake
 
     def _history(self) -> History:
-        """What was typed before, in a file of the user's own; in memory where the home can't be written."""
+        """Return the input history, in a file of the user's own; in memory if the home can't be written."""
         file = self._home.prompt_history
         try:
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600))
@@ -186,7 +187,7 @@ class _Words(Completer):
         self._columns = lru_cache(maxsize=256)(prompt.columns)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """Candidates for the word before the cursor."""
+        """Yield candidates for the word before the cursor."""
         del complete_event
         before = document.text_before_cursor
         found = _WORD.search(before)
@@ -216,7 +217,7 @@ class _Words(Completer):
 
 @lru_cache(maxsize=1)
 def _keywords() -> tuple[str, ...]:
-    """SQL's words, as DuckDB has them."""
+    """Return SQL's words, as DuckDB has them."""
     import duckdb
 
     with duckdb.connect(":memory:") as connection:

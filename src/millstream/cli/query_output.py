@@ -1,4 +1,4 @@
-"""Answering one statement: its rows on stdout, where they stand on stderr, and an end by Ctrl-C."""
+"""The answer to one statement: its rows on stdout, their position on stderr, and an end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_S: Final = 0.1
 
 
 def answer(lake: LakeSession, sql: str, style: Style) -> int:
-    """Print one statement's rows on stdout, and on stderr where they stand; returns how many there were.
+    """Print one statement's rows on stdout, and their position on stderr; return how many there were.
 
     Ctrl-C ends the query in DuckDB too, and raises KeyboardInterrupt.
     """
@@ -49,23 +49,24 @@ def _print(lake: LakeSession, sql: str, style: Style) -> int:
 
 
 def _cancellable(lake: LakeSession, work: Callable[[], int]) -> int:
-    """Do it in a thread: while the main one is inside DuckDB, Python can't run the handler of Ctrl-C."""
+    """Run the work on a thread: while the main thread is inside DuckDB, Python can't run the handler of Ctrl-C."""
     outcome: Future[int] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the caller raises it
-            # Its frames hold DuckDB's half-read result, and DuckDB complains on stderr of what outlives the interpreter.
+            # Its frames hold DuckDB's half-read result, and DuckDB complains on stderr about objects that
+            # outlive the interpreter.
             clear_frames(error.__traceback__)
             outcome.set_exception(error)
 
     cancelled = Event()
-    # A handler that raises would do so anywhere, also while the first Ctrl-C is being dealt with.
+    # A handler that raises would do so anywhere, also while the first Ctrl-C is being handled.
     before = signal.signal(signal.SIGINT, lambda _number, _frame: cancelled.set())
     try:
         Thread(target=run, name="millstream-query", daemon=True).start()
-        # Not by joining the thread, which Python 3.11 takes for ended once a signal came.
+        # Not by joining the thread: Python 3.11 takes it for ended after a signal.
         while not wait([outcome], _LOOK_S).done:
             if cancelled.is_set():
                 # More than once: between two of its steps DuckDB runs nothing that could be interrupted.

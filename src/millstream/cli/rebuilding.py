@@ -1,4 +1,4 @@
-"""`pipeline rebuild` and `pipeline replay`: tables of the lake built anew, and ranges of records as tables of their own."""
+"""`pipeline rebuild` and `pipeline replay`: rebuilds of lake tables, and ranges of records as tables of their own."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ __all__ = ["pipeline"]
 def rebuild(
     session: Session, table: str, origin: From, views: tuple[str, ...], stream: str | None, as_json: bool
 ) -> None:
-    """Build a table of the lake anew, whatever became of it, and put it in the place of the old one in one commit.
+    """Rebuild a table of the lake, whatever became of it, and put it in the place of the old one in one commit.
 
-    The running pipeline does it; where none runs, this command does. A folder that somebody else wrote into is moved aside. With
-    --from source, a damaged history begins anew too; the tables follow when the copy is whole.
+    The running pipeline does it; if none runs, this command does. A folder that another program wrote
+    into is moved aside. With --from source, a damaged history starts over too; the tables follow when the
+    copy is whole.
     """
     from millstream.app.rebuild import rebuild_table
 
@@ -79,10 +80,10 @@ def rebuild(
 def replay(
     session: Session, table: str, begin: str | None, end: str | None, into: str, stream: str | None, as_json: bool
 ) -> None:
-    """Write a range of a table's records into a new Delta table, beside whatever runs.
+    """Write a range of a table's records into a new Delta table, next to whatever runs.
 
-    It lies in lake/<stream>/replays/NAME, or where PATH says, and is there whole or not at all. Asked again with the same range, it is found done;
-    nothing is overwritten.
+    It lies in lake/<stream>/replays/NAME, or where PATH says, and is there whole or not at all. Asked
+    again with the same range, it is found done; nothing is overwritten.
     """
     from millstream.app.rebuild import replay_table
 

@@ -1,4 +1,4 @@
-"""`reconcile`: what several regions have written, brought together."""
+"""`reconcile`: merges what several regions have written."""
 
 from __future__ import annotations
 

@@ -55,8 +55,9 @@ def follow(
 ) -> None:
     """Follow NODE: keep a copy of its streams' logs here, byte for byte, and go on with it until SIGINT or SIGTERM.
 
-    NODE is one of [replication] nodes; it may be left out where there is only one other, or where this node follows already. What this node
-    has noted outlives the command: `millstream run` follows as well. What this node has and its leader doesn't (it led before) is set aside.
+    NODE is one of [replication] nodes; it may be left out if there is only one other, or if this node
+    follows already. The noted role outlives the command: `millstream run` follows as well. Records that
+    this node has and its leader doesn't (it led before) are set aside.
     """
     with importing():
         leave_pandas_out()
@@ -94,7 +95,7 @@ def follow(
 @json_option
 @pass_session
 def replicas(session: Session, as_json: bool) -> None:
-    """Who has the streams of this home, and how far each is behind."""
+    """List the nodes that have this home's streams, and how far each is behind."""
     from millstream.nodes.replicas import list_replicas
 
     found = list_replicas(session.home(needs_source=False))
@@ -165,8 +166,10 @@ _streams_option = click.option(
 def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_json: bool) -> None:
     """Make this node the leader of its streams.
 
-    The old leader is asked to stop first, and gives what it has. Where it doesn't answer, as many other nodes must promise not to take anything from it as the
-    streams' level (`acks`) asks for: with `local` all of them, so that --accept-loss is needed where the old leader is dead. What happened can be repeated.
+    The old leader is asked to stop first, and gives what it has. If it doesn't answer, as many other
+    nodes must promise not to take anything from it as the streams' level (`acks`) asks for: with `local`
+    all of them, so that --accept-loss is needed if the old leader is dead. The command can be repeated,
+    whatever happened.
     """
     from millstream.nodes.promoting import promote as promote_stream
 
@@ -239,10 +242,12 @@ def restore(
 @json_option
 @pass_session
 def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Read all that the object store has of this home's streams, and put back what is damaged there.
+    """Read everything that the object store has of this home's streams, and put back what is damaged there.
 
-    Every byte is verified, so that it costs what reading the store costs. A segment that is damaged or gone is written once more where this
-    node, leader or not, still has it in its own log, and hashes in the store show that it is the same. Beside `millstream run`. Exit code 3: something is damaged still.
+    Every byte is verified, so that it costs what reading the store costs. A segment that is damaged or
+    gone is written once more if this node, leader or not, still has it in its own log, and hashes in the
+    store show that it is the same. It may run next to `millstream run`. Exit code 3: something is still
+    damaged.
     """
     from millstream.nodes.scrubbing import scrub_home
 

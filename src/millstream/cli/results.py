@@ -1,7 +1,7 @@
 """Rows of a query on stdout, while they come: aligned for people, CSV, JSON, or an Arrow stream.
 
-No value is rounded. CSV tells NULL (nothing) from an empty text (`""`), as PostgreSQL's COPY does; in JSON a number that
-readers of JSON may not hold exactly (a decimal, an integer beyond 2^53) is text.
+No value is rounded. CSV distinguishes NULL (nothing) from an empty text (`""`), as PostgreSQL's COPY
+does. In JSON a number that JSON readers may not hold exactly (a decimal, an integer beyond 2^53) is text.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _NUMBERS: Final = ("int", "uint", "float", "double", "decimal", "halffloat")
 _QUOTED: Final = re.compile(r'[",\r\n]')
 _FLOATS: Final = {None: None, "nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _INFINITE: Final = {2**63 - 1: "infinity", 1 - 2**63: "-infinity"}
-"""DuckDB's infinite timestamps, in Arrow. The lake's own columns have none: theirs are in `__exact`."""
+"""DuckDB's infinite timestamps, in Arrow. The lake's own columns have none: they are in `__exact`."""
 
 
 def write_result(reader: pa.RecordBatchReader, style: Style, out: TextIO | None = None) -> int:
-    """Print all rows; returns how many.
+    """Print all rows; return how many.
 
     Args:
         reader: the rows, a batch at a time.
         style: how.
-        out: stdout where None; it must have a `buffer` for `arrow`.
+        out: stdout if None; it must have a `buffer` for `arrow`.
     """
     out = sys.stdout if out is None else out
     if style == "arrow":
@@ -124,7 +124,7 @@ def _rows(batch: pa.RecordBatch) -> Iterator[tuple[str | None, ...]]:
 
 
 def _texts(column: pa.Array) -> list[str | None]:
-    """A column's values as text."""
+    """Return a column's values as text."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _texts(column.dictionary_decode())
@@ -152,7 +152,7 @@ def _texts(column: pa.Array) -> list[str | None]:
 
 
 def _instants(column: pa.Array) -> list[str | None]:
-    """Times in UTC, with `+00:00` where the type has a zone: all of ours are stored in UTC."""
+    """Return times in UTC, with `+00:00` if the type has a zone: all of ours are stored in UTC."""
     kind = column.type
     zone = "" if kind.tz is None else "+00:00"
     texts = pc.cast(column.cast(pa.int64()).cast(pa.timestamp(kind.unit)), pa.string()).to_pylist()
@@ -164,13 +164,13 @@ def _instants(column: pa.Array) -> list[str | None]:
 
 
 def _short(text: str) -> str:
-    """A time without a fraction of nothing."""
+    """Return a time without a zero fraction."""
     whole, point, fraction = text.partition(".")
     return whole if not fraction.strip("0") else whole + point + fraction
 
 
 def _plain_values(column: pa.Array) -> Iterator[Any]:
-    """What JSON can say of a column's values."""
+    """Yield a column's values as JSON can express them."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         yield from _plain_values(column.dictionary_decode())
@@ -197,7 +197,7 @@ def _plain_values(column: pa.Array) -> Iterator[Any]:
         for value in column.to_pylist():
             yield value if value is None or abs(value) <= JSON_INTEGER_MAX else str(value)
     elif pa.types.is_floating(kind):
-        # By way of the text, the shortest that names the value: a float32 has one of its own.
+        # Through the shortest text that names the value: a float32 has one of its own.
         for text in _texts(column):
             number = None if text is None else float(text)
             yield text if number is not None and not math.isfinite(number) else number

@@ -1,4 +1,4 @@
-"""`route` and `reshard`: where rows of applications go, and spreading them over another number of shards."""
+"""`route` and `reshard`: where applications' rows go, and spreading them over another number of shards."""
 
 from __future__ import annotations
 
@@ -128,8 +128,9 @@ def _object(row: str | None) -> dict[str, Any] | None:
 def reshard(session: Session, shards: int, stream: str | None = None, as_json: bool = False) -> None:
     """Spread a stream's rows over another number of shards, from a cut on.
 
-    What was appended before stays where it is; readers see each key's records in their order across the cut. Works while `millstream run`, or
-    an application, writes the home; where nobody does, this process does it. The cut is recorded: `millstream status` shows it.
+    Rows appended before stay where they are; readers see each key's records in their order across the
+    cut. Works while `millstream run`, or an application, writes the home; otherwise this process does it.
+    The cut is recorded: `millstream status` shows it.
     """
     from millstream.app.local_client import home_appender
 

@@ -43,7 +43,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     from millstream.cli.progress import JsonReport, RunReport
     from millstream.processes.run import run_home
 
-    os.environ["MILLSTREAM_LOG"] = log_format  # its parts say things on the same stderr
+    os.environ["MILLSTREAM_LOG"] = log_format  # its parts log to the same stderr
     report = (
         JsonReport() if log_format == "json" else RunReport(terminal=on_terminal(), until_caught_up=until_caught_up)
     )

@@ -76,7 +76,7 @@ def init(
 
 
 def _list_columns(home: Path, environ: dict[str, str]) -> None:
-    """Say which columns will be text in the lake and which won't be there, where the source can be asked."""
+    """Print which columns will be text in the lake and which won't be there, if the source can be asked."""
     from millstream.config.file import load_config
     from millstream.errors import MillstreamError
     from millstream.home.config_mapping import capture_config
@@ -174,7 +174,7 @@ def config_show(session: Session, as_json: bool) -> None:
 
     sections: dict[tuple[Any, ...], list[str]] = {}
     for path, value, origin in loaded.effective():
-        # TOML lets a section stand once only, and its keys come apart where tables stand between them.
+        # TOML allows a section only once, and its keys are split if tables stand between them.
         text = "{}" if value == {} else json.dumps(value, ensure_ascii=False)
         line = f"{key_text(path[-1:])} = {text}" if value is not None else f"# {key_text(path[-1:])} is not set"
         sections.setdefault(path[:-1], []).append(f"{line:<60}  # {origin}")
@@ -199,7 +199,10 @@ def slot() -> None:
 @click.option("--yes", is_flag=True, help="Don't ask.")
 @pass_session
 def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
-    """Drop a stream's slot: gives the source back its disk. What changes from then on can't be had; the next run copies anew."""
+    """Drop a stream's slot: gives the source back its disk.
+
+    Changes from then on can't be had; the next run copies again.
+    """
     from millstream.capture import drop_slot
     from millstream.cli.context import human_bytes
     from millstream.home.config_mapping import capture_config
@@ -232,13 +235,13 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
 
 @click.group(cls=SuggestingGroup)
 def catalog() -> None:
-    """What the home's processes agree on: streams, positions, tables."""
+    """The catalog that the home's processes share: streams, positions, tables."""
 
 
 @catalog.command("move")
 @pass_session
 def catalog_move(session: Session) -> None:
-    """Move the embedded catalog into the PostgreSQL database that [catalog] url names. Nothing may run meanwhile."""
+    """Move the embedded catalog into the PostgreSQL database that [catalog] url names. No process of the home may run."""
     from millstream.app.catalog_move import move_catalog
 
     home = session.home(needs_source=False)

@@ -1,7 +1,7 @@
-"""How commands begin soon: without pandas, and without looking for garbage among what they import.
+"""Fast starts of commands: without pandas, and without garbage collection during imports.
 
-Where pandas is installed, pyarrow imports it with the first value that might be pandas's. That takes longer than most commands do, and nothing in
-them uses it.
+If pandas is installed, pyarrow imports it with the first value that might be pandas's. That takes longer
+than most commands do, and nothing in them uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _WithoutPandas(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raise for pandas; leave all else to others."""
+        """Raise for pandas; leave everything else to others."""
         del path, target
         if fullname == "pandas":
             raise ImportError("left out")
@@ -34,7 +34,10 @@ class _WithoutPandas(MetaPathFinder):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For a command's imports: what they make stays until the end. To look through it took a sixth of the start, and as long once more at the end."""
+    """Disable garbage collection for a command's imports: their objects stay until the end.
+
+    Collecting them took a sixth of the start, and as long once more at the end.
+    """
     gc.disable()
     try:
         yield
@@ -44,7 +47,10 @@ def importing() -> Iterator[None]:
 
 
 def leave_pandas_out() -> None:
-    """Let pyarrow settle that there is no pandas: it looks once a process, when it first meets a value of a type that could be pandas's."""
+    """Have pyarrow conclude that there is no pandas.
+
+    It looks once per process, when it first meets a value of a type that could be pandas's.
+    """
     import pyarrow as pa
 
     finder = _WithoutPandas()

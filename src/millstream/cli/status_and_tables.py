@@ -1,4 +1,4 @@
-"""`status` and `tables`: how things stand."""
+"""`status` and `tables`: the state of streams and tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from millstream.model.ids import StreamId
 
 _HELD_BYTES: Final = 256 << 20
-"""What a holder may need of the log without being named."""
+"""Bytes of the log that a holder may need without being named."""
 
 
 @click.command()
@@ -115,7 +115,10 @@ def _print_stream(stream: dict[str, Any]) -> None:
 
 
 def _lag_words(lag: dict[str, Any]) -> str:
-    """How far a stage is behind, in what is known of it: of a source that is ahead neither records nor their age are."""
+    """Return a stage's lag in words, as far as it is known.
+
+    For a source that is ahead, neither records nor their age are.
+    """
     if lag["bytes"] == 0:
         return "nothing waits"
     known = [
@@ -127,7 +130,7 @@ def _lag_words(lag: dict[str, Any]) -> str:
 
 
 def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
-    """The troubles of a stream's parts, and what to do about them."""
+    """Print the troubles of a stream's parts, and what to do about them."""
     for part, error in errors.items():
         how = {None: "", False: " waits, and tries again", True: " has given up"}[error.get("gave_up")]
         say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
@@ -136,7 +139,7 @@ def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
 
 
 def _print_nodes(stream: dict[str, Any]) -> None:
-    """Whom a node follows and how far behind it is, or who follows it; nothing where the home is no node."""
+    """Print a node's leader and its lag, or its followers; nothing if the home is no node."""
     its = stream["replication"]
     if its is None:
         return
@@ -175,13 +178,13 @@ def _age_words(seconds: float | None) -> str:
 
 
 def _behind_words(lag: dict[str, Any]) -> str:
-    """How much is lacking; nothing where that isn't known, as of a follower that is away."""
+    """Return the lag in words; empty if it is unknown, as for a follower that is away."""
     records = lag.get("records_behind")
     return "" if records is None else f"{records:,} records, {human_bytes(lag['bytes_behind'])} behind, "
 
 
 def _source_words(source: dict[str, Any]) -> str:
-    """How a source is read, and what that keeps there; nothing while it isn't."""
+    """Return how a source is read, and what that keeps there; empty while it isn't."""
     words = ", catching up in chunks" if source["mode"] == "catching up" else ""
     holds = source["slot_holds_bytes"]
     return words if holds is None else f"{words}, its slot holds {human_bytes(holds)}"
@@ -197,7 +200,7 @@ def _replay_words(replay: dict[str, Any]) -> str:
 
 
 def _held(stream: dict[str, Any]) -> str:
-    """Who keeps most of the log, where it is more than what just goes through."""
+    """Return the holder that keeps most of the log, if that is more than records in transit."""
     held = {holder: facts["bytes"] or 0 for holder, facts in stream["log"]["held"].items()}
     holder = max(held, key=lambda name: held[name], default=None)
     if holder is None or held[holder] < _HELD_BYTES:
@@ -206,7 +209,7 @@ def _held(stream: dict[str, Any]) -> str:
 
 
 def _retention_waits(stream: dict[str, Any]) -> str:
-    """Who keeps the oldest segment, where it is older, or the log larger, than what retention keeps."""
+    """Return the holder of the oldest segment, if that is older, or the log larger, than retention keeps."""
     oldest, bounds = stream["log"]["oldest"], stream["log"]["retention"]
     if oldest is None or bounds is None or not oldest["needed_by"]:
         return ""
@@ -231,7 +234,7 @@ def _holder_words(stream: dict[str, Any], holder: str) -> str:
 
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:
-    """The commands for tables that were set aside, or that wait."""
+    """Print the commands for tables that were set aside, or that wait."""
     from millstream.app.status import what_to_run
 
     for table in tables:
@@ -252,7 +255,7 @@ def _table_row(table: dict[str, Any]) -> list[str]:
 
 
 def _reason(table: dict[str, Any]) -> str:
-    """Why a table stands where it stands; of one that is being copied, how far that is."""
+    """Return why a table is in its state; for one that is being copied, the progress."""
     copy = table.get("copy") or {}
     if table["state"] == "copying" and copy.get("rows") is not None:
         return copy_words(copy)
@@ -307,7 +310,7 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
 
 
 def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog, StreamId, str], str]) -> None:
-    """Ask something for a table, and say what will happen."""
+    """Request something for a table, and print what will happen."""
     home = session.home(needs_source=False)
     with home.open_catalog() as catalog:
         name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
@@ -340,7 +343,7 @@ def tables_retry(session: Session, table: str, stream: str | None) -> None:
 @stream_option
 @pass_session
 def tables_copy(session: Session, table: str, stream: str | None) -> None:
-    """Copy a table's rows anew, beside its changes."""
+    """Copy a table's rows again, next to its changes."""
     from millstream.app.tables import copy_table
 
     _ask(session, table, stream, copy_table)

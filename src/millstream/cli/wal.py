@@ -107,7 +107,7 @@ def cat(
 
 
 def _print_lines(records: Cat, limit: int | None) -> int | None:
-    """Print what there is, at most `limit` lines; how many are left to print."""
+    """Print the available lines, at most `limit`; return how many are left to print."""
     from millstream.export.records_json import to_json
 
     if limit == 0:
@@ -307,14 +307,14 @@ def stats(session: Session, stream: str | None, as_json: bool, partitions: bool)
 
 
 def note_dropped(home: Home, stream: str, first: int) -> None:
-    """Say on stderr if frames that were asked for aren't there any more."""
+    """Print on stderr if requested frames are no longer there."""
     begin = open_past_damage(home, stream, Damage()).first_seq()
     if first < begin:
         note(f"retention has dropped numbers up to {begin - 1}: frames are listed from {begin} on")
 
 
 def _seq_range(text: str | None) -> tuple[int, int | None]:
-    """`A-B`, `A-`, `-B` or `A` as (first, last)."""
+    """Parse `A-B`, `A-`, `-B` or `A` as (first, last)."""
     if text is None:
         return 1, None
     first, dash, last = text.partition("-")

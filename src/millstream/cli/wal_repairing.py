@@ -1,4 +1,4 @@
-"""`wal repair`: past damage, by saying what is done without."""
+"""`wal repair`: repairs damage, by naming the records that are given up."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 def repair(
     session: Session, accepted: tuple[str, ...], drop_readable: bool, dry_run: bool, stream: str | None, as_json: bool
 ) -> None:
-    """Cut out what is damaged, so that a writer and readers go on; what is cut is kept in .torn files.
+    """Cut out what is damaged, so that a writer and readers go on; the cut part is kept in .torn files.
 
-    Records that are lost have to be named, exactly: --dry-run prints how. What costs no records (a footer, a header, a schema
-    that stands elsewhere too) is made anew without. Stop what writes the stream first.
+    Records that are lost have to be named, exactly: --dry-run prints how. Parts that cost no records (a
+    footer, a header, a schema that stands elsewhere too) are rebuilt without. Stop what writes the stream
+    first.
     """
     from millstream.wal.mending.repair import AcceptedRange, plan_repair
     from millstream.wal.mending.repair import repair as repair_log
@@ -57,13 +58,13 @@ def repair(
 
 
 def _refuse_copies(home: Home, name: str) -> None:
-    """What is made anew here would be other bytes than the leader's, and records that are lost here aren't lost there."""
+    """Refuse a copy: rebuilt parts would differ from the leader's bytes, and the leader has the lost records."""
     from millstream.errors import ReadOnly
     from millstream.leadership.roles import Roles
     from millstream.protocol.replication.roles import Role
 
     fact = Roles(home).of(name)
-    # One that stands for leader itself has nobody to take it from anew.
+    # A node that stands for leader itself has no node to fetch it from again.
     if fact.role is Role.FOLLOWS and fact.promise.node != home.config.replication.node:
         raise ReadOnly(
             f"stream {name} is a copy of what {fact.leader} has: it is never mended by itself",
@@ -108,7 +109,7 @@ def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool
 
 
 def _catalog_schemas(home: Home, name: str) -> list[TableSchema]:
-    """Every schema that the home's catalog has of the stream: for records whose schema the log has lost."""
+    """Return every schema that the home's catalog has of the stream: for records whose schema the log has lost."""
     from millstream.errors import MillstreamError
 
     with contextlib.suppress(ImportError, MillstreamError):

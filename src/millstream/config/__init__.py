@@ -1,1 +1,1 @@
-"""`millstream.toml`: what it may say, and reading it."""
+"""`millstream.toml`: its keys, and reading it."""

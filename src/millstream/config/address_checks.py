@@ -1,4 +1,4 @@
-"""Faults in the addresses of a stream's lake, buffer and sinks: a secret where it would be shown, or a slip that hides one."""
+"""Faults in addresses of a stream's lake, buffer and sinks: a shown secret, or a slip that hides one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENCODE: Final = "%-encode special characters in user and password (@ is %40, / 
 
 
 def clashes_of_addresses(at: KeyPath, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path of each mistake, and what it is; never the address.
+    """Yield the path of each mistake, and its description; never the address.
 
     Args:
         at: the stream's path.

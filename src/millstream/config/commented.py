@@ -1,4 +1,4 @@
-"""Section headers that are commented out: a key that was uncommented below one belongs to another section than TOML gives it to."""
+"""Section headers that are commented out: a key uncommented below one gets into another section in TOML."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ _HEADER: Final = re.compile(r"\s*\[{1,2}[^\[\]=]+\]{1,2}\s*(?:#.*)?\Z")
 
 
 def section_meant(text: str, line: int, key: str, takes: Callable[[KeyPath, str], bool]) -> tuple[str, int] | None:
-    """The section that a key was written for, as its header stands, and the header's line; None if no commented header above it has the key.
+    """Return the section that a key was written for, as its header is written, and the header's line.
+
+    None if no commented header above it has the key.
 
     Args:
         text: the file.
         line: the key's line, from 1.
         key: its name.
-        takes: says whether the section at a path has a key.
+        takes: returns whether the section at a path has a key.
     """
     lines = text.split("\n")[: line - 1]
     for number in range(len(lines), 0, -1):

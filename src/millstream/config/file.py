@@ -1,8 +1,8 @@
 """Loading `millstream.toml`: text, variables, environment, checks, and the place of every value and every error.
 
-Three layers, the later wins: defaults, the file, variables `MILLSTREAM_<SECTION>__<KEY>` of the environment as
-pydantic-settings reads them. Every mistake is a `ConfigError` that names file, line and key and says what is allowed; all
-mistakes of a file are told at once.
+There are three layers, the later wins: defaults, the file, and the environment's variables
+`MILLSTREAM_<SECTION>__<KEY>`, as pydantic-settings reads them. Every mistake is a `ConfigError` that
+names file, line, key and the allowed values; all mistakes of a file are reported at once.
 """
 
 from __future__ import annotations
@@ -49,16 +49,19 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration, and where each of its values came from."""
+    """A configuration, and the origin of each of its values."""
 
     config: Config
     file: Path
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
     unset: Mapping[KeyPath, _Mistake] = field(default_factory=dict)
-    """Addresses of databases, and this node's token, that name a variable which isn't set, and stand as they are written."""
+    """Addresses of databases, and this node's token, that name an unset variable, and are kept as written."""
 
     def catalog_address(self) -> str | None:
-        """The address of the catalog's database; None where the catalog is embedded. `ConfigError` where its variable isn't set."""
+        """Return the address of the catalog's database; None if it is embedded.
+
+        `ConfigError` if its variable isn't set.
+        """
         url, path = self.config.catalog.url, ("catalog", "url")
         if path in self.unset:
             raise _config_error(self.file, [self.unset[path]])
@@ -67,7 +70,10 @@ class LoadedConfig:
         return None if url == EMBEDDED_CATALOG else url
 
     def node_token(self) -> str | None:
-        """The token that this node shows to others; None where it shows none. `ConfigError` where its variable isn't set."""
+        """Return the token that this node presents to others; None if there is none.
+
+        `ConfigError` if its variable isn't set.
+        """
         if _NODE_TOKEN in self.unset:
             raise _config_error(self.file, [self.unset[_NODE_TOKEN]])
         return self.config.replication.token
@@ -90,7 +96,7 @@ class LoadedConfig:
             yield path, mask(path, value), self.origin(path)
 
     def effective(self) -> Iterator[tuple[KeyPath, Any, str]]:
-        """Yield what `items` does, with the names that a stream's source has and the views of its lake where none are set."""
+        """Yield as `items`, with the default names of a stream's source and the default views of its lake."""
         for path, value, origin in self.items():
             if value is None and path[-2:] in {("source", "publication"), ("source", "slot")}:
                 yield path, f"millstream_{path[1]}", origin
@@ -100,7 +106,7 @@ class LoadedConfig:
                 yield path, value, origin
 
     def origin(self, path: KeyPath) -> str:
-        """Where a value came from: its own place, or that of the table that holds it."""
+        """Return a value's origin: its own place, or that of the table that holds it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins and (length == len(path) or self._is_leaf(path[:length])):
                 return self.origins[path[:length]]
@@ -111,17 +117,17 @@ class LoadedConfig:
 
 
 def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_source: bool = True) -> LoadedConfig:
-    """Read, fill in and check a configuration.
+    """Read, complete and check a configuration.
 
     Args:
         file: `millstream.toml`.
-        environ: the variables; the process's own where None.
-        needs_source: False where nobody will connect to a source: a variable of a DSN (or the catalog's address, or this node's token) that
-            isn't set then stays as it is written.
+        environ: the variables; the process's own if None.
+        needs_source: False if no source will be connected to: an unset variable of a DSN (or the
+            catalog's address, or this node's token) then stays as it is written.
 
     Raises:
-        ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong; details: file, line,
-            key of the first mistake, and `mistakes`, all of them.
+        ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong;
+            details: file, line, key of the first mistake, and `mistakes`, all of them.
         LakeFormatUnsupported: it asks for a lake format (or its writer) that this version doesn't have.
     """
     environ = os.environ if environ is None else environ
@@ -146,7 +152,7 @@ class _Mistake:
     what: str
     line: int | None = None
     variable: str | None = None
-    """The variable of the environment that would mend it."""
+    """The environment variable that would fix it."""
 
     def __str__(self) -> str:
         return f"{self.place}: {self.key}: {self.what}" if self.key else f"{self.place}: {self.what}"
@@ -218,7 +224,7 @@ class _Loader:
         return LoadedConfig(config, self._file, origins, unset)
 
     def _look_for_misplaced(self, path: KeyPath, table: dict[str, Any]) -> None:
-        """Note keys below a commented header that their own section doesn't have; a table of free names would take them."""
+        """Note keys below a commented header that their section lacks; a table of free names would accept them."""
         own = _allowed(path)
         for name, value in table.items():
             line = self._lines.get((*path, name))
@@ -249,7 +255,7 @@ class _Loader:
             return value
 
     def _overrides(self) -> dict[str, Any]:
-        """What the environment sets, as nested dicts; notes which variable each value came from."""
+        """Return the environment's values as nested dicts; notes which variable each value came from."""
         names = {name.lower(): name for name in self._environ if name.upper().startswith(ENV_PREFIX)}
         source = _Environment(_Settings, self._environ)
         try:
@@ -265,7 +271,7 @@ class _Loader:
         return {name: value for name, value in found.items() if name in Config.model_fields}
 
     def _check(self, data: dict[str, Any], *, strict: bool) -> Config | None:
-        """Validate; of the file alone strictly, of all layers with what text in a variable stands for."""
+        """Validate: the file alone strictly, all layers with text converted, as variables hold only text."""
         try:
             return Config.model_validate(data, strict=strict)
         except ValidationError as error:
@@ -309,7 +315,7 @@ class _Settings(Config, BaseSettings):
 
 
 class _Environment(EnvSettingsSource):
-    """pydantic-settings' reading of variables, over an environment that is handed in."""
+    """pydantic-settings' reading of variables, over a given environment."""
 
     def __init__(self, settings: type[BaseSettings], environ: Mapping[str, str]) -> None:
         self._given = environ
@@ -320,7 +326,7 @@ class _Environment(EnvSettingsSource):
 
 
 def key_text(path: KeyPath) -> str:
-    """A key's path as TOML writes it: `streams.shop.shards."public.big"`."""
+    """Return a key's path as TOML writes it: `streams.shop.shards."public.big"`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -331,7 +337,7 @@ def key_text(path: KeyPath) -> str:
 
 
 def _misplaced(text: str, line: int, key: str, *, or_free: bool = False) -> str | None:
-    """Say where a key belongs that stands below a commented header, of a table of free names only if `or_free`; None if it doesn't."""
+    """Return where a key below a commented header belongs; None if nowhere. A table of free names only if `or_free`."""
     meant = section_meant(text, line, key, lambda path, name: name in _allowed(path) or (or_free and _takes_any(path)))
     return (
         meant
@@ -348,7 +354,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
-    """A mistake of pydantic's in our words; never the value itself, which may be a secret, but where it is one of a few."""
+    """Return a pydantic mistake in our words; never the value, which may be a secret, unless it is one of a few."""
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "extra_forbidden":
         allowed = _allowed(path[:-1])
@@ -382,13 +388,13 @@ def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
 
 
 def _allowed(path: KeyPath) -> list[str]:
-    """The keys of the table at a path; none if it is none, or takes any."""
+    """Return the keys of the table at a path; none if it is no table, or takes any."""
     model = _type_at(path)
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
 def _takes_any(path: KeyPath) -> bool:
-    """Whether the table at a path is one of free names, such as `spark.conf`."""
+    """Return whether the table at a path is one of free names, such as `spark.conf`."""
     return bool(path) and get_origin(_type_at(path)) is dict
 
 
@@ -406,11 +412,11 @@ def _type_at(path: KeyPath) -> Any:
 
 
 def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what is right by itself and wrong together, and what only other rooms know to be wrong.
+    """Yield conflicts between valid settings, and mistakes that only other rooms can detect.
 
     Args:
         config: the configuration.
-        disk: bytes of the disk on which the home lies.
+        disk: bytes of the home's disk.
     """
     from millstream.model.names import parse_qualified_name
     from millstream.model.pgtypes import parse_lake_override
@@ -463,7 +469,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
 def _clashes_of_buffer(
     at: KeyPath, name: str, stream: StreamConfig, writer: str | None
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Likewise, of the write buffer: a stream has its rows from one place."""
+    """Yield those of the write buffer: a stream has its rows from one place."""
     buffer = stream.buffer
     if buffer is None:
         return
@@ -485,7 +491,7 @@ def _clashes_of_buffer(
 
 
 def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Likewise, of what protects it."""
+    """Yield those of the protection of `[http]`."""
     for one, other in (
         ("tls_certificate", "tls_key"),
         ("tls_key", "tls_certificate"),
@@ -498,7 +504,7 @@ def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Likewise, of a stream's lake: what its format has and doesn't have."""
+    """Yield those of a stream's lake: the features of its format."""
     in_database = lake.format == "postgres"
     if in_database and not is_address(lake.location) and not lake.location.startswith("${"):
         yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"
@@ -517,7 +523,7 @@ def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, s
 def _clashes_of_source(
     at: KeyPath, name: str, source: SourceConfig | None, slots: dict[tuple[str, str], str]
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Likewise, of a stream's source; `slots` are those of the streams before it."""
+    """Yield those of a stream's source; `slots` are those of the streams before it."""
     from millstream.model.names import TablePatterns
 
     if source is None:

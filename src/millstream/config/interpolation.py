@@ -1,7 +1,8 @@
-"""`${NAME}` in the strings of a configuration, and the masking of what must not be shown.
+"""`${NAME}` in the strings of a configuration, and the masking of secrets.
 
-In a DSN a variable may stand for a part only, and that part has rules of its own (`@` and `/` in a URL's password, spaces
-and quotes in a keyword's value). The variable holds the plain text; it is escaped here, as its place demands.
+In a DSN a variable may stand for a part only, and that part has rules of its own (`@` and `/` in a URL's
+password, spaces and quotes in a keyword's value). The variable holds the plain text; it is escaped here,
+as its place requires.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _URL_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<us
 _KEYWORD_VARIABLE: Final = re.compile(r"(?P<key>\w+\s*=\s*)(?P<quote>'?)\$\{(?P<name>[^}]*)\}(?P=quote)(?=\s|$)")
 
 _OPTIONS: Final = frozenset({"storage_options", "client", "topic", "conf"})
-"""Tables whose keys others define, and take as they are."""
+"""Tables whose keys other systems define, and which are passed on unchanged."""
 
 
 class MissingVariable(LookupError):
-    """A string names a variable that isn't set (or isn't a name).
+    """A string names a variable that isn't set (or an invalid name).
 
     Args:
         what: the mistake in words.
-        name: the variable that would have to be set; None where the text isn't a variable's name.
+        name: the variable that would have to be set; None if the text isn't a variable's name.
     """
 
     def __init__(self, what: str, name: str | None = None) -> None:
@@ -37,7 +38,7 @@ class MissingVariable(LookupError):
 
 
 def interpolate(text: str, environ: Mapping[str, str]) -> str:
-    """Put variables into a string; `$${` stands for `${` itself. `MissingVariable` names the one that is missing."""
+    """Replace variables in a string; `$${` stands for `${` itself. `MissingVariable` names the missing one."""
 
     def value(found: re.Match[str]) -> str:
         return "${" if found[0] == "$${" else _lookup(found[1], environ)
@@ -46,7 +47,7 @@ def interpolate(text: str, environ: Mapping[str, str]) -> str:
 
 
 def interpolate_dsn(text: str, environ: Mapping[str, str]) -> str:
-    """Put variables into a DSN, each escaped as its place demands; a DSN that is one variable is taken as it is."""
+    """Replace variables in a DSN, each escaped as its place requires; a DSN that is one variable is taken as it is."""
     userinfo = _URL_USERINFO.match(text)
     if userinfo is not None:
         quoted = {name: quote(value, safe="") for name, value in environ.items() if f"${{{name}}}" in text}
@@ -68,12 +69,12 @@ def interpolate_dsn(text: str, environ: Mapping[str, str]) -> str:
 
 
 def variables(text: str) -> list[str]:
-    """The names of the variables in a string."""
+    """Return the names of the variables in a string."""
     return [found[1] for found in _VARIABLE.finditer(text) if found[1]]
 
 
 def mask(path: tuple[str | int, ...], value: Any) -> Any:
-    """A configuration value as it may be shown: addresses without passwords, and nothing of values whose key says secret.
+    """Return a configuration value as it may be shown: addresses without passwords, and secret keys' values masked.
 
     The value of a key that holds an address is masked whole if it can't be parsed.
     """
@@ -99,7 +100,7 @@ def _is_address_key(key: str, table: str) -> bool:
 
 
 def is_database(path: tuple[str | int, ...], value: str) -> bool:
-    """Whether the key at a path holds a database's address: in those, parts have rules of their own."""
+    """Return whether the key at a path holds a database's address, whose parts have rules of their own."""
     if path[-2:] == ("lake", "location"):
         return is_address(value)
     return path[-1:] == ("dsn",) or path[-2:] == ("catalog", "url")
@@ -108,7 +109,7 @@ def is_database(path: tuple[str | int, ...], value: str) -> bool:
 def _lookup(name: str | None, environ: Mapping[str, str]) -> str:
     if name is None or _NAME.match(name) is None:
         raise MissingVariable(
-            # A password may hold these characters: what stands between them isn't repeated.
+            # A password may hold these characters: the text between them isn't repeated.
             "it holds ${ and no variable's name behind it; write ${NAME}, or $${ for the characters themselves"
         )
     if name not in environ:

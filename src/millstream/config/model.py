@@ -21,10 +21,10 @@ from millstream.config.serving_model import FlightConfig, HttpConfig
 from millstream.libpq import is_address
 
 EMBEDDED_CATALOG: Final = "data/catalog.db"
-"""The catalog's place where none is configured, from the home."""
+"""The default place of the catalog, from the home."""
 
 LEASE_MIN_S: Final = 0.1
-"""Shorter ones run out under a thread that the system has put aside."""
+"""Shorter leases expire under a thread that the system has suspended."""
 
 
 class SourceConfig(Section):
@@ -157,14 +157,14 @@ class LakeConfig(Section):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """`views`, or those of the format where none are set."""
+        """Return `views`, or the format's default views."""
         if self.views is not None:
             return tuple(self.views)
         return ("current", "changes") if self.format == "postgres" else ("current", "history")
 
     @property
     def history_retention_s(self) -> float | None:
-        """`history_retention` in seconds."""
+        """Return `history_retention` in seconds."""
         return None if self.history_retention is None else duration_s(self.history_retention)
 
 
@@ -208,27 +208,27 @@ class LogConfig(Section):
 
     @property
     def retention_age_s(self) -> float:
-        """`retention_age` in seconds."""
+        """Return `retention_age` in seconds."""
         return duration_s(self.retention_age)
 
     @property
     def retention_interval_s(self) -> float:
-        """`retention_interval` in seconds."""
+        """Return `retention_interval` in seconds."""
         return duration_s(self.retention_interval)
 
     def retention_bytes_of(self, disk_bytes: int) -> int:
-        """`retention_bytes` on a disk of that size."""
+        """Return `retention_bytes` on a disk of that size."""
         return size_bytes(self.retention_bytes, whole=disk_bytes)
 
     def retention_bytes_max_of(self, disk_bytes: int) -> int:
-        """`retention_bytes_max` on a disk of that size."""
+        """Return `retention_bytes_max` on a disk of that size."""
         if self.retention_bytes_max is None:
             return 2 * self.retention_bytes_of(disk_bytes)
         return size_bytes(self.retention_bytes_max, whole=disk_bytes)
 
 
 class IngestConfig(Section):
-    """What applications may write into a stream."""
+    """The rules of applications' writes into a stream."""
 
     schema_on_write: Literal["strict", "add_columns", "create"] = Field(
         default="create",
@@ -321,7 +321,7 @@ class BufferConfig(Section):
 
     @property
     def timeout_s(self) -> float:
-        """`timeout` in seconds."""
+        """Return `timeout` in seconds."""
         return duration_s(self.timeout)
 
 
@@ -425,12 +425,12 @@ class WriterConfig(Section):
 
     @property
     def lease_s(self) -> float:
-        """`lease` in seconds."""
+        """Return `lease` in seconds."""
         return duration_s(self.lease)
 
 
 class CatalogConfig(Section):
-    """What processes agree on and what outlives them: streams, writers, positions, tables and their schemas."""
+    """The state that processes share and that outlives them: streams, writers, positions, tables and schemas."""
 
     url: str = Field(
         default=EMBEDDED_CATALOG,
@@ -443,7 +443,8 @@ class CatalogConfig(Section):
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        # A variable that isn't set stands as it is written for those who don't need it: `LoadedConfig.catalog_address`.
+        # An unset variable stays as it is written for callers that don't need it:
+        # `LoadedConfig.catalog_address`.
         if url != EMBEDDED_CATALOG and not is_address(url) and not url.startswith("${"):
             raise ValueError(
                 f"must be a PostgreSQL address such as postgresql://user@host/database, or {EMBEDDED_CATALOG}"

@@ -21,7 +21,7 @@ _BYTES: Final = {"B": 1} | {
 
 
 def duration_s(text: str) -> float:
-    """Seconds; `ValueError` for text that is no duration."""
+    """Return seconds; `ValueError` for text that is no duration."""
     found = _DURATION.match(text)
     if found is None:
         raise ValueError(f"{text!r} is not a duration; write a number with ms, s, min, h or d, such as 500ms or 7d")
@@ -29,7 +29,7 @@ def duration_s(text: str) -> float:
 
 
 def check_level(text: str) -> str:
-    """The text of an acknowledgement level; `ValueError` for text that is none."""
+    """Return the text of an acknowledgement level; `ValueError` for text that is none."""
     try:
         return str(AckLevel.parse(text))
     except UsageError as error:
@@ -37,7 +37,10 @@ def check_level(text: str) -> str:
 
 
 def size_bytes(text: str, *, whole: int | None = None) -> int:
-    """Bytes; a percentage is taken of `whole`. `ValueError` for text that is no size, or no share where none may be."""
+    """Return bytes; a percentage is taken of `whole`.
+
+    `ValueError` for text that is no size, or a share without `whole`.
+    """
     found = _SIZE.match(text)
     if found is None:
         raise ValueError(f"{text!r} is not a size; write a number with B, KB, MB, GB, KiB, MiB, GiB, such as 64MiB")
@@ -50,32 +53,32 @@ def size_bytes(text: str, *, whole: int | None = None) -> int:
 
 
 def check_duration(text: str) -> str:
-    """The text itself, where it is a duration."""
+    """Return the text itself, if it is a duration."""
     duration_s(text)
     return text
 
 
 def check_size(text: str) -> str:
-    """The text itself, where it is a size in bytes."""
+    """Return the text itself, if it is a size in bytes."""
     size_bytes(text)
     return text
 
 
 def check_size_above_zero(text: str) -> str:
-    """The text itself, where it is a size of a byte or more."""
+    """Return the text itself, if it is a size of a byte or more."""
     if size_bytes(text) < 1:
         raise ValueError(f"{text!r} is nothing; leave it out for no bound")
     return text
 
 
 def check_size_or_share(text: str) -> str:
-    """The text itself, where it is a size in bytes or a percentage."""
+    """Return the text itself, if it is a size in bytes or a percentage."""
     size_bytes(text, whole=100)
     return text
 
 
 def disk_bytes(folder: Path) -> int:
-    """How large the disk is on which a folder lies (or will)."""
+    """Return the size of the disk on which a folder is, or will be."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).total

@@ -1,4 +1,4 @@
-"""What is right by itself and wrong together in how a stream's tables merge."""
+"""Conflicts between valid settings of how a stream's tables merge."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from millstream.model.names import parse_qualified_name
 
 
 def clashes_of_regions(at: KeyPath, stream: StreamConfig, writer: str | None) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path of each mistake, and what it is.
+    """Yield the path of each mistake, and its description.
 
     Args:
         at: the stream's path.
         stream: its configuration.
-        writer: this writer's name, where a stream has several.
+        writer: this writer's name, if a stream has several.
     """
     from millstream.crdt.declared import ColumnMerge
 
@@ -44,6 +44,6 @@ def clashes_of_regions(at: KeyPath, stream: StreamConfig, writer: str | None) ->
 
 
 def key_of(stream: StreamConfig, table: str) -> tuple[str, ...]:
-    """The key of a table that applications write, whatever way its name is written; none where it has none."""
+    """Return the key of a table that applications write, however its name is written; empty if it has none."""
     wanted = parse_qualified_name(table)
     return next((tuple(key) for name, key in stream.keys.items() if parse_qualified_name(name) == wanted), ())

@@ -1,4 +1,4 @@
-"""What is right by itself and wrong together in a stream's level and `[replication]`."""
+"""Conflicts between a stream's acknowledgement level and `[replication]`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from millstream.model.replication import AckLevel, Reach
 
 
 def reach_of(replication: ReplicationConfig) -> Reach:
-    """Who may ever hold what this node writes."""
+    """Return which machines can ever hold what this node writes."""
     return Reach(len(replication.nodes.keys() - {replication.node}), replication.object_store is not None)
 
 
 def clashes_of_level(at: KeyPath, acks: str, replication: ReplicationConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Where a stream's level can never hold: nobody would be answered."""
+    """Yield a stream's level that can never be reached: no append would be answered."""
     lacking = reach_of(replication).lacks(AckLevel.parse(acks))
     if lacking is not None:
         yield (*at, "acks"), lacking

@@ -1,4 +1,4 @@
-"""`[replication]`: this node among those that have its streams, and where their logs go besides."""
+"""`[replication]`: this node among those that have its streams, and the other targets of their logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _STORES: Final = ("s3://", "gs://", "az://", "file:///")
 
 
 class ReplicationConfig(Section):
-    """This node among those that have its streams, and where their logs go besides. Followers connect to Flight: `[flight] listen` is the leader's."""
+    """This node among those that have its streams, and the other targets of their logs.
+
+    Followers connect to Flight: `[flight] listen` is the leader's.
+    """
 
     node: str | None = Field(
         default=None,
@@ -97,7 +100,7 @@ class ReplicationConfig(Section):
 
     @property
     def region_addresses(self) -> dict[RegionId, str]:
-        """`regions`, by number."""
+        """Return `regions`, by number."""
         return {RegionId(int(region)): address for region, address in self.regions.items()}
 
     @field_validator("object_store")

@@ -1,4 +1,4 @@
-"""What is right by itself and wrong together in a stream's routing and partitions."""
+"""Conflicts between valid settings of a stream's routing and partitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millstream.model.names import TablePatterns, parse_qualified_name
 
 
 def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the path of each mistake, and what it is.
+    """Yield the path of each mistake, and its description.
 
     Args:
         at: the stream's path.
@@ -34,14 +34,14 @@ def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator
 
 
 def clashes_of_table(at: KeyPath, table: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what is wrong with the name of a table that applications write."""
+    """Yield the faults in the name of a table that applications write."""
     try:
         namespace, name = parse_qualified_name(table)
     except UsageError as error:
         yield at, _said(error)
         return
     if stream.source is not None:
-        # What is wrong with the patterns is told where they stand.
+        # Mistakes in the patterns are reported at the patterns.
         with suppress(MillstreamError):
             named = [
                 pattern

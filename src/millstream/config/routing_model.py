@@ -29,12 +29,12 @@ class RuleConfig(Section):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """`to` as a list."""
+        """Return `to` as a list."""
         return (self.to,) if isinstance(self.to, str) else tuple(self.to)
 
 
 class HashRingConfig(Section):
-    """What spreads rows over a stream's shards that no rule takes, so that rows of one key lie on one shard."""
+    """The ring that spreads rows without a rule over a stream's shards: rows of one key are on one shard."""
 
     columns: list[str] = Field(
         default=[],
@@ -53,7 +53,7 @@ class HashRingConfig(Section):
 
 
 class SinkConfig(Section):
-    """A sink beside the stream's log, which rules send rows to by its name."""
+    """A sink next to the stream's log, which rules send rows to by its name."""
 
     kind: Literal["kafka", "redis", "log", "millstream"] = Field(
         description="A topic of `kafka`, streams of `redis`, `log` files of a folder (as a write buffer has them: another stream may read from it), or a "

@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of: a strict base, and texts that stand for durations and sizes."""
+"""The building blocks of the configuration's sections: a strict base, and texts for durations and sizes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Level = Annotated[str, AfterValidator(check_level)]
 Size = Annotated[str, AfterValidator(check_size)]
 """`64MiB`."""
 SizeAboveZero = Annotated[str, AfterValidator(check_size_above_zero)]
-"""A size that is more than nothing."""
+"""A size greater than zero."""
 SizeOrShare = Annotated[str, AfterValidator(check_size_or_share)]
 """`64MiB`, or a share of the disk such as `20%`."""
 
 
 class Section(BaseModel):
-    """A section: no key beside those that it has, and no change."""
+    """A section: unknown keys are refused, and it is immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,4 +1,4 @@
-"""`[http]` and `[flight]`: what `serve` listens on, who may call it, and what a call may take."""
+"""`[http]` and `[flight]`: the addresses that `serve` listens on, its callers, and the limits of a call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ HostName = Annotated[
 
 
 def _apart(listen: str) -> tuple[str, int]:
-    """Host and port."""
+    """Return host and port."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - the user wrote `:8787`
 
 
 class HttpConfig(Section):
-    """What `serve` listens on, and who may call it. The certificates, tokens and clients are Arrow Flight's as well."""
+    """The address that `serve` listens on, and its callers.
+
+    The certificates, tokens and clients are Arrow Flight's as well.
+    """
 
     listen: str = Field(
         default="127.0.0.1:8787",
@@ -119,7 +122,7 @@ class HttpConfig(Section):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port, apart."""
+        """Return host and port."""
         return _apart(self.listen)
 
 
@@ -151,5 +154,5 @@ class FlightConfig(Section):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port, apart; None where there is no Flight."""
+        """Return host and port; None if there is no Flight."""
         return None if self.listen is None else _apart(self.listen)

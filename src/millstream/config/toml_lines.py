@@ -1,7 +1,8 @@
-"""At which line each key of a TOML text stands.
+"""The line of each key in a TOML text.
 
-tomllib gives values without places, and an error that can't say where is half an error. The scanner is given text that
-tomllib has accepted, so it only has to walk it: keys, strings, brackets and comments; it judges nothing.
+tomllib returns values without places, and an error without its place is half an error. The scanner gets
+text that tomllib has accepted, so it only has to walk it: keys, strings, brackets and comments; it
+validates nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _STRINGS: Final = (
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """From each key's path to its line, from 1. Tables stand where their header does, list items by their index."""
+    """Return each key's line, from 1, by its path. Tables have their header's line, list items their index."""
     return _Scanner(text).scan()
 
 
@@ -128,6 +129,6 @@ class _Scanner:
 
     def _note(self, path: KeyPath, at: int | None = None) -> None:
         line = self._text.count("\n", 0, self._at if at is None else at) + 1
-        # A header names the tables above it too, where nobody has yet.
+        # A header names its parent tables too, unless they are already there.
         for length in range(1, len(path) + 1):
             self._lines.setdefault(path[:length], line)

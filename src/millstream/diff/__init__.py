@@ -1,1 +1,1 @@
-"""`diff`: the lake held against its source, by key and value, while both move; and having what differs read again."""
+"""`diff`: compares the lake with its source, by key and value, while both move; and has differing rows read again."""

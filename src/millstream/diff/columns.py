@@ -1,9 +1,9 @@
-r"""How `diff` compares a column: an expression for PostgreSQL and one for DuckDB that give the same text for the same value.
+r"""How `diff` compares a column: expressions for PostgreSQL and DuckDB that return the same text for the same value.
 
-The text of a row is PostgreSQL's own of a record (`ROW(…)::text`), which DuckDB is made to write too; sums over its hashes are
-compared range by range. It only has to be *injective*: two rows of one text are equal. Where a text differs though the value
-doesn't (there are such doubles), the range's rows are fetched, and `comparable` has the last word, over what PostgreSQL prints and what
-the lake's value prints as.
+The text of a row is PostgreSQL's own of a record (`ROW(…)::text`), which DuckDB is made to write too;
+sums over its hashes are compared range by range. It only has to be *injective*: two rows of one text are
+equal. If a text differs though the value doesn't (there are such doubles), the range's rows are fetched,
+and `comparable` decides by PostgreSQL's text and the text of the lake's value.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import pyarrow as pa
 from millstream.model.pgtypes import NUMERIC_OID, element_oid, numeric_precision
 
 HASH_BITS: Final = 60
-"""Of a row's hash: 15 hexadecimal digits, so that it is positive and no sum of them overflows 128 bits."""
+"""Bits of a row's hash: 15 hexadecimal digits, so that it is positive and no sum overflows 128 bits."""
 _HASH_DIGITS: Final = HASH_BITS // 4
 _INTEGER_OIDS: Final = frozenset({20, 21, 23})
 _INTEGERS: Final = (pa.int16(), pa.int32(), pa.int64())
 _REAL_OID: Final = 700
 _FLOAT_OIDS: Final = frozenset({_REAL_OID, 701})
 _DIGITS: Final = Context(prec=200_000)
-"""PostgreSQL's numeric has at most 131072 digits before the point and 16383 behind it."""
+"""PostgreSQL's numeric has at most 131072 digits before the point and 16383 after it."""
 
 HashName = Literal["md5", "sha256"]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedColumn:
-    """A column that both sides have (or that the lake hasn't been told of: `lake` is then None)."""
+    """A column that both sides have; `lake` is None if the lake doesn't know it yet."""
 
     name: str
-    """The lake's."""
+    """The column's name in the lake."""
     type_oid: int
     type_modifier: int
     lake: pa.DataType | None
     named: str = ""
-    """Its name at the source, where that is another one (`log_names`)."""
+    """Its name at the source, if that differs (`log_names`)."""
 
     @property
     def source_name(self) -> str:
-        """Its name at the source."""
+        """Return its name at the source."""
         return self.named or self.name
 
     @property
@@ -54,17 +54,17 @@ class ComparedColumn:
 
     @property
     def _unscaled(self) -> bool:
-        """Whether the lake keeps a number's value but not how many zeros follow its point."""
+        """Return whether the lake keeps a number's value but not its trailing zeros after the point."""
         if self.lake is None or not pa.types.is_decimal(self.lake):
             return False
         found = numeric_precision(self.type_modifier) if self.type_oid == NUMERIC_OID else None
         return found is None or max(found[1], 0) != self.lake.scale
 
     def source_sql(self) -> str:
-        """The value as PostgreSQL writes it into a record's text."""
+        """Return the expression for PostgreSQL's text of the value in a record."""
         name = pg_name(self.source_name)
         if self._floating and (self.type_oid in _FLOAT_OIDS or element_oid(self.type_oid) in _FLOAT_OIDS):
-            # A real's shortest digits are other ones than those of the same value as a double.
+            # A real's shortest digits differ from those of the same value as a double.
             array = "[]" if pa.types.is_list(self.lake) else ""
             return f"{name}::pg_catalog.float8{array}"
         if self._unscaled and self.type_oid == NUMERIC_OID:
@@ -72,7 +72,7 @@ class ComparedColumn:
         return name
 
     def lake_sql(self, *, with_exact: bool) -> str:
-        """The value's text in DuckDB, as PostgreSQL prints it; NULL for null."""
+        """Return the expression for the value's text in DuckDB, as PostgreSQL prints it; NULL for null."""
         if self.lake is None:
             return "NULL::VARCHAR"
         text = _duck_text(duck_name(self.name), self.lake)
@@ -83,14 +83,14 @@ class ComparedColumn:
         return text
 
     def needs_quotes(self, *, with_exact: bool) -> bool:
-        """Whether its text may hold what a record's text puts between quotes."""
+        """Return whether its text may contain characters that a record's text quotes."""
         if self.lake in {*_INTEGERS, pa.bool_(), None}:
             return False
         plain = pa.types.is_decimal(self.lake) or pa.types.is_date(self.lake) or pa.types.is_floating(self.lake)
         return with_exact or not plain
 
     def comparable(self, text: str | None, *, of_source: bool) -> str | None:
-        """What of a value's text tells it from others, on either side: the text itself where both keep the same of it."""
+        """Return the distinguishing part of a value's text, on either side: all of it if both sides keep it."""
         if text is None:
             return None
         if self._unscaled:
@@ -112,10 +112,11 @@ class RowTexts:
     """The expressions over a table's whole rows.
 
     Args:
-        columns: all that are compared.
-        key: names of the key's, as the lake has them; empty for a bag of rows.
-        ranges: into how many ranges of the key's hash (of the row's, for a bag) the rows fall.
-        hash_name: what hashes; both sides have to have it.
+        columns: all compared columns.
+        key: names of the key's columns, as in the lake; empty for a bag of rows.
+        ranges: the number of ranges of the key's hash (of the row's, for a bag) that rows are divided
+            into.
+        hash_name: the hash function; both sides need it.
     """
 
     columns: tuple[ComparedColumn, ...]
@@ -133,16 +134,16 @@ class RowTexts:
         return len(found) == 1 and found[0].type_oid in _INTEGER_OIDS and found[0].lake in {*_INTEGERS, None}
 
     def source_sql(self, rows: str, *, utf8: bool) -> str:
-        """A query of `(range, hash)` of every row, and the columns as they are.
+        """Return a query for `(range, hash)` of every row, and the columns as they are.
 
         Args:
-            rows: what stands behind FROM, its condition included.
-            utf8: whether the database's own bytes are what the hash is to be of.
+            rows: the text after FROM, including its condition.
+            utf8: whether the hash is over the database's own bytes.
         """
         record = _record(column.source_sql() for column in self.columns)
         key = "NULL" if not self.key or self._key_is_number else _record(c.source_sql() for c in self._key_columns())
         names = ", ".join(pg_name(column.source_name) for column in self.columns)
-        # OFFSET 0 keeps the planner from writing the texts out again wherever they are used.
+        # OFFSET 0 keeps the planner from repeating the text expressions wherever they are used.
         inner = f"SELECT {record}::pg_catalog.text AS {_T}, {key}::pg_catalog.text AS {_K}{', ' * bool(names)}{names} FROM {rows} OFFSET 0"
         hashed = f"SELECT {_pg_hash(_T, self.hash_name, utf8=utf8)} AS {_H}, * FROM ({inner}) q OFFSET 0"
         if self._key_is_number:
@@ -154,7 +155,7 @@ class RowTexts:
         return f"SELECT {place} AS {_B}, {_H}{', ' * bool(names)}{names} FROM ({hashed}) p"
 
     def lake_sql(self, view: str, *, with_exact: bool) -> str:
-        """The same for DuckDB, over a view of the table's rows; `__exact` comes along where there is one."""
+        """Return the same query for DuckDB, over a view of the table's rows; with `__exact` if there is one."""
         exact = {"with_exact": with_exact}
         own = [duck_name(c.name) for c in self.columns if c.lake is not None] + ["__exact"] * with_exact
         texts = [f"{c.lake_sql(**exact)} AS __t{n}" for n, c in enumerate(self.columns)]
@@ -184,22 +185,22 @@ HASH: Final = _H
 
 
 def pg_name(name: str) -> str:
-    """An identifier for PostgreSQL, quoted whatever it holds."""
+    """Return an identifier for PostgreSQL, always quoted."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def duck_name(name: str) -> str:
-    """An identifier for DuckDB."""
+    """Return an identifier for DuckDB."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def duck_literal(text: str) -> str:
-    """A string for DuckDB."""
+    """Return a string for DuckDB."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def ranges_for(rows: int, size_bytes: int, *, rows_max: int, bytes_max: int) -> int:
-    """Into how many ranges a table is cut, so that one of them is likely to have no more than these rows and bytes."""
+    """Return the number of ranges for a table, so that one is likely to have no more than these rows and bytes."""
     return max(1, -(-rows // rows_max), -(-size_bytes // bytes_max))
 
 
@@ -241,7 +242,7 @@ def _duck_quoted(text: str) -> str:
 
 
 def _duck_text(value: str, kind: pa.DataType) -> str:
-    """PostgreSQL's text of a DuckDB value of a lake type; NULL for null."""
+    """Return the expression for PostgreSQL's text of a DuckDB value of a lake type; NULL for null."""
     if pa.types.is_list(kind):
         return _duck_array(value, kind.value_type)
     if pa.types.is_boolean(kind):
@@ -249,7 +250,7 @@ def _duck_text(value: str, kind: pa.DataType) -> str:
     if pa.types.is_floating(kind):
         return _duck_double(value)
     if pa.types.is_timestamp(kind):
-        # By way of microseconds: what it prints doesn't hang on a time zone then.
+        # Through microseconds: the printed text doesn't depend on a time zone then.
         zone = "" if kind.tz is None else " || '+00'"
         return f"(make_timestamp(epoch_us({value}))::VARCHAR{zone})"
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
@@ -263,7 +264,7 @@ def _duck_array(value: str, kind: pa.DataType) -> str:
         escaped = f"'\"' || replace(replace({element}, '\\', '\\\\'), '\"', '\\\"') || '\"'"
         special = f"{element} = '' OR lower({element}) = 'null' OR regexp_matches({element}, {_ARRAY_QUOTED})"
         element = f"CASE WHEN {special} THEN {escaped} ELSE {element} END"
-    # array_to_string leaves no element out, and gives NULL for none.
+    # array_to_string leaves no element out, and returns NULL for none.
     joined = (
         f"array_to_string(list_transform({value}, lambda x: CASE WHEN x IS NULL THEN 'NULL' ELSE {element} END), ',')"
     )
@@ -271,7 +272,10 @@ def _duck_array(value: str, kind: pa.DataType) -> str:
 
 
 def _duck_double(value: str) -> str:
-    """Both print the shortest digits; DuckDB writes a point into whole numbers and an exponent from 1e16 on, not 1e15."""
+    """Return the shortest digits, as PostgreSQL.
+
+    DuckDB adds a point to integers, and an exponent from 1e16 on, not 1e15.
+    """
     double = f"{value}::DOUBLE"
     text = f"({double})::VARCHAR"
     digits = f"rtrim(replace({text}, '.', ''), '0')"

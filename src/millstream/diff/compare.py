@@ -1,8 +1,9 @@
 """`diff`: the lake's tables against their source, at one LSN, by key and value, while both move.
 
-The source is read under a snapshot that sees exactly the commits below an LSN; the lake at the number up to which the log holds
-just those. First sums over ranges are compared, each side computing its own, then the rows of ranges whose sums differ, one
-range at a time: memory is bounded by a range, whatever the table. Two ranges that differ have equal sums once in 2**60.
+The source is read under a snapshot that sees exactly the commits below an LSN; the lake at the number up
+to which the log holds just those. First sums over ranges are compared, each side computing its own. Then
+the rows of ranges whose sums differ are compared, one range at a time: memory is bounded by a range,
+whatever the table. Two ranges that differ have equal sums once in 2**60.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ if TYPE_CHECKING:
 
 RANGE_ROWS: Final = 50_000
 RANGE_BYTES: Final = 16 << 20
-"""What a range is likely to hold at most: of these two sides' rows are in memory at once."""
+"""Likely size of a range at most: the rows of both sides of one range are in memory at once."""
 
 RowText = tuple[str | None, ...]
 _T = TypeVar("_T")
 
 
 class Compared(StrEnum):
-    """What became of a table."""
+    """The outcome for a table."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
     NOT_COMPARED = "not_compared"
-    """It should have been: the reason says why it wasn't."""
+    """It should have been compared: the reason says why it wasn't."""
     SKIPPED = "skipped"
     """It has no `current` to compare."""
 
@@ -66,7 +67,7 @@ class What(StrEnum):
     MISSING_IN_SOURCE = "missing_in_source"
     VALUES = "values"
     COUNT = "count"
-    """Of a table without a key: the equal rows aren't equally many."""
+    """For a table without a key: the numbers of equal rows differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,15 @@ class Difference:
     """One key that differs, its values as PostgreSQL prints them."""
 
     key: Mapping[str, str | None]
-    """By name; of a table without a key, the whole row."""
+    """The key's values by name; for a table without a key, the whole row."""
     what: What
     columns: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
-    """By name, (the lake's, the source's) where both have the key."""
+    """By name, (the lake's, the source's) if both have the key."""
     counts: tuple[int, int] = (1, 1)
-    """Of a row without a key: how many the lake has, and the source."""
+    """For a row without a key: how many the lake has, and the source."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the difference, JSON-able."""
         facts: dict[str, Any] = {"key": dict(self.key), "what": self.what.value}
         if self.what is What.VALUES:
             facts["columns"] = {name: {"lake": a, "source": b} for name, (a, b) in self.columns.items()}
@@ -93,25 +94,25 @@ class Difference:
 
 @dataclass(slots=True)
 class TableDiff:
-    """What became of one table."""
+    """The outcome for one table."""
 
     name: str
     """`schema.table`, each part quoted where PostgreSQL would."""
     state: Compared
     reason: str = ""
     key: tuple[str, ...] = ()
-    """Names of the key's columns; empty where rows have none."""
+    """Names of the key's columns; empty if rows have none."""
     notes: list[str] = field(default_factory=list)
     rows_source: int = 0
     rows_lake: int = 0
     different: int = 0
-    """Keys that differ."""
+    """Number of keys that differ."""
     differences: list[Difference] = field(default_factory=list)
-    """The first of them, as many as were asked for."""
+    """The first of them, up to the requested number."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the outcome, JSON-able."""
         return {
             "table": self.name,
             "state": self.state.value,
@@ -127,7 +128,7 @@ class TableDiff:
 
 @dataclass(slots=True)
 class DiffReport:
-    """What came of a `diff`."""
+    """The result of a `diff`."""
 
     stream: str
     stream_id: StreamId
@@ -137,14 +138,14 @@ class DiffReport:
 
     @property
     def exit_code(self) -> int:
-        """0: all is equal; 1: a table couldn't be compared; 3: a table differs."""
+        """Return the exit code: 0: all is equal; 1: a table couldn't be compared; 3: a table differs."""
         states = {table.state for table in self.tables}
         if Compared.DIFFERENT in states:
             return 3
         return 1 if Compared.NOT_COMPARED in states else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the result, JSON-able."""
         states = Counter(table.state.value for table in self.tables)
         return {
             "stream": self.stream,
@@ -158,7 +159,7 @@ class DiffReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a `diff` is."""
+    """The progress of a `diff`."""
 
     doing: str
     """`waiting for …`, `comparing` or `reading`."""
@@ -181,17 +182,18 @@ def diff_stream(
 
     Args:
         home: the home.
-        stream: its name; None where the home has one only.
-        tables: `schema.table` of those to compare; all where empty.
-        timeout_s: how long to wait for old transactions at the source, and for capture and lake to get as far as the snapshot.
+        stream: its name; None if the home has only one.
+        tables: `schema.table` of those to compare; all if empty.
+        timeout_s: how long to wait for old transactions at the source, and for capture and lake to reach
+            the snapshot.
         limit: differing keys to list for each table; more are counted.
-        on_progress: told how far it is, from several threads.
-        on_table: told of each table once it is done.
+        on_progress: called with the progress, from several threads.
+        on_table: called with each table once it is done.
 
     Raises:
         UnknownStream, UnknownTable: there is none of that name.
-        LakeBehind: the lake doesn't get as far as the source.
-        SourceError: the source can't be read; which one says why.
+        LakeBehind: the lake doesn't reach the source's position.
+        SourceError: the source can't be read; the subclass says why.
     """
     name, config = home.stream_config(stream)
     capture = capture_config(home, name, config)
@@ -214,7 +216,7 @@ def diff_stream(
         with SourceSnapshot.take(
             capture.dsn, patience_s=timeout_s, check=lambda found: check_same(followed, found)
         ) as snapshot:
-            # Where the address names several servers, all of it is asked of one.
+            # If the address names several servers, one server gets all queries.
             capture = replace(capture, dsn=snapshot.dsn)
             waiting = Waiting(
                 home, name, capture, catalog, layout, last.id, deadline_s, lambda doing: on_progress(Progress(doing))
@@ -244,7 +246,7 @@ def diff_stream(
 
 
 def _size(row: TableRow, by_oid: Mapping[int, PublishedTable]) -> int:
-    """Small tables go first: the sooner a table is read, the likelier that nothing has truncated it since the snapshot."""
+    """Small tables go first: the sooner a table is read, the less likely it was truncated since the snapshot."""
     found = by_oid.get(row.relation_oid)
     return 0 if found is None else found.table.size_bytes
 
@@ -262,7 +264,7 @@ class _States:
         return cls({int(row.id): row for row in rows}, held_tables(catalog, stream))
 
     def obstacle(self, row: TableRow) -> str:
-        """Why a table's rows can't be held against the source's; empty where they can."""
+        """Return why a table's rows can't be compared with the source's; empty if they can."""
         held = self.held.get(str(int(row.id)))
         if held is not None:
             return f"set aside in the lake: {held.get('reason', '')}"
@@ -276,7 +278,7 @@ class _States:
 
 
 def _session_at(layout: Any, n: Seq) -> LakeSession:
-    """The lake at `n`; from `current` where the last cut stands just there."""
+    """Return the lake at `n`; from `current` if the last cut is exactly there."""
     session = LakeSession(layout)
     if session.cut is None or session.cut.n == n:
         return session
@@ -285,7 +287,7 @@ def _session_at(layout: Any, n: Seq) -> LakeSession:
 
 
 def _check_again(catalog: Catalog, stream: StreamId, row: TableRow, first: _States, done: TableDiff) -> None:
-    """A copy that began meanwhile may have voided what the comparison looked at."""
+    """Check again: a copy that began in the meantime may have invalidated the compared rows."""
     now = _States.look(catalog, stream)
     had, have = first.rows[int(row.id)], now.rows.get(int(row.id))
     if done.state is Compared.DIFFERENT and (have is None or now.obstacle(have) or have.copy_id != had.copy_id):
@@ -333,7 +335,7 @@ class _Comparison:
     on_progress: Callable[[Progress], None]
 
     def compare(self, session: LakeSession, row: TableRow, published: PublishedTable, done: TableDiff) -> None:
-        """Fill in what became of a table."""
+        """Fill in the outcome for a table."""
         table = published.table
         lake = self._lake_table(session, row)
         types = {} if lake is None else lake.types()
@@ -370,7 +372,7 @@ class _Comparison:
 
     @staticmethod
     def _lake_table(session: LakeSession, row: TableRow) -> LakeTable | None:
-        """The table in the lake; None where no record of it has ever landed, as of one that was always empty."""
+        """Return the table in the lake; None if no record of it has ever landed, for example of an always empty one."""
         # By its id: a new name reaches the lake with the table's next record.
         name = session.name_of(row.id)
         return None if name is None else LakeTable(session, *parse_qualified_name(name))
@@ -400,14 +402,14 @@ class _Comparison:
 
 
 class _Ranges(Generic[_T]):
-    """What comes by range, ascending; some ranges have nothing."""
+    """Items by range, ascending; some ranges have none."""
 
     def __init__(self, pieces: Iterator[tuple[int, _T]]) -> None:
         self._pieces = pieces
         self._next: tuple[int, _T] | None = None
 
     def at(self, place: int) -> _T | None:
-        """What a range has; ranges are asked for in order, and nothing is read ahead of what is asked for."""
+        """Return a range's item; ranges are requested in order, and nothing is read ahead."""
         if self._next is None:
             self._next = next(self._pieces, None)
         if self._next is None or self._next[0] != place:
@@ -416,7 +418,7 @@ class _Ranges(Generic[_T]):
         return found
 
     def close(self) -> None:
-        """Ask for no more."""
+        """Stop reading."""
         if isinstance(self._pieces, Generator):
             self._pieces.close()
 
@@ -463,7 +465,7 @@ def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.Data
 def _unequal(
     lake: pa.Table | None, source: Sequence[tuple[int, RowText]], columns: Sequence[ComparedColumn]
 ) -> tuple[list[RowText], list[RowText]]:
-    """The rows of both sides less those whose hash is equally often on both."""
+    """Return both sides' rows without those whose hash is equally frequent on both."""
     hashes: list[int] = [] if lake is None else lake.column(HASH).to_pylist()
     ours, theirs = Counter(hashes), Counter(hashed for hashed, _ in source)
     left = [index for index, hashed in enumerate(hashes) if ours[hashed] != theirs[hashed]]
@@ -472,11 +474,11 @@ def _unequal(
 
 
 def differences_of(texts: RowTexts, lake: Sequence[RowText], source: Sequence[RowText]) -> Iterator[Difference]:
-    """What differs between some rows of both sides, all others being equal.
+    """Return the differences between some rows of both sides, all others being equal.
 
     Args:
-        texts: says columns and key.
-        lake: rows as PostgreSQL would print what the lake holds, in the order of the columns.
+        texts: has columns and key.
+        lake: the lake's rows as PostgreSQL would print them, in the order of the columns.
         source: rows as PostgreSQL prints them.
     """
     names = [column.name for column in texts.columns]

@@ -36,16 +36,16 @@ class LakeTable:
         self.with_exact: Final = EXACT in self._schema.names
 
     def types(self) -> dict[str, pa.DataType]:
-        """The columns' types."""
+        """Return the columns' types."""
         return {field.name: field.type for field in self._schema if field.name != EXACT}
 
     def count(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         rows: int = self._query(f"SELECT count(*) FROM {self._view}").column(0)[0].as_py()
         return rows
 
     def sums(self, texts: RowTexts) -> Sums:
-        """The sums of all ranges."""
+        """Return the sums of all ranges."""
         found = self._query(
             f"SELECT {RANGE}, count(*), sum({HASH})::VARCHAR FROM ({texts.lake_sql(self._view, with_exact=self.with_exact)})"
             f" GROUP BY {RANGE}"
@@ -54,9 +54,9 @@ class LakeTable:
         return {place: (n, int(total)) for place, n, total in zip(places, rows, totals, strict=True)}
 
     def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[tuple[int, pa.Table]]:
-        """(range, its rows with their hashes), by range, of those that have rows; sorted on disk where memory ends.
+        """Yield (range, its rows with their hashes), by range, for non-empty ranges; sorted on disk if memory is full.
 
-        Take it to its end, or close it, before anything else is asked of the session.
+        Exhaust or close the iterator before the session's next call.
         """
         wanted = ",".join(map(str, sorted(ranges)))
         query = (
@@ -91,7 +91,7 @@ class LakeTable:
 
 
 def _by_range(table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
-    """The pieces of one range each, of rows sorted by it."""
+    """Yield the pieces of one range each, from rows sorted by range."""
     places = table.column(RANGE).to_numpy()
     starts = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist(), len(places)]
     for start, end in pairwise(starts):
@@ -100,7 +100,7 @@ def _by_range(table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
 
 
 def row_texts(rows: pa.Table, columns: Collection[ComparedColumn]) -> list[tuple[str | None, ...]]:
-    """Each row's values as PostgreSQL would print what the lake holds."""
+    """Return each row's values from the lake as PostgreSQL would print them."""
     maps = rows.column(EXACT).combine_chunks() if EXACT in rows.column_names else None
     if maps is not None and maps.null_count == len(maps):
         maps = None

@@ -1,7 +1,7 @@
-"""Where log and lake have to stand so that they hold just what a snapshot of the source sees, and the wait until they do.
+"""The position at which log and lake hold exactly what a snapshot of the source sees, and the wait for it.
 
-The log has transactions in the order of their commits. So all that a snapshot at an LSN sees are the records up to some number,
-and the next transaction of that source behind it begins at or above the LSN.
+The log has transactions in the order of their commits. So a snapshot at an LSN sees exactly the records
+up to some number, and that source's next transaction begins at or above the LSN.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _POLL_S: Final = 0.1
 _BEAT_EVERY_S: Final = 5.0
 _PEEK_MAX: Final = 10_000
-"""Messages of a slot that nobody reads: if the first so many say nothing of a table, more aren't asked for."""
+"""Limit of messages to peek at in an unread slot: if the first ones contain no table, more aren't requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What is waited with."""
+    """The parameters of a wait."""
 
     home: Home
     stream: str
@@ -55,24 +55,24 @@ class Waiting:
 
     @property
     def over(self) -> bool:
-        """Whether time has run out."""
+        """Return whether time has run out."""
         return time.monotonic() >= self.deadline_s
 
     def runs(self, role: str) -> bool:
-        """Whether that part of the home runs, or is about to again."""
+        """Return whether that part of the home runs, or is about to again."""
         return runs(self.home.run_folder, "owner" if role == "capture" else "pipeline")
 
 
 def wait_for_lake(waiting: Waiting, lsn: Lsn, *, before: Seq) -> Seq:
-    """The number up to which the log holds what a snapshot at `lsn` sees, and no more, once the lake has it all.
+    """Return the number up to which the log holds exactly what a snapshot at `lsn` sees, once the lake has it all.
 
     Args:
-        waiting: who waits, and for how long.
+        waiting: the wait's parameters.
         lsn: the snapshot's.
-        before: how far the log was before the snapshot was asked for.
+        before: the log's position before the snapshot was requested.
 
     Raises:
-        LakeBehind: nothing runs that would bring it there, or it takes too long.
+        LakeBehind: no running process would bring it there, or it takes too long.
         SlotActive, SourceError: the slot couldn't be asked whether anything is missing.
     """
     reader = StreamReader(str(waiting.home.wal_folder(waiting.stream)))
@@ -134,13 +134,13 @@ def _wait_for_log(waiting: Waiting, lsn: Lsn) -> None:
 
 
 def _beat(dsn: str) -> None:
-    """Write a little WAL at an idle source, so that its sender has something to tell. Where the role may not, it is waited."""
+    """Write a little WAL at an idle source, so that its sender reports a position. Without the privilege, just wait."""
     with contextlib.suppress(MillstreamError), connect(dsn, purpose="diff") as connection, translated():
         connection.execute("SELECT pg_logical_emit_message(false, %s, '')", [HEARTBEAT_PREFIX])
 
 
 def _nothing_waits(waiting: Waiting, lsn: Lsn) -> bool:
-    """Whether the slot, which nobody reads, has no change of a table below `lsn` that it would send."""
+    """Return whether the unread slot has no change of a table below `lsn` to send."""
     names = (waiting.capture.publication, inserts_name(waiting.capture.publication))
     with connect(waiting.capture.dsn, purpose="diff") as connection, translated():
         found = connection.execute("SELECT pubname FROM pg_publication WHERE pubname = ANY(%s)", [list(names)])
@@ -164,12 +164,15 @@ def _nothing_waits(waiting: Waiting, lsn: Lsn) -> bool:
 
 
 def _last_below(reader: StreamReader, source: SourceId, lsn: Lsn, before: Seq) -> Seq:
-    """The last number in front of the source's first transaction at or above `lsn`; none of those lies at or below `before`."""
+    """Return the last number before the source's first transaction at or above `lsn`.
+
+    None of those is at or below `before`.
+    """
     upto = last = reader.persisted_upto()
-    # All of it: a frame has its operations table by table, so what comes first needn't have the lowest number.
+    # All of it: a frame has its operations table by table, so the first need not have the lowest number.
     for found in reader.read_between(before, upto):
         batch = found.batch
-        # Copied rows have no index: their LSN says when they were read, not where they stand.
+        # Copied rows have no index: their LSN records when they were read, not their position.
         later = pc.and_(
             pc.and_(pc.equal(batch.column("__source"), source), pc.is_valid(batch.column("__commit_index"))),
             pc.greater_equal(batch.column("__commit_lsn"), lsn),

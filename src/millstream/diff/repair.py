@@ -1,7 +1,7 @@
-"""`diff --repair`: has capture read the keys that differ again, through the log, and says what became of it.
+"""`diff --repair`: has capture read the differing keys again, through the log, and reports the result.
 
-Nothing here writes into the log or the lake: requests lie in the catalog, and the home's owner does them, now or when it runs
-next.
+Nothing here writes into the log or the lake: requests are in the catalog, and the home's owner carries
+them out, now or in its next run.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _POLL_S: Final = 0.2
 
 @dataclass(slots=True)
 class RepairAsked:
-    """What was asked for one table."""
+    """The request for one table."""
 
     table: str
     how: str
-    """`keys`: the rows of so many keys are read again; `copy`: the whole table is; `refused`: neither can be."""
+    """`keys`: that many keys' rows are read again; `copy`: the whole table is; `refused`: neither is possible."""
     keys: int = 0
     request: str = ""
     reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the request, JSON-able."""
         return {"table": self.table, "how": self.how, "keys": self.keys, "reason": self.reason}
 
 
 @dataclass(slots=True)
 class Repair:
-    """What was asked for after a `diff`."""
+    """The requests after a `diff`."""
 
     tables: list[RepairAsked] = field(default_factory=list)
     capture_runs: bool = False
-    """Whether somebody is there to do it now."""
+    """Whether a running capture carries them out now."""
 
 
 def ask_repairs(home: Home, report: DiffReport) -> Repair:
-    """Ask for what a `diff` found different to be read again.
+    """Request that everything a `diff` found different is read again.
 
-    A table without a key, or of which more keys differ than were listed, is copied whole.
+    A table without a key, or with more differing keys than were listed, is copied whole.
     """
     asked = Repair(capture_runs=runs(home.run_folder, "owner"))
     with home.open_catalog() as catalog:
@@ -81,10 +81,10 @@ def _ask_one(catalog: Catalog, report: DiffReport, table: TableDiff) -> RepairAs
 def wait_for_repairs(
     home: Home, report: DiffReport, repair: Repair, *, timeout_s: float, on_wait: Callable[[str], None]
 ) -> None:
-    """Return once all that was asked for is durable in the log.
+    """Return once everything requested is durable in the log.
 
     Raises:
-        LakeBehind: capture doesn't run, says that it can't be done, or takes too long.
+        LakeBehind: capture doesn't run, reports that it can't be done, or takes too long.
     """
     deadline = time.monotonic() + timeout_s
     requests = [asked.request for asked in repair.tables if asked.request]

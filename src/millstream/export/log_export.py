@@ -1,12 +1,13 @@
-"""A log as Arrow files, without loss: what `log_import` makes the same log of, and any Arrow reader a table.
+"""A log as Arrow files, without loss: `log_import` restores the log from them, and any Arrow reader gets tables.
 
     DIR/operations.arrow                              a row for each operation, in order: what its records have in common
     DIR/<schema>.<table>-t<id>-v<version>-s<shard>.arrow   the records of one table, under one version of its schema, on one shard;
                                                       of a partitioned table one file a partition (…-p<number>.arrow)
     DIR/export.json                                   written last: what belongs to it, with sizes and checksums
 
-Operations are numbered in the log's order (`number`); records name theirs (`__operation`) and stand in its order. All are Arrow IPC
-files (Feather v2), LZ4. Memory is bounded by a frame, and by the directories of a commit group.
+Operations are numbered in the log's order (`number`). Records have their operation's number (`__operation`), and are in
+its order. All files are Arrow IPC (Feather v2), LZ4. Memory is bounded by a frame, and by the directories of a commit
+group.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ EXPORT_FILE: Final = "export.json"
 OPERATIONS_FILE: Final = "operations.arrow"
 ORDINAL: Final = pa.field("__operation", pa.int64(), nullable=False)
 ROW_PREFIX: Final = (ORDINAL, RECORD_OFFSET, LOG_ROW_PREFIX[1], *RECORD_PREFIX)
-"""What stands before a table's own columns: the operation, the offset and index, and what every reader gets."""
+"""The columns before a table's own: the operation, the offset and index, and the standard ones of every reader."""
 _COUNTS: Final = pa.list_(pa.struct([("shard", pa.int32()), ("table_id", pa.int64()), ("records", pa.int64())]))
 EXPORTED_OPERATION: Final = pa.schema(
     [pa.field("number", pa.int64(), nullable=False), *OPERATION_SCHEMA, pa.field("counts", _COUNTS, nullable=False)]
@@ -67,7 +68,7 @@ _FileKey = tuple[ShardId, TableId, SchemaVersion, str | None]
 
 @dataclass(slots=True)
 class _Placed:
-    """A frame, and which operation each of its directory's is."""
+    """A frame, with the operation of each entry of its directory."""
 
     frame: RecordsFrame
     operations: list[_Operation]
@@ -83,20 +84,20 @@ def export_arrow(
     tables: frozenset[TableId] | None = None,
     catalog: Mapping[str, Any] | None = None,
 ) -> int:
-    """Write the operations with numbers in `(after, upto]` to a folder; returns how many records.
+    """Write the operations with numbers in `(after, upto]` to a folder; return how many records.
 
     Args:
         reader: the log.
         folder: made; must be empty.
-        stream: the name that the export bears.
+        stream: the export's stream name.
         after: exclusive.
         upto: inclusive.
         tables: only their records.
-        catalog: what the home knows of sources and tables, JSON-able.
+        catalog: the home's facts of sources and tables, JSON-able.
 
     Raises:
-        UsageError: the folder holds something.
-        CorruptWal: the log is damaged. What was written has no `export.json`, and is no export.
+        UsageError: the folder isn't empty.
+        CorruptWal: the log is damaged. The written files have no `export.json`, and are no export.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -106,7 +107,7 @@ def export_arrow(
     is_whole = tables is None and after < reader.first_seq()
     try:
         for group in reader.read_groups(after, upto):
-            if is_whole:  # a log that lacks something hasn't got anywhere
+            if is_whole:  # positions don't apply to a partial log
                 reached.update({str(source): int(lsn) for source, lsn in group[-1].header.reached.items()})
             writer.write_group(group)
         files = writer.close()
@@ -170,7 +171,7 @@ class _Writer:
             self._write_frame(found)
 
     def close(self) -> list[dict[str, Any]]:
-        """Finish the files; what `export.json` says of them."""
+        """Finish the files; return their entries in `export.json`."""
         self._write_operations()
         self._out.close()
         self._rows[OPERATIONS_FILE] = self.operations
@@ -186,7 +187,7 @@ class _Writer:
         ]
 
     def abandon(self) -> None:
-        """Close what is open, after a failure."""
+        """Close open files, after a failure."""
         for out in (self._out, *(out for _, out in self._files.values())):
             out.close()
 
@@ -232,7 +233,10 @@ class _Writer:
 def _by_partition(
     batch: pa.RecordBatch, partitions: pa.StringArray, counts: Ints
 ) -> Iterator[tuple[str | None, pa.RecordBatch]]:
-    """The rows of each partition, in their order; `partitions` and `counts` are those of the batches that they came in."""
+    """Yield the rows of each partition, in their order.
+
+    `partitions` and `counts` are those of the batches that they came in.
+    """
     if partitions.null_count == len(partitions):
         yield None, batch
         return
@@ -242,7 +246,7 @@ def _by_partition(
 
 
 def _place(group: Sequence[RecordsFrame]) -> list[_Placed]:
-    """The operations of a group's frames: one that goes on in the next frame, or on another shard, is one."""
+    """Return the operations of a group's frames: one that continues in the next frame, or on another shard, is one."""
     known: dict[tuple[Any, ...], _Operation] = {}
     placed: list[_Placed] = []
     before: _Placed | None = None
@@ -274,7 +278,7 @@ def _place(group: Sequence[RecordsFrame]) -> list[_Placed]:
 
 
 def _identity(facts: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What tells an operation from all others of its group; None for an append that nobody named."""
+    """Return what distinguishes an operation from all others of its group; None for an append without an identity."""
     named = facts["session"], facts["session_number"], facts["idempotency_key"]
     if facts["kind"] == OperationKind.APPEND and named == (None, None, None):
         return None
@@ -282,7 +286,7 @@ def _identity(facts: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _goes_on(before: _Placed | None, frame: RecordsFrame, facts: Mapping[str, Any]) -> _Operation | None:
-    """The operation at the end of the frame before, where this frame begins with the rest of it."""
+    """Return the operation at the end of the previous frame, if this frame begins with the rest of it."""
     if before is None or before.frame.header.shard != frame.header.shard or before.operations[-1].facts != facts:
         return None
     last, first = _indexes(before.frame, len(before.operations) - 1), _indexes(frame, 0)
@@ -290,7 +294,7 @@ def _goes_on(before: _Placed | None, frame: RecordsFrame, facts: Mapping[str, An
 
 
 def _indexes(frame: RecordsFrame, operation: int) -> list[int]:
-    """The indexes of the records that one operation has in a frame."""
+    """Return the indexes of the records that one operation has in a frame."""
     found: list[int] = []
     for part in frame.header.parts:
         at = 0
@@ -304,7 +308,7 @@ def _indexes(frame: RecordsFrame, operation: int) -> list[int]:
 
 
 def file_facts(path: Path) -> dict[str, int]:
-    """A file's size and checksum."""
+    """Return a file's size and checksum."""
     crc = size = 0
     with path.open("rb") as data:
         while piece := data.read(1 << 20):
@@ -314,10 +318,10 @@ def file_facts(path: Path) -> dict[str, int]:
 
 
 def read_export(folder: Path) -> dict[str, Any]:
-    """What an export says of itself, after all of its files have been checked against it.
+    """Return an export's facts, after all of its files have been checked against them.
 
     Raises:
-        ExportUnusable: it isn't whole, isn't one, or a newer Millstream wrote it.
+        ExportUnusable: it is incomplete, isn't an export, or a newer Millstream wrote it.
     """
     try:
         facts: dict[str, Any] = json.loads((folder / EXPORT_FILE).read_bytes())
@@ -341,7 +345,7 @@ def read_export(folder: Path) -> dict[str, Any]:
 
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
-    """`ValueError`, `TypeError` or `KeyError` unless all that an import takes out of them is there, and of its type."""
+    """Raise `ValueError`, `TypeError` or `KeyError` unless an import's facts are there, and of their types."""
     _check_types(facts, {"stream": str, "records": int, "reached": dict, "catalog": dict, "files": list})
     _check_types(facts["reached"], dict.fromkeys(facts["reached"], int))
     for source in (*facts.get("sources", ()), *map(int, facts["reached"])):
@@ -367,7 +371,7 @@ def _check_types(facts: Mapping[str, Any], types: Mapping[str, type]) -> None:
 
 
 def check_columns(path: Path, found: pa.Schema, needed: pa.Schema) -> None:
-    """`ExportUnusable` where a file lacks a column, or has one of another type."""
+    """Raise `ExportUnusable` if a file lacks a column, or has one of another type."""
     for column in needed:
         place = found.get_field_index(column.name)
         if place < 0 or found.field(place).type != column.type:
@@ -375,7 +379,7 @@ def check_columns(path: Path, found: pa.Schema, needed: pa.Schema) -> None:
 
 
 def batches_of(path: Path) -> Iterator[pa.RecordBatch]:
-    """The batches of the file of operations, one at a time. `ExportUnusable` where it is none."""
+    """Yield the batches of the file of operations, one at a time. `ExportUnusable` if it is none."""
     try:
         with pa.OSFile(str(path)) as source:
             reader = ipc.open_file(source)

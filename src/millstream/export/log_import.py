@@ -1,9 +1,9 @@
-"""An exported log, written anew into a stream that is empty: the same operations and records, in the same order.
+"""An exported log, written into an empty stream: the same operations and records, in the same order.
 
-All or nothing: every file of the export is checked first, the log is written beside the stream's folder, and a rename shows it. An
-import that was cut short is begun again, with the same command. Sources, tables and schemas get this home's own numbers in
-the catalog, in the exporting home's order; records get this stream's numbers (`seq`). LSNs, transaction ids, times,
-indexes and texts stay what they were.
+All or nothing: every file of the export is checked first, the log is written next to the stream's folder,
+and a rename publishes it. An interrupted import is started again with the same command. Sources, tables
+and schemas get this home's own numbers in the catalog, in the exporting home's order; records get this
+stream's numbers (`seq`). LSNs, transaction ids, times, indexes and texts stay the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
 
 _RECORDS_AT_ONCE: Final = 20_000
-"""Operations are appended together up to here; one that is larger goes in pieces."""
+"""Number of records up to which operations are appended together; a larger operation goes in pieces."""
 Position = tuple[int, int]
 """(batch, row in it)"""
 _CheckIndexes = Callable[[Sequence[Mapping[str, Any]], pa.RecordBatch], None]
@@ -48,7 +48,7 @@ _CheckIndexes = Callable[[Sequence[Mapping[str, Any]], pa.RecordBatch], None]
 
 @dataclass(slots=True)
 class _File:
-    """One table's rows, and how far they have been taken."""
+    """One table's rows, and the position up to which they have been taken."""
 
     path: Path
     reader: ipc.RecordBatchFileReader
@@ -59,7 +59,7 @@ class _File:
     at: Position = (0, 0)
 
     def rows(self, at: Position, ordinal: int) -> Iterator[tuple[pa.RecordBatch, Position]]:
-        """Rows of operations up to an ordinal, batch by batch; with each, where it ends."""
+        """Yield the rows of operations up to an ordinal, batch by batch, each with its end position."""
         number, row = at
         while number < self.reader.num_record_batches:
             batch = self.reader.get_batch(number)
@@ -74,13 +74,13 @@ class _File:
 
 
 class _Reservations:
-    """Numbers while the log isn't the stream's yet: from what the catalog has given out, and told to it in the end."""
+    """Reservations while the log isn't the stream's yet: from the catalog's numbers, and recorded there in the end."""
 
     def __init__(self, reserved: Seq) -> None:
         self._reserved = reserved
 
     def reserved(self) -> Seq:
-        """The greatest number reserved."""
+        """Return the greatest number reserved."""
         return self._reserved
 
     def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
@@ -90,20 +90,20 @@ class _Reservations:
 
 
 def import_log(home: Home, stream: str, folder: Path) -> int:
-    """Import an export into a stream that has no records; returns how many it had.
+    """Import an export into a stream that has no records; return how many records it had.
 
     Args:
-        home: whose.
-        stream: its name; made where it is new.
-        folder: what `export_arrow` wrote.
+        home: the home.
+        stream: its name; created if it is new.
+        folder: written by `export_arrow`.
 
     Raises:
-        ExportUnusable: the export isn't whole, or of another version; or of some tables only, for a stream whose frames are to
-            carry operations' numbers. Nothing was changed.
+        ExportUnusable: the export is incomplete, or of another version; or of some tables only, for a
+            stream whose frames must have operations' numbers. Nothing was changed.
         StreamNotEmpty: the stream has records.
-        HomeBusy: the home is being written.
+        HomeBusy: another process writes the home.
         ReadOnly, Fenced: another node leads the stream.
-        DiskFull, CatalogError …: nothing is shown; the same call begins again.
+        DiskFull, CatalogError …: nothing is published; the same call starts again.
     """
     facts = read_export(folder)
     home.prepare()
@@ -150,19 +150,19 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
 
 
 def _numbering(home: Home, stream: str) -> Numbering:
-    """As the stream's configuration has it, where it has one."""
+    """Return the stream's configured numbering, or the default."""
     configured = home.config.streams.get(stream) if home.config_file.exists() else None
     return Numbering.BATCH if configured is None else Numbering(configured.log.sequence_numbers)
 
 
 def _region(home: Home, stream: str) -> RegionId:
-    """Likewise."""
+    """Return the stream's configured region, or the default."""
     configured = home.config.streams.get(stream) if home.config_file.exists() else None
     return RegionId(0 if configured is None else configured.region)
 
 
 def _stream_on_disk(target: Path, stream: str) -> StreamId | None:
-    """The id of a log that is there and empty; `StreamNotEmpty` where it isn't empty."""
+    """Return the id of an existing empty log; `StreamNotEmpty` if it isn't empty."""
     if not target.is_dir():
         return None
     reader = StreamReader(str(target), on_damage=lambda _error: None)
@@ -176,7 +176,7 @@ def _stream_on_disk(target: Path, stream: str) -> StreamId | None:
 
 
 def _sources(catalog: Catalog, stream: StreamId, facts: Mapping[str, Any]) -> dict[int, SourceId]:
-    """This home's number for each source of the export; one that nothing is known of gets a history of its own."""
+    """Return this home's number for each source of the export; an unknown source gets a history of its own."""
     known = {source["id"]: source for source in facts["catalog"].get("sources", ())}
     used = {int(source) for source in facts["reached"]} | set(known) | set(facts.get("sources", ()))
     found = {0: SourceId(0)}
@@ -224,7 +224,7 @@ def _tables(
     facts: Mapping[str, Any],
     sources: Mapping[int, SourceId],
 ) -> dict[TableId, TableId]:
-    """This home's id for each table of the export, in the order of its own."""
+    """Return this home's id for each table of the export, in the order of its own."""
     from millstream.catalog import TableState
 
     known = {table["id"]: table for table in facts["catalog"].get("tables", ())}
@@ -240,7 +240,7 @@ def _tables(
             raise ExportUnusable(f"the export says of {s.namespace}.{s.name} that it is {told!r}, which is no state")
         state = TableState(told)
         if state is TableState.COPYING:
-            state = TableState.COPY_REQUESTED  # where its copy stood wasn't exported
+            state = TableState.COPY_REQUESTED  # its copy's position wasn't exported
         reason = str(known.get(table, {}).get("reason", ""))
         row = catalog.table_for(
             stream, sources[s.source], s.relation_oid, s.namespace, s.name, kind=s.kind, shard=shard, state=state, reason=reason
@@ -266,7 +266,7 @@ def _append(
     reached: Mapping[SourceId, Lsn],
     check: _CheckIndexes,
 ) -> int:
-    """Append all operations in order; returns how many records they had."""
+    """Append all operations in order; return how many records they had."""
     done = 0
     waiting: list[dict[str, Any]] = []
     size = 0
@@ -343,7 +343,7 @@ def _append_some(
 
 
 def _check_indexes(operations: Sequence[Mapping[str, Any]], batch: pa.RecordBatch) -> None:
-    """`ExportUnusable` unless records lie in their operations without gaps, which an operation's number alone asks for."""
+    """Raise `ExportUnusable` if records in an operation have gaps; only operations' numbers require that."""
     counts = np.array([_records(operation) for operation in operations])
     of_row = batch.column("__operation").to_numpy() - operations[0]["number"]
     if (batch.column("__index").to_numpy() >= counts[of_row]).any():
@@ -354,7 +354,7 @@ def _check_indexes(operations: Sequence[Mapping[str, Any]], batch: pa.RecordBatc
 
 
 def _chunks(files: Sequence[tuple[_File, Position]], ordinal: int) -> Callable[[], Iterator[tuple[TableRows, ...]]]:
-    """A large operation's rows in pieces, over all its tables by index."""
+    """Yield a large operation's rows in pieces, over all its tables by index."""
 
     def chunks() -> Iterator[tuple[TableRows, ...]]:
         sources = {n: (file, file.rows(at, ordinal)) for n, (file, at) in enumerate(files)}
@@ -386,7 +386,7 @@ def _chunks(files: Sequence[tuple[_File, Position]], ordinal: int) -> Callable[[
 
 
 def _as_appended(batch: pa.RecordBatch, schema: TableSchema, first: int) -> pa.RecordBatch:
-    """Exported rows as rows to append, under this home's schema."""
+    """Return exported rows as rows to append, under this home's schema."""
     target = append_row_schema(schema)
     letters = "".join(batch.column("__op").to_pylist()).encode("ascii")
     given = {

@@ -1,4 +1,4 @@
-"""A log's records between two tokens, and what became of a table's rows there: what every way of reading a home stands on."""
+"""A log's records between two tokens, and the changes of a table's rows there: the base of every way to read a home."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from millstream.wal.segment_reader import TableRecords
 
 _COMPRESSED: Final = 4
-"""How many times as large as its frame a record's columns are taken to be, where that isn't known yet."""
+"""Assumed ratio of a record's columns to its compressed frame, until it is known."""
 
 
 def read_records(
@@ -29,7 +29,7 @@ def read_records(
     after: StreamToken | str | None = None,
     upto: StreamToken | str | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """A log's records between two tokens; see `OpenHome.read`."""
+    """Read a log's records between two tokens; see `OpenHome.read`."""
     start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
     first = reader.first_seq()
     wanted = None if table is None else table_ids(reader, table)
@@ -58,7 +58,7 @@ def latest_stretches(
     rows_max: int = LATEST_ROWS_MAX,
     bytes_max: int | None = None,
 ) -> Iterator[Latest]:
-    """What became of a table's rows; see `OpenHome.read_latest`.
+    """Read the changes of a table's rows; see `OpenHome.read_latest`.
 
     Args:
         reader: the log.
@@ -66,10 +66,10 @@ def latest_stretches(
         after: as there.
         upto: as there.
         rows_max: as there.
-        bytes_max: bytes of the table's records in one stretch; None for any number.
+        bytes_max: bytes of the table's records in one range; None for any number.
 
     Raises:
-        QueryMemoryFull: the records of one commit group, which isn't parted, have more.
+        QueryMemoryFull: the records of one commit group, which can't be split, have more.
     """
     from millstream.lake.latest import latest_rows
 
@@ -106,7 +106,7 @@ def latest_stretches(
 def _records_within(
     reader: StreamReader, low: Seq, reach: Seq, wanted: list[TableId], one: TableId | None, bytes_max: int | None
 ) -> list[TableRecords] | None:
-    """A table's records in a stretch; None where they have more bytes."""
+    """Return a table's records in a range; None if they have more bytes."""
     found: list[TableRecords] = []
     size = 0
     for part in reader.read_between(low, reach, table=one):
@@ -123,11 +123,11 @@ def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | N
 
 
 def table_ids(reader: StreamReader, table: str) -> list[TableId]:
-    """The ids of tables that bear a name, or bore it where none does any more; several where one was made anew.
+    """Return the ids of tables that have a name, or had it if none has it now; several if one was recreated.
 
     Args:
         reader: the log.
-        table: `schema.table`, quoted where it must be; `_messages` for logical messages.
+        table: `schema.table`, quoted where necessary; `_messages` for logical messages.
 
     Raises:
         UnknownTable: the log has records of none.

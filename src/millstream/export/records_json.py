@@ -1,7 +1,7 @@
-"""Records of the log as JSON lines: one record a line, in order, shards merged.
+"""Records of the log as JSON lines: one record per line, in order, shards merged.
 
-The order is that of offsets within a shard; shards are merged by an operation's first number, and records of one transaction
-by their index. Memory is bounded by one frame a shard.
+The order is that of offsets within a shard; shards are merged by an operation's first number, and records
+of one transaction by their index. Memory is bounded by one frame per shard.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from millstream.wal.reader import StreamReader, TableRecords
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One record, with what shards are merged by."""
+    """One record, with the keys by which shards are merged."""
 
     shard: ShardId
     offset: Offset
     operation_seq: Seq
     index: int
     operation: tuple[Any, ...]
-    """Tells operations apart: a transaction's parts on several shards bear the same."""
+    """Distinguishes operations: a transaction's parts on several shards have the same value."""
     facts: dict[str, Any]
     schema: TableSchema
-    """Under which the record was written."""
+    """The schema under which the record was written."""
 
 
 @dataclass(slots=True)
 class Cat:
-    """Reads a log as lines; asked again, it goes on where it stopped.
+    """Reads a log as lines; a repeated call continues where it stopped.
 
     Args:
-        stream: the name that lines bear.
+        stream: the stream name in lines.
         reader: the log.
-        values: how values stand.
+        values: the form of values.
         tables: only these.
-        from_offset: of every shard; `OffsetExpired` if retention has dropped it on any.
+        from_offset: for every shard; `OffsetExpired` if retention has dropped it on any.
         numbers: only records with numbers in `(first, second]`.
         moments: give copied rows the moment of their copy as commit time.
     """
@@ -59,15 +59,15 @@ class Cat:
     _next: dict[ShardId, Offset] = field(default_factory=dict)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Everything that is durable now and wasn't given before; see `records`."""
+        """Yield everything that is durable now and wasn't yielded before; see `records`."""
         return (line.facts for line in self.records())
 
     def records(self) -> Iterator[Line]:
-        """As `lines`, with what each was made of.
+        """Yield as `lines`, each with its record.
 
         Raises:
-            OffsetExpired, OffsetBeyondEnd: `from_offset` isn't there.
-            CorruptWal: the log is damaged; what came before was right.
+            OffsetExpired, OffsetBeyondEnd: `from_offset` doesn't exist.
+            CorruptWal: the log is damaged; earlier lines are right.
         """
         upto = self.reader.persisted_upto()
         shards = self.reader.shards
@@ -76,13 +76,13 @@ class Cat:
                 self.reader.extent.check_offset(shard, self.from_offset)
         if self.from_offset is not None and not self._next and len(shards) > 1:
             ends = {shard: self.reader.durable_offset(shard) for shard in shards}
-            # Beyond the end of one shard, but not of all: that one has nothing to give yet.
+            # Beyond the end of one shard, but not of all: that shard has nothing to yield yet.
             if any(end >= self.from_offset for end in ends.values()):
                 self._next = {shard: end for shard, end in ends.items() if end < self.from_offset}
         return _merged([self._shard(shard, upto) for shard in shards])
 
     def is_behind(self) -> bool:
-        """Whether more is durable than was given."""
+        """Return whether more is durable than was yielded."""
         return any(self.reader.durable_offset(shard) > self._next.get(shard, Offset(0)) for shard in self.reader.shards)
 
     def _shard(self, shard: ShardId, upto: Seq) -> Iterator[Line]:
@@ -101,7 +101,7 @@ class Cat:
         return self.reader.read(shard, start, tables=self.tables, numbers=self.numbers, moments=self.moments)
 
     def _by_offset(self, found: Iterable[TableRecords]) -> Iterator[Line]:
-        """Within a frame, records of its tables by offset."""
+        """Yield the records of a frame's tables by offset."""
         frame: list[TableRecords] = []
         try:
             for part in found:
@@ -110,7 +110,7 @@ class Cat:
                     frame = []
                 frame.append(part)
         except CorruptWal as error:
-            # What came before the damage is right, and is shown; of a damaged frame nothing is.
+            # Records before the damage are right, and are shown; of a damaged frame nothing is.
             if frame and int(error.details.get("offset_from", 0)) > frame[0].frame_offset:
                 yield from self._frame(frame)
             raise
@@ -118,14 +118,15 @@ class Cat:
 
     def _frame(self, parts: list[TableRecords]) -> Iterator[Line]:
         lines = [line for part in parts for line in table_lines(part, stream=self.stream, values=self.values)]
-        lines.sort(key=lambda line: line.offset)  # those of one table, too: its partitions stand one behind the other
+        lines.sort(key=lambda line: line.offset)  # also within one table: its partitions are stored one after the other
         return iter(lines)
 
 
 def table_lines(found: TableRecords, *, stream: str, values: Values = "json") -> Iterator[Line]:
-    """Lines of one table's records (read with their offsets), in order.
+    """Yield the lines of one table's records (read with their offsets), in order.
 
-    `row` holds the new values; of a `d` the old key, or the old row under FULL. Unchanged TOAST columns aren't in it.
+    `row` has the new values; for a `d` the old key, or the old row under FULL. Unchanged TOAST columns
+    aren't in it.
     """
     schema, batch = found.schema, found.batch
     facts = {
@@ -171,12 +172,12 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
 
 
 def to_json(facts: Mapping[str, Any]) -> str:
-    """One line, without its end."""
+    """Return one line, without its end."""
     return json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
 
 
 def _merged(shards: list[Iterator[Line]]) -> Iterator[Line]:
-    """Lines of all shards: operations by their first number, a transaction's records by their index."""
+    """Merge all shards' lines: operations by their first number, a transaction's records by their index."""
     heads = {number: line for number, lines in enumerate(shards) if (line := next(lines, None)) is not None}
     operation: tuple[Any, ...] | None = None
     while heads:

@@ -24,7 +24,7 @@ _EPOCH: Final = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
 
 
 def columns_over(schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema], tables: Container[TableId]) -> list[str]:
-    """The columns of some tables over all their versions: those of the newest first, then those that they had before."""
+    """Return the columns of some tables over all their versions: the newest's first, then former ones."""
     found: dict[str, None] = {}
     for (table, _), schema in sorted(schemas.items(), reverse=True):
         if table in tables:
@@ -33,10 +33,10 @@ def columns_over(schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema], t
 
 
 class CsvTable:
-    """One table's records as CSV with a header. NULL, and what a record doesn't have, is nothing; an empty text is `""`.
+    """One table's records as CSV with a header. NULL, and missing values, are nothing; an empty text is `""`.
 
     Args:
-        out: where to.
+        out: the target.
         columns: the table's own, in order.
     """
 
@@ -47,7 +47,7 @@ class CsvTable:
         out.write(",".join(csv_field(name) for name in names) + "\n")
 
     def write(self, line: Line) -> None:
-        """One record, read with values as text."""
+        """Write one record, read with values as text."""
         facts = line.facts
         row: dict[str, Any] = facts["row"] or {}
         before = None if facts["before"] is None else json.dumps(facts["before"], ensure_ascii=False)
@@ -57,7 +57,7 @@ class CsvTable:
 
 
 def csv_field(text: str | None) -> str:
-    """A value as CSV has it."""
+    """Return a value as a CSV field."""
     if text is None:
         return ""
     if text and not _QUOTED.search(text):
@@ -66,11 +66,11 @@ def csv_field(text: str | None) -> str:
 
 
 def line_protocol(line: Line) -> str | None:
-    """One record (read with values as JSON) as a line of InfluxDB's protocol; None for one without a time.
+    """Return one record (read with values as JSON) as a line of InfluxDB's protocol; None for one without a time.
 
-    Measurement: the table. Tags: the key. Fields: the other columns, `__op` and `__seq`. Time: the commit's, in ns. Whole numbers
-    are integers, floats floats, booleans booleans; all else is PostgreSQL's text. NULL, unchanged TOAST and floats that
-    are no number have no field.
+    Measurement: the table. Tags: the key. Fields: the other columns, `__op` and `__seq`. Time: the
+    commit's, in ns. Integers, floats and booleans keep their types; everything else is PostgreSQL's text.
+    NULL, unchanged TOAST and floats that are no number have no field.
     """
     facts, schema = line.facts, line.schema
     if facts["commit_ts"] is None:
@@ -81,7 +81,7 @@ def line_protocol(line: Line) -> str | None:
     head = _no_backslash_end(measurement.translate(_MEASUREMENT))
     for name in sorted(key):
         value = row.get(name)
-        # An empty tag can't be written, no more than a null one.
+        # An empty tag can't be written, and neither can a null one.
         if value is not None and value != "":
             head += f",{_tag(name)}={_tag(_text(value) or '')}"
     fields = [f'__op="{facts["op"]}"', f"__seq={facts['seq']}i"]
@@ -105,7 +105,7 @@ def _tag(text: str) -> str:
 
 
 def _no_backslash_end(text: str) -> str:
-    """A backslash in front of the separator would take it for its own."""
+    """A backslash before the separator would escape it."""
     return text + " ".translate(_NAME) if text.endswith("\\") else text
 
 

@@ -1,1 +1,1 @@
-"""A home: its folder, its configuration put to use, its catalog."""
+"""A home: its folder, its configuration's use, its catalog."""

@@ -1,4 +1,7 @@
-"""A catalog's rows, taken out of one and put into another: of all its streams, or of some. Numbers stay: they stand in the logs' records."""
+"""A catalog's rows, copied from one catalog to another: of all its streams, or of some.
+
+Numbers stay: logs contain them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ Rows = Mapping[Table, Sequence[dict[str, Any]]]
 
 
 def rows_of(catalog: Catalog, streams: Collection[StreamId] | None = None) -> Rows:
-    """Every row, or those of some streams alone, without access tokens then. Tables stand so that each comes behind what it refers to."""
+    """Return every row, or those of some streams, without access tokens then.
+
+    Each table comes after those it refers to.
+    """
     with catalog.database.read() as connection:
         rows: dict[Table, list[dict[str, Any]]] = {
             table: [dict(row) for row in connection.execute(select(table)).mappings()]
@@ -44,7 +50,7 @@ def rows_of(catalog: Catalog, streams: Collection[StreamId] | None = None) -> Ro
 
 
 def put_rows(connection: Connection, catalog: Catalog, rows: Rows) -> None:
-    """Put rows into a catalog that has none that they clash with (`check_free`), and note that its home has the streams."""
+    """Put rows into a catalog without conflicting ones (`check_free`), and note that its home has the streams."""
     for table, found in rows.items():
         if found:
             connection.execute(catalog.database.insert(table), found)
@@ -56,7 +62,7 @@ def put_rows(connection: Connection, catalog: Catalog, rows: Rows) -> None:
 
 
 def check_free(connection: Connection, place: str, rows: Rows, *, hint: str) -> None:
-    """`CatalogError` where the database has something that the rows would clash with."""
+    """Raise `CatalogError` if the database has conflicting rows."""
     for column, what in (
         (t.streams.c.name, "a stream of the name"),
         (t.streams.c.id, "the stream"),
@@ -70,10 +76,10 @@ def check_free(connection: Connection, place: str, rows: Rows, *, hint: str) -> 
 
 
 def replace_rows(catalog: Catalog, rows: Rows, *, place: str, hint: str) -> None:
-    """Put a stream's rows, or several's, into a catalog in the place of what it has of them: all of it, or nothing.
+    """Replace a catalog's rows of one or several streams: all of them, or nothing.
 
     Raises:
-        CatalogError: the catalog has something of other streams that they clash with; the hint says what to do.
+        CatalogError: rows of other streams conflict; the hint says what to do.
     """
     ids = [row["id"] for row in rows[t.streams]]
     with catalog.database.write() as connection:

@@ -29,7 +29,7 @@ _LOOK_EVERY_S: Final = 1.0
 def watched_catalog(home: Home, lifeline: Lifeline) -> Iterator[None]:
     """Watch the home's catalog while the block lasts; the process ends with `CatalogReplaced` if its files change.
 
-    A home's catalog that isn't there yet is watched from the moment that somebody makes it.
+    A missing catalog is watched from the moment that it is made.
     """
     if home.catalog_address() is not None:
         yield

@@ -1,4 +1,4 @@
-"""From the configuration to what each room asks for."""
+"""Maps the configuration to the parameters of each room."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
-    """What capture of a stream is told; `first_shard` is the writer's. `ConfigError` of a stream that has no source."""
+    """Return capture's parameters; `first_shard` is the writer's. `ConfigError` for a stream without a source."""
     from millstream.capture import CaptureConfig
     from millstream.protocol.catching_up import CatchUp
 
@@ -64,20 +64,20 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
 
 
 def copy_rate(home: Home, name: str, at_first: str | None) -> Callable[[], int | None]:
-    """Tells how many bytes a second a stream's copies may read, by the configuration's file as it is at each call.
+    """Return a function that reads from the current file how many bytes a second a stream's copies may read.
 
-    A file that can't be read, or has a mistake in it, changes nothing: who starts the next run hears of it.
+    A file that can't be read, or has a mistake in it, changes nothing: the next start reports it.
     """
     return _CopyRate(home, name, at_first).now
 
 
 def shard_of(stream: StreamConfig, first_shard: ShardId) -> Callable[[str], ShardId]:
-    """Tells the shard of a table, by `schema.name`; `first_shard` is the writer's."""
+    """Return a function from a table (`schema.name`) to its shard; `first_shard` is the writer's."""
     return _Shards(dict(stream.shards), first_shard)
 
 
 def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
-    """Tells what applications may write into a table, by its schema and name."""
+    """Return a function from a table's schema and name to the rules for applications' writes."""
     from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 
     mode = SchemaOnWrite(stream.ingest.schema_on_write)
@@ -87,7 +87,7 @@ def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
 
 
 def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOptions:
-    """How a stream's log is written."""
+    """Return the options for writing a stream's log."""
     from millstream.codec.log_directory import Numbering
     from millstream.config.replication_checks import reach_of
     from millstream.model.replication import AckLevel
@@ -107,7 +107,7 @@ def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOpti
 
 
 def session_limits(stream: StreamConfig) -> SessionLimits:
-    """When applications' sessions and keys are forgotten."""
+    """Return when applications' sessions and keys expire."""
     from millstream.protocol.sessions import SessionLimits
 
     ingest = stream.ingest
@@ -115,7 +115,7 @@ def session_limits(stream: StreamConfig) -> SessionLimits:
 
 
 def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> PostgresTarget:
-    """The database that a stream's tables lie in, where its format is `postgres`."""
+    """Return the database of a stream's tables, if its format is `postgres`."""
     from millstream.lake.postgres.target import PostgresTarget
 
     return PostgresTarget(
@@ -129,7 +129,7 @@ def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> Pos
 
 
 def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Sink:
-    """Where the pipeline of a stream lands."""
+    """Return the sink that a stream's pipeline lands in."""
     from millstream.spark.sinks import Database, LakeOfFiles
 
     if stream.lake.format == "postgres":
@@ -138,7 +138,7 @@ def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) ->
 
 
 def last_cut_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Cut | None:
-    """How far a stream's tables have got, wherever they lie; None before the first batch."""
+    """Return the last cut of a stream's tables, wherever they are; None before the first batch."""
     from millstream.lake import snapshots as commits
     from millstream.lake.postgres import cuts
 
@@ -148,10 +148,10 @@ def last_cut_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
 
 
 def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> LakeLayout:
-    """Where a stream's lake of files lies.
+    """Return the layout of a stream's lake of files.
 
     Raises:
-        LakeInDatabase: its tables lie in PostgreSQL.
+        LakeInDatabase: its tables are in PostgreSQL.
     """
     from millstream.lake.layout import LakeLayout
 
@@ -170,7 +170,7 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
 
 
 def spark_options(home: Home) -> SparkOptions:
-    """What the Spark session is made of."""
+    """Return the options of the Spark session."""
     from millstream.spark.session import SparkOptions
 
     spark = home.config.spark
@@ -178,7 +178,7 @@ def spark_options(home: Home) -> SparkOptions:
 
 
 def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> PipelineConfig:
-    """What the pipeline of a stream is told."""
+    """Return the parameters of a stream's pipeline."""
     from millstream.lake.maintenance import UpkeepRules
     from millstream.spark.pipeline import PipelineConfig
 
@@ -206,9 +206,9 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
 
 
 def place_compiled_code(home: Home) -> None:
-    """Tell numba where to keep machine code: in the home, else in a private temporary folder. Before numba is imported.
+    """Set numba's folder for machine code, before its import: in the home, or in a private temporary folder.
 
-    Its own choice, the package's folder or HOME's, fails at import where both are read-only.
+    Numba's own choice, the package's folder or HOME's, fails at import if both are read-only.
     """
     if "NUMBA_CACHE_DIR" in os.environ:
         return

@@ -1,6 +1,6 @@
-"""A home: one folder with its configuration, its data and, unless told otherwise, its lake.
+"""A home: one folder with its configuration, its data and, by default, its lake.
 
-Finding one, the paths in it, its format, and the folder of its sockets. Reading the log needs nothing of the
+Finding one, the paths in it, its format, and the folder of its sockets. Reading the log needs no
 configuration: `Home.streams_on_disk` works on a copied folder too.
 """
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 FILE_NAME: Final = "millstream.toml"
 FORMAT: Final = 1
-"""The format of the home's folder; one that is written by a later Millstream may have a higher one."""
+"""The format of the home's folder; a later Millstream may write a higher one."""
 SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
 PIPELINE: Final = "lake"
-"""The pipeline's name: part of what Delta transactions are told apart by, so it never changes."""
+"""The pipeline's name: part of the identity of Delta transactions, so it never changes."""
 
 _NO_LOG_HINT: Final = "The first append makes it, or `millstream run` where there is something to capture; `millstream status` shows what runs."
 _NO_COPY_HINT: Final = "This node follows another one: `millstream run`, or `millstream follow`, has it from there; `millstream replicas` shows how far that is."
@@ -58,8 +58,8 @@ class Home:
 
     path: Path
     needs_source: bool = True
-    """Whether its configuration is read to connect to sources: False where nobody will, so that the variables of their
-    DSNs needn't be set."""
+    """Whether its configuration is read to connect to sources; if False, the variables of their DSNs need not be set.
+    """
 
     # --- finding -----------------------------------------------------------------------------------------------
 
@@ -73,18 +73,18 @@ class Home:
         needs_source: bool = True,
         named_by: str = "--home",
     ) -> Home:
-        """The home that is named, else that of MILLSTREAM_HOME, else the nearest folder upward with a configuration.
+        """Return the named home, or that of MILLSTREAM_HOME, or the nearest folder upward with a configuration.
 
         Args:
             named: its folder.
-            environ: the variables; the process's own where None.
-            start: where the search upward begins; the working folder where None.
+            environ: the variables; the process's own if None.
+            start: where the search upward begins; the working folder if None.
             needs_source: as the field.
-            named_by: what errors call the place where it was named.
+            named_by: the name in errors of the place that named it.
 
         Raises:
-            HomeNotFound: none of these is one. A folder that holds logs as `data/wal/STREAM` and no configuration (a copied
-                one) counts where it is named, or is the one that the search begins with.
+            HomeNotFound: none of these is one. A (copied) folder with logs in `data/wal/STREAM` and no
+                configuration counts only if it is named, or if the search begins there.
         """
         environ = os.environ if environ is None else environ
         hint = None if named_by == "--home" else f"Name a home by {named_by} or MILLSTREAM_HOME."
@@ -113,66 +113,72 @@ class Home:
 
     @property
     def config_file(self) -> Path:
-        """`millstream.toml`."""
+        """Return the path of `millstream.toml`."""
         return self.path / FILE_NAME
 
     @property
     def data(self) -> Path:
-        """Everything that Millstream keeps, the lake excepted."""
+        """Return the folder of everything that Millstream keeps, except the lake."""
         return self.path / "data"
 
     @property
     def catalog_file(self) -> Path:
-        """Where the catalog is while it is embedded; who looks for the catalog asks `has_catalog`."""
+        """Return the embedded catalog's file; use `has_catalog` to check for a catalog."""
         return self.data / "catalog.db"
 
     def wal_folder(self, stream: str) -> Path:
-        """The log of one stream: a folder a shard and the durable mark."""
+        """Return the folder of one stream's log: a folder per shard and the durable mark."""
         return self.data / "wal" / stream
 
     def acks_file(self, stream: str) -> Path:
-        """What followers and the object store hold of a stream, told to its writer by who ships it."""
+        """Return the file of followers' and the object store's positions, which the shipping process writes."""
         return self.data / "replication" / f"{stream}.acks"
 
     def role_file(self, stream: str) -> Path:
-        """What this node is of a stream: see `replicating.roles`. A home without the file is alone."""
+        """Return the file of this node's role in a stream: see `replicating.roles`.
+
+        A home without the file is alone.
+        """
         return self.data / "replication" / stream / "role.json"
 
     def spill_folder(self, stream: str) -> Path:
-        """Where capture puts transactions that are too large for memory."""
+        """Return the folder for capture's transactions that are too large for memory."""
         return self.data / "spill" / stream
 
     @property
     def pipeline_folder(self) -> Path:
-        """Spark checkpoints and Spark's own log."""
+        """Return the folder of Spark checkpoints and Spark's own log."""
         return self.data / "spark" / PIPELINE
 
     @property
     def queries_folder(self) -> Path:
-        """Where queries of `serve`'s callers put aside what memory doesn't hold; nothing stays in it."""
+        """Return the folder for spill files of `serve`'s callers' queries; nothing stays in it."""
         return self.data / "queries"
 
     @property
     def prompt_history(self) -> Path:
-        """What was typed at `query`'s prompt."""
+        """Return the history file of `query`'s prompt."""
         return self.data / "query_history"
 
     @property
     def run_folder(self) -> Path:
-        """Locks, pid files, and the link to the sockets."""
+        """Return the folder of locks, pid files, and the link to the sockets."""
         return self.data / "run"
 
     def lake_location(self, stream: StreamConfig) -> str:
-        """A stream's lake as an absolute folder or a URL."""
+        """Return a stream's lake as an absolute folder or a URL."""
         location = stream.lake.location
         return location if "://" in location else str(self.path / Path(location).expanduser())
 
     def streams_on_disk(self) -> list[str]:
-        """Names of the streams that have a log here, sorted; logs of other regions stand with theirs (`regions_on_disk`)."""
+        """Return the names of the streams that have a log here, sorted; `regions_on_disk` has other regions' logs."""
         return [name for name in self._logs_on_disk() if "@" not in name]
 
     def regions_on_disk(self, stream: str) -> dict[RegionId, str]:
-        """The logs of other regions that a stream has here, by region: their names. `UsageError` where a folder's name is none."""
+        """Return by region the names of a stream's logs of other regions.
+
+        `UsageError` if a folder's name is invalid.
+        """
         found = {}
         for name in self._logs_on_disk():
             parsed = parse_region_log_name(name)
@@ -185,7 +191,8 @@ class Home:
             return sorted(
                 entry.name
                 for entry in (self.data / "wal").iterdir()
-                # Other folders are no logs: what somebody moved aside (`STREAM.…`), `lost+found` of a disk of its own.
+                # Other folders are no logs: a folder moved aside (`STREAM.…`), or `lost+found` of a
+                # separate disk.
                 if entry.is_dir() and (can_name_stream(entry.name) or ("@" in entry.name and "." not in entry.name))
             )
         except FileNotFoundError:
@@ -194,11 +201,11 @@ class Home:
             raise as_told(error) from error
 
     def pick_stream(self, named: str | None, *, of: list[str] | None = None) -> str:
-        """The stream that is named, or the only one there is.
+        """Return the named stream, or the only one there is.
 
         Raises:
             UnknownStream: there is none of that name, none at all, or several and none was named.
-            ConfigError: there is none of that name, and whether one is configured can't be told.
+            ConfigError: there is none of that name, and the configuration can't be read to check.
         """
         names = self.streams_on_disk() if of is None else of
         if of is None and named is not None and "@" in named and named in self._logs_on_disk():
@@ -234,7 +241,7 @@ class Home:
         return _NO_COPY_HINT if follows else _NO_LOG_HINT
 
     def _configured(self) -> list[str]:
-        """Names of the streams that the configuration has; none where there is none, or nothing that reads it.
+        """Return the names of the configured streams; none without a configuration, or without its reader.
 
         Raises:
             ConfigError: it is wrong.
@@ -246,22 +253,23 @@ class Home:
         except ImportError:
             return []
 
-    # --- what it says ------------------------------------------------------------------------------------------
+    # --- its configuration
+    # -------------------------------------------------------------------------------------
 
     @cached_property
     def loaded_config(self) -> LoadedConfig:
-        """The configuration with the origins of its values, read once. Raises what `load_config` raises."""
+        """Return the configuration with the origins of its values, read once. Raises as `load_config`."""
         from millstream.config.file import load_config
 
         return load_config(self.config_file, needs_source=self.needs_source)
 
     @property
     def config(self) -> Config:
-        """The configuration, read once."""
+        """Return the configuration, read once."""
         return self.loaded_config.config
 
     def written_stream(self, named: str) -> StreamConfig:
-        """A configured stream, to write to; `UnknownStream`, which says how to have it, where there is none of that name."""
+        """Return a configured stream to write to; `UnknownStream`, with how to add it, if there is none."""
         found = self.config.streams.get(named)
         if found is None:
             known = ", ".join(sorted(self.config.streams)) or "none"
@@ -278,18 +286,19 @@ class Home:
         return found
 
     def stream_config(self, named: str | None = None) -> tuple[str, StreamConfig]:
-        """A configured stream, by name or the only one; `UnknownStream` as `pick_stream`."""
+        """Return a configured stream, by name or the only one; `UnknownStream` as `pick_stream`."""
         name = self.pick_stream(named, of=sorted(self.config.streams))
         return name, self.config.streams[name]
 
-    # --- what it keeps -----------------------------------------------------------------------------------------
+    # --- its data
+    # ----------------------------------------------------------------------------------------------
 
     def check_format(self) -> None:
         """Refuse a home that a newer Millstream wrote.
 
         Raises:
             HomeTooNew: its format is above ours.
-            CatalogError: the file that says so is damaged.
+            CatalogError: the file with the format is damaged.
         """
         found = int(self._facts().get("format", FORMAT))
         if found > FORMAT:
@@ -298,7 +307,9 @@ class Home:
             )
 
     def _facts(self) -> dict[str, Any]:
-        """What `home.json` says: `format`, `made_by`, `id`, and `catalog` where that isn't embedded; empty where there is none.
+        """Return the facts in `home.json`; empty without the file.
+
+        They are `format`, `made_by`, `id`, and `catalog` if that isn't embedded.
 
         Raises:
             CatalogError: it is damaged.
@@ -349,7 +360,7 @@ class Home:
             raise HomeUnwritable(f"{error.filename or self.path}: {error.strerror}", path=str(self.path)) from error
 
     def catalog_address(self) -> str | None:
-        """Where the configuration has the catalog, as libpq takes it; None: embedded, as where there is no configuration.
+        """Return the catalog's configured address, as libpq takes it; None: embedded, or no configuration.
 
         Raises:
             ConfigError: the configuration is wrong, or the address names a variable that isn't set.
@@ -359,17 +370,17 @@ class Home:
         try:
             return self.loaded_config.catalog_address()
         except ConfigError as error:
-            # A mistake elsewhere in it doesn't hide a catalog that is seen to be here.
+            # A mistake elsewhere in it doesn't hide an existing embedded catalog.
             elsewhere = not str(error.details.get("key", "")).startswith("catalog")
             if elsewhere and self.catalog_file.exists() and "catalog" not in self._facts():
                 return None
             raise
 
     def has_catalog(self) -> bool:
-        """Whether there is a catalog to read: the embedded one appears with the first run.
+        """Return whether there is a catalog to read: the embedded one appears with the first run.
 
         Raises:
-            ConfigError: as `catalog_address`, where it is known to be in PostgreSQL.
+            ConfigError: as `catalog_address`, if the catalog is known to be in PostgreSQL.
         """
         try:
             return self.catalog_address() is not None or self.catalog_file.exists()
@@ -379,11 +390,11 @@ class Home:
             return False
 
     def catalog_place(self) -> Path | str:
-        """Where the catalog is, or will be: the file of the embedded one, else an address.
+        """Return the catalog's present or future place: the file of the embedded one, or an address.
 
         Raises:
             ConfigError: as `catalog_address`.
-            CatalogError: the home has another catalog than the configuration says.
+            CatalogError: the home has another catalog than the configured one.
         """
         address = self.catalog_address()
         if address is None:
@@ -403,13 +414,15 @@ class Home:
         return address
 
     def open_catalog(self, *, busy_timeout_s: float | None = None) -> Catalog:
-        """Open the catalog, wherever it is; it is made where there is none.
+        """Open the catalog, wherever it is; it is made if there is none.
 
         Args:
-            busy_timeout_s: how long its calls wait for locks and for a server that has gone away; None: as long as they commonly do.
+            busy_timeout_s: how long its calls wait for locks and for a server that has gone away; None:
+                the default.
 
         Raises:
-            ConfigError, CatalogError: as `catalog_place`; or it can't be opened (`CatalogError` or a kin of it).
+            ConfigError, CatalogError: as `catalog_place`; or it can't be opened (`CatalogError` or a
+                subclass).
         """
         from millstream.catalog import Catalog
         from millstream.catalog.database import BUSY_TIMEOUT_S
@@ -419,7 +432,7 @@ class Home:
         return Catalog(place, home=home, busy_timeout_s=patience_s)
 
     def identity(self) -> HomeIdentity:
-        """Which home this is, to a catalog that several share. Its id is made by `prepare`, and moves with its folder."""
+        """Return this home's identity in a shared catalog. `prepare` makes its id, which moves with its folder."""
         from millstream.catalog import HomeIdentity
 
         place = f"{socket.gethostname()}:{self.path.resolve()}"
@@ -428,10 +441,10 @@ class Home:
     # --- sockets -----------------------------------------------------------------------------------------------
 
     def make_socket_folder(self) -> Path:
-        """A folder for this home's sockets that is short enough for AF_UNIX, linked from `data/run/sockets`.
+        """Return a folder for this home's sockets that is short enough for AF_UNIX, linked from `data/run/sockets`.
 
         Raises:
-            HomeUnwritable: there is no folder for it, or somebody else's stands in its place.
+            HomeUnwritable: there is no folder for it, or another user's is in its place.
         """
         digest = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:12]
         problems = []
@@ -453,7 +466,7 @@ class Home:
         raise HomeUnwritable("; ".join(problems), hint="Set TMPDIR to a short folder of this user's own.")
 
     def socket_folder(self) -> Path | None:
-        """Where the home's sockets are, as the link says; None where it has never been run."""
+        """Return the folder of the home's sockets, from the link; None if it has never been run."""
         with contextlib.suppress(OSError):
             return (self.run_folder / "sockets").readlink()
         return None

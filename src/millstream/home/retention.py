@@ -1,7 +1,7 @@
-"""Retention of a stream's log as a home has it: who needs what stands in the catalog, how much is kept in the configuration.
+"""Retention of a home's log: the catalog has the holders and their needs, the configuration the amounts to keep.
 
-Holders tell the catalog, each from its own process, and the catalog outlives them all. So a tracker is made anew of what stands there
-each time: nothing that was told can be missed.
+Holders register their needs in the catalog, each from its own process, and the catalog outlives them all.
+So a tracker is rebuilt from the catalog each time: no registration can be missed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NO_MERGES: Final[Mapping[str, Seq]] = MappingProxyType({})
 
 
 def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] = _NO_MERGES) -> Retention:
-    """Who needs what of a log. Before the home's pipeline has said what it needs, it needs everything.
+    """Return the tracker of a log's holders. Until the home's pipeline has registered, it needs everything.
 
     Args:
-        positions: what stands in the catalog.
+        positions: the catalog's positions.
         merges: see `region_holders.merge_needs`.
     """
     tracker = Retention([PIPELINE])
@@ -54,10 +54,10 @@ def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] 
 
 
 def bounds_of(log: LogConfig, folder: Path) -> Bounds:
-    """How much of a log is kept in a folder."""
+    """Return how much of a log is kept in a folder."""
     disk = disk_bytes(folder)
     size = log.retention_bytes_of(disk)
-    # The configuration was checked by the home's disk; the log's may be another one.
+    # The configuration was checked against the home's disk; the log's may be another one.
     return Bounds(log.retention_age_s, size, max(size, log.retention_bytes_max_of(disk)))
 
 
@@ -69,15 +69,15 @@ def sweep(
     log: LogConfig,
     merges: Mapping[str, Seq] = _NO_MERGES,
 ) -> Sweep:
-    """Let go of segments that nobody needs and that are too old or too many; cut off who holds too much back.
+    """Drop segments that are no longer needed and are too old or too many; cut off holders that keep too much.
 
     Args:
-        catalog: who holds what.
+        catalog: has the holders.
         name: the stream's.
         stream: its id.
         folder: of its log.
         log: how much is kept.
-        merges: what tables that regions merge need besides.
+        merges: the additional needs of tables that regions merge.
 
     Raises:
         CorruptWal, CatalogError …: as `drop_segments` and the catalog.
@@ -108,14 +108,14 @@ def sweep(
 
 
 def is_for_sessions(swept: Sweep) -> bool:
-    """Whether nothing but the copy of the sessions keeps the oldest segment."""
+    """Return whether only the copy of the sessions keeps the oldest segment."""
     from millstream.wal.retain import SESSIONS_HOLDER
 
     return swept.kept.needed_by == (SESSIONS_HOLDER,)
 
 
 def moved_us(catalog: Catalog, stream: StreamId) -> int:
-    """When a segment was last dropped, µs since 1970; 0: never."""
+    """Return when a segment was last dropped, µs since 1970; 0: never."""
     return int(catalog.fact(_scope(stream), _MOVED, 0))
 
 

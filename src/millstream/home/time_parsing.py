@@ -1,4 +1,4 @@
-"""Moments as a person writes them: an ISO date or time, or an age."""
+"""Moments as people write them: an ISO date or time, or an age."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w":
 
 
 def parse_moment(text: str, *, now: datetime) -> datetime:
-    """The moment that a text names; without a zone in UTC, a date alone is its first instant.
+    """Return the moment that a text names; without a zone in UTC, a date alone is its first instant.
 
     Args:
-        text: as in `2026-03-01`, `2026-03-01T12:30`, `2026-03-01 12:30:00+01:00`, `10m ago`, `2 hours ago`.
-        now: with a time zone; what ages are counted from.
+        text: as in `2026-03-01`, `2026-03-01T12:30`, `2026-03-01 12:30:00+01:00`, `10m ago`, `2 hours
+            ago`.
+        now: with a time zone; ages are counted from it.
 
     Raises:
         InvalidTime: it is none.
@@ -40,17 +41,17 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
 
 
 def is_token(text: str) -> bool:
-    """Whether a text has the form of a token: else it is to be read as a moment."""
+    """Return whether a text has the form of a token; otherwise it is parsed as a moment."""
     return _TOKEN.match(text.strip()) is not None
 
 
 def microseconds(moment: datetime) -> int:
-    """A moment as records have it: since 1970 UTC, exactly."""
+    """Return a moment as records store it: microseconds since 1970 UTC, exactly."""
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
 def parse_as_of(text: str, stream: StreamId, *, now: datetime) -> datetime | StreamToken:
-    """A moment or a token of the stream.
+    """Return a moment or a token of the stream.
 
     Raises:
         InvalidTime: it is neither.
