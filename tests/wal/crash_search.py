@@ -47,7 +47,7 @@ class Life(DrawnLog):
     # --- a writer's life -------------------------------------------------------------------------------------------
 
     def _begin(self, *, trouble: bool = True) -> None:
-        """Open the log, though the disk fail or the power go meanwhile; what was readable before stays so."""
+        """Open the log, even if the disk fails or the power goes during it; what was readable before stays readable."""
         while self.log is None:
             breaks = trouble and self.chance.random() < 0.4
             if breaks:
@@ -125,7 +125,7 @@ class Life(DrawnLog):
         raise AssertionError("a writer that failed went on")
 
     def _retain(self) -> None:
-        """Retention beside the writer: a reader needs everything from somewhere on."""
+        """Run retention next to the writer, with a reader that needs everything from some number on."""
         assert self.log is not None
         needed = self.chance.randint(1, int(self.log.persisted_upto) + 1)
         self.dropped_upto = max(self.dropped_upto, needed - 1)
@@ -165,7 +165,7 @@ class Life(DrawnLog):
     # --- judging ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """What a reader beside the writer saw at last has to stay."""
+        """Read next to the writer, and check that everything the last look saw is still there."""
         try:
             self.seen = sorted({*self.seen, *self._still_there(self.truth.shown(self.files))})
         except (MillstreamError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What the searches over logs on disks in memory draw alike from their seeds: options, operations, what a disk does, and what it keeps."""
+"""Draws that the searches over logs in memory share: options, operations, disk failures, and what the disk keeps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DrawnLog:
         files.capacity_bytes = PLENTY
 
     def _kept(self) -> object:
-        """Of what wasn't synced, a disk whose power goes keeps all, nothing, or anything."""
+        """Draw which unsynced writes survive a power cut: all, none, or any."""
         return self.chance.choice([None, lose_all, keep_any(self.chance.randrange(1 << 30))])
 
     def _options(self) -> LogOptions:

@@ -38,7 +38,7 @@ class HeldSyncs(MemoryFiles):
 
 
 class Others:
-    """What other machines hold, as a test says."""
+    """A stand-in for other machines; the test sets what they hold."""
 
     def __init__(self) -> None:
         self.places: dict[str, Holding] = {}
@@ -88,12 +88,12 @@ def small(number: int, rows: int = 1, *, text: str = "x", table: TableSchema = T
 
 
 def xids(reader: StreamReader) -> list[int | None]:
-    """Of all records, by number; None of an append."""
+    """Return the xids of all records, by number; None for an append."""
     return column(reader, "__xid")
 
 
 def column(reader: StreamReader, name: str) -> list[Any]:
-    """Of all records, by number."""
+    """Return a column of all records, by number."""
     found = list(reader.read_between(reader.first_seq() - 1, reader.persisted_upto()))
     by_seq = {
         seq: value

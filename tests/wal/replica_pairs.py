@@ -18,7 +18,7 @@ Rows = dict[tuple[int, int, int], str]
 
 
 def ship(source: ShipSource, log: ReplicaLog, bytes_max: int = 20_000) -> list[Shipment]:
-    """All that the leader has; returns what went."""
+    """Ship everything the leader has, and return the shipments."""
     sent = []
     while (shipment := source.read(log.position(), bytes_max)) is not None:
         log.apply(shipment)
@@ -27,7 +27,7 @@ def ship(source: ShipSource, log: ReplicaLog, bytes_max: int = 20_000) -> list[S
 
 
 def rows(files: MemoryFiles, truth: Truth, folder: str = FOLDER) -> Rows:
-    """What readers are shown, by number."""
+    """Return the rows that readers are shown, by number."""
     reader = StreamReader(folder, files=files)
     return {} if reader.persisted_upto() < reader.first_seq() else truth.read_by_seq(reader)
 
@@ -52,7 +52,7 @@ class Pair:
             self.truth.commit(self.leader, self.truth.ops([(1, 3), (2, 2)], [(3, 1)]))
 
     def ship(self, bytes_max: int = 20_000) -> list[Shipment]:
-        """All that the leader has."""
+        """Ship everything the leader has."""
         return ship(self.source, self.log, bytes_max)
 
     def reopen_leader(self) -> None:
@@ -70,9 +70,9 @@ class Pair:
         return self.log
 
     def read(self) -> Rows:
-        """What readers of the follower are shown."""
+        """Return the rows that readers of the follower are shown."""
         return rows(self.files, self.truth)
 
     def read_leader(self) -> Rows:
-        """What readers of the leader are shown."""
+        """Return the rows that readers of the leader are shown."""
         return rows(self.leader_files, self.truth)

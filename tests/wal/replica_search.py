@@ -189,7 +189,7 @@ class ReplicaLife(DrawnLog):
             self._count("follower restarted")
 
     def _begin(self, follower: Follower) -> bool:
-        """Open its log, though the power may go meanwhile."""
+        """Open the follower's log; the power may go during it."""
         if follower.log is None:
             if self.chance.random() < 0.3:
                 self._break_within(follower.files, 20, crashes=0.7)
@@ -309,7 +309,7 @@ class ReplicaLife(DrawnLog):
         assert follower.log.end() == before
 
     def _catch_up(self, follower: Follower) -> None:
-        """All that the leader has, without trouble."""
+        """Apply everything the leader has, without trouble."""
         while not self._begin(follower):
             pass
         assert follower.log is not None
@@ -337,7 +337,7 @@ class ReplicaLife(DrawnLog):
         follower.seen = 0
 
     def _end(self, follower: Follower) -> None:
-        """The process is gone, or the power is. What a reader beside it saw at that very moment was whole."""
+        """End the process or cut the power. A reader next to it saw whole groups at that moment."""
         self._mend(follower.files)
         self._shows_a_beginning(follower)
         only_process = self.chance.random() < 0.4
@@ -348,7 +348,7 @@ class ReplicaLife(DrawnLog):
     # --- judging ---------------------------------------------------------------------------------------------------
 
     def _kept_its_promise(self, follower: Follower) -> None:
-        """What it acknowledged is there after any crash, whatever became of its marks."""
+        """Check that what it acknowledged survives any crash, whatever happened to its marks."""
         assert follower.log is not None
         position = follower.log.position()
         for shard, mark in follower.promised.items():
@@ -377,7 +377,7 @@ class ReplicaLife(DrawnLog):
             assert len(rows) == len(self.truth.rows[xid]), "half an operation is shown"
 
     def _held_upto(self, follower: Follower) -> Seq:
-        """What readers of a follower may see."""
+        """Return the number up to which readers of a follower may see."""
         del follower
         return self.held_seq
 

@@ -185,7 +185,7 @@ def play(disk: Path) -> None:
 
 
 def check(folder: Path, *writers: Writer) -> None:
-    """All that was acknowledged is there, whole, and nothing that was refused."""
+    """Check that every acknowledged transaction is there, whole, and no refused one is."""
     kept = shown(folder)
     for writer in writers:
         assert writer.acknowledged <= kept.keys(), "an acknowledged transaction is gone"

@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Return once it holds; the loop goes on meanwhile."""
+    """Return once the condition holds; the event loop runs on until then."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
@@ -309,7 +309,8 @@ def test_whoever_was_let_in_and_does_not_come_leaves_the_room_to_the_next():
         behind = asyncio.create_task(log.append_async(small(4, text="y" * 9000)))
         await asyncio.sleep(0)  # both wait for room, in this order
         files.may_sync.set()
-        # What waited is taken off and lets `large` in; before its task runs it is cancelled.
+        # The queued append is taken off, which admits `large`; `large` is cancelled before its task
+        # runs.
         deadline = time.monotonic() + DEADLINE_S
         while log.stats().queued_bytes:
             assert time.monotonic() < deadline

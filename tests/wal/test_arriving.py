@@ -18,7 +18,7 @@ from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_star
 
 @cache
 def segments() -> list[bytes]:
-    """Of shard 0: sealed ones, and the last; groups lie on two shards."""
+    """Segments of shard 0, sealed ones and the last; the groups lie on two shards."""
     pair = Pair()
     pair.append(12)
     folder = shard_folder(FOLDER, SHARDS[0])

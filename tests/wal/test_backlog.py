@@ -1,4 +1,4 @@
-"""What lies between two numbers of a log, counted from its indexes."""
+"""The size of what lies between two numbers of a log, counted from its indexes."""
 
 from __future__ import annotations
 

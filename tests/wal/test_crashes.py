@@ -1,6 +1,7 @@
 """Every crash of append, seal and recovery: the process or the machine dies at each operation on the disk.
 
-What the disk kept of unsynced writes and names is varied: nothing, everything (a process kill), and any subset, torn.
+The disk keeps nothing of the unsynced writes and names, everything (a process kill), or any subset,
+torn.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
     "unsynced lost": (lose_all, 2, 2),
     **{f"any subset, seed {seed}": (keep_any(seed), seed, 3) for seed in (1, 2, 3)},
 }
-"""What the disk keeps, and at which operations that is played: from one on, every so many."""
+"""The writes that the disk keeps, the first operation at which it dies, and the step to the next one."""
 
 
 def play(truth: Truth, files: MemoryFiles):
@@ -96,13 +97,13 @@ def recovers_at_last(truth: Truth, files: MemoryFiles, seen: list[int], keep: Ke
 
 
 def recovery_dies_at_each_operation(truth: Truth, found: Callable[[], MemoryFiles], seen: list[int], keep: Keep | None):
-    """Until it comes to its end.
+    """Let recovery die at each of its operations, until it finishes.
 
     Args:
-        truth: of what has died.
-        found: the disk as recovery finds it, anew each time.
-        seen: what readers saw before.
-        keep: what the disk keeps of what recovery hasn't synced.
+        truth: the record of the log that died.
+        found: returns the disk as recovery finds it, fresh each time.
+        seen: xids that readers saw before.
+        keep: which writes the disk keeps that recovery hasn't synced.
     """
     for at in range(1, 80):
         files = found()
@@ -124,7 +125,10 @@ def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(out
 
 @pytest.mark.parametrize("outcome", ["unsynced lost", "any subset, seed 1"])
 def test_what_a_recovery_that_died_had_found_is_there_though_the_machine_dies_too(outcome: str):
-    """A writer is killed within a group on both shards, recovery finds in memory what isn't on the disk, and the power goes meanwhile."""
+    """A writer is killed within a group on both shards.
+
+    Recovery finds in memory what isn't on the disk, and then the power goes.
+    """
 
     def killed(at: int | None) -> tuple[Truth, MemoryFiles, tuple[int, int]]:
         truth, files = Truth(), MemoryFiles()

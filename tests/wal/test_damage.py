@@ -122,7 +122,7 @@ def test_damage_in_the_tail_behind_which_a_later_group_stands_stops_recovery(tru
     for _ in range(3):
         truth.commit(log, truth.ops([(1, 1), (2, 1)]))
     log.abandon()
-    files.remove(f"{FOLDER}/00000/durable.mark")  # it would tell by itself
+    files.remove(f"{FOLDER}/00000/durable.mark")  # the mark alone would show it
     path = segments(files)[-1]
     before = files.read(path)
     files.damage(path, SEGMENT_HEADER_SIZE + 1300, b"\xff\xff")

@@ -92,7 +92,7 @@ def shared() -> Iterator[str]:
 
 
 def take_away(path: Path, mode: int) -> None:
-    """Leave a part to somebody else: to root, or where nobody else is there, to no one."""
+    """Give a path to another user: to root, or if the test isn't root, to no one."""
     if os.getuid() == 0:
         os.chown(path, 0, 0)
     path.chmod(mode)

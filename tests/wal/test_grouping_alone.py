@@ -57,7 +57,7 @@ def test_an_operation_alone_is_planned_as_one_among_others(
     empty = TableRows(schema, ops.tables[0].rows.slice(0, 0), SHARD)
 
     short = plan_group([ops], first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
-    # An entry without rows changes nothing, but it isn't the simplest case any more.
+    # An entry without rows changes nothing, but this is no longer the simplest case.
     whole = WriteOps(ops.operations, (*ops.tables, empty))
     long = plan_group([whole], first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
 

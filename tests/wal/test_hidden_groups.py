@@ -28,7 +28,7 @@ class LifeOfAHiddenLog(RuleBasedStateMachine):
         self.held = 0
         """The last group that others hold: it never goes back."""
         self.free: set[int] = set()
-        """What was shown when nothing was asked for."""
+        """The xids that were shown while the level asked for no other node."""
         self.group_of: dict[int, int] = {}
         self.seen: set[int] = set()
         self.open()

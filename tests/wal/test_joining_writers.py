@@ -117,7 +117,7 @@ class Shown(NamedTuple):
 
 
 class StagedStore(MemorySequenceStore):
-    """A store beside which something happens right after a step."""
+    """A store that runs a callback right after a step."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)

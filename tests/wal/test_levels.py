@@ -1,4 +1,7 @@
-"""Appends that wait for other machines: what is acknowledged when, what readers see of it, and what becomes of those whom nobody confirms."""
+"""Appends that wait for other machines.
+
+When they are acknowledged, what readers see of them, and what happens if no machine confirms them.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class LifeOfALog(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """A clean one: the same reader goes on beside the new writer."""
+        """Restart cleanly; the same reader continues with the new writer."""
         self.log.close()
         self.log = self.truth.open(self.files, options=OPTIONS)
 

@@ -53,12 +53,12 @@ class Writers:
     files: MemoryFiles = field(default_factory=MemoryFiles)
     clock: ManualClock = field(default_factory=ManualClock)
     texts: dict[int, str] = field(default_factory=dict)
-    """What each number acknowledged holds."""
+    """The text under each acknowledged number."""
     open: dict[int, GroupCommitter] = field(default_factory=dict)
     attempted: set[str] = field(default_factory=set)
     count: int = 0
     pause: Callable[[int], None] = lambda _who: None
-    """What happens while a writer stands still before it writes a group, and again between its fsync and its answer."""
+    """Called while a writer stands still: before it writes a group, and again between its fsync and its answer."""
 
     def __post_init__(self) -> None:
         self.store = MemorySequenceStore(self.clock)
@@ -371,7 +371,10 @@ def test_while_a_writer_hangs_with_the_folder_in_its_hands_others_say_so():
 
 
 def forgotten_at_the_end_of_its_third_group(*, seals: bool = False) -> tuple[Writers, dict[int, str]]:
-    """Writer 2 of two, with a fourth group that it told nobody of; and what readers are to see for ever."""
+    """Return two writers, and what readers are to see for ever.
+
+    Writer 2 has a fourth group that it told no other process of.
+    """
     writers = Writers()
     writers.start(0)
     writers.start(1)
@@ -440,7 +443,7 @@ def test_a_forgotten_writer_whose_log_is_damaged_is_told_to_mend_it_first():
     writers.files.damage(f"{folder}/{first}", 4096 + 200, b"????")
     with pytest.raises(LossNotAccepted, match="forgotten"):
         writers.start(1)
-    writers.append(0)  # stops nobody else
+    writers.append(0)  # stops no other writer
 
 
 def test_setting_a_forgotten_writers_records_aside_is_done_once_however_often_its_start_fails():
@@ -643,7 +646,7 @@ def test_writers_in_another_folder_hold_linear_readers_here():
 
 @dataclass
 class Chance:
-    """Writers of which anything may happen to anyone at any time, and a reader beside them."""
+    """Writers that may fail in any way at any time, with a reader next to them."""
 
     seed: int
     writers: Writers = field(default_factory=Writers)
@@ -654,7 +657,7 @@ class Chance:
     cuts: list[tuple[Seq, Seq, dict[int, str]]] = field(default_factory=list)
     token: StreamToken = field(default_factory=lambda: StreamToken.scalar(STREAM, Seq(0)))
     heard: dict[int, str] = field(default_factory=dict)
-    """What a vector reader has read."""
+    """Texts that a vector reader has read, by number."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -662,7 +665,7 @@ class Chance:
         self.writers.pause = self.pause
 
     def pause(self, who: int) -> None:
-        """While a writer stands still time passes, and often somebody takes its place."""
+        """Let time pass while a writer stands still; another often takes its place."""
         if self.random.random() < 0.1:
             self.writers.clock.advance(self.random.choice([1.0, 10.0]))
             with suppress(CatalogBusy, ShardLocked, StaleEpoch):
@@ -776,7 +779,7 @@ def test_marks_of_several_writers_say_so_to_readers_that_know_of_one_only():
 
 
 def _versions(writers: Writers) -> set[int]:
-    """Of the slots that were written."""
+    """Return the versions of the slots that were written."""
     data = writers.files.read(f"{FOLDER}/00000/durable.mark")
     slots = [data[start : start + 16] for start in (0, 512, 1024)]
     return {int.from_bytes(slot[12:14], "little") for slot in slots if any(slot)}

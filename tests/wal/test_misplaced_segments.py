@@ -1,4 +1,7 @@
-"""Segments that lie where others belong: nobody reads them as what their names say, and `repair` puts them back where it can."""
+"""Segments that lie in another segment's place.
+
+No reader takes them for what their names say, and `repair` puts them back if it can.
+"""
 
 from __future__ import annotations
 

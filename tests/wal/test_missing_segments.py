@@ -1,4 +1,4 @@
-"""Segments that are missing, or a whole log: nobody takes what is left for everything."""
+"""A missing segment, or a whole missing log: no reader takes the rest for everything."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_readers_notice_segments_that_are_missing(tmp_path: Path, gone: str) -> 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_shards_folder_that_is_gone_is_damage_to_all_that_look(tmp_path: Path, gone: int) -> None:
-    """What lay on it was left out in silence, halves of operations with it, and a writer began the shard anew."""
+    """The shard's contents were left out silently, with halves of operations, and a writer began the shard again."""
     folder, reservations = str(tmp_path / "shop"), MemoryReservations()
     tables, shards = [plain_table(number) for number in (1, 2, 3)], [ShardId(number) for number in range(3)]
     with LogWriter.open(folder, stream=STREAM, shards=shards, epoch=Epoch(1), reservations=reservations) as log:

@@ -25,7 +25,7 @@ def segments(files: MemoryFiles, shard: int) -> list[str]:
 
 
 def shown(files: MemoryFiles, *, without_mark: bool = False) -> tuple[dict[Where, int], list[CorruptWal]]:
-    """What a reader that goes on past damage gives, by place: the table's id."""
+    """Return what a reader that goes on past damage gives: the table's id by place, and the errors it reported."""
     told: list[CorruptWal] = []
     reader = StreamReader(FOLDER, files=files, without_mark=without_mark, on_damage=told.append)
     found: dict[Where, int] = {}
@@ -286,7 +286,8 @@ def test_readers_name_the_range_that_verify_names(truth: Truth, state: str, hit:
     for read in (reader.read(0, 0), reader.read_between(0, reader.persisted_upto()), spans(reader)):
         with pytest.raises(CorruptWal) as caught:
             list(read)
-        # Of a schema that nothing else brings it names the place; verify names every record under it.
+        # For a schema that no other frame holds, the reader names the place; `verify` names every
+        # record under it.
         assert told_by([caught.value]) == (set() if hit == "schema" else named_by(report.losses))
 
 

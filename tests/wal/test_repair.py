@@ -43,7 +43,7 @@ def frames_of(files: MemoryFiles, path: str, kind: str = "records") -> list[Fram
 
 
 def strict(files: MemoryFiles) -> dict[tuple[int, int], int]:
-    """What readers that take no damage give, by both ways of reading."""
+    """Return what readers that accept no damage give, by both ways of reading."""
     reader = StreamReader(FOLDER, files=files)
     found = {
         (shard, offset): records.schema.table_id
@@ -170,7 +170,7 @@ def test_only_the_hurt_tables_rows_go_and_positions_stay(truth: Truth) -> None:
         (f.position, f.length) for f in before[:2]
     ]
     assert [f.position for f in frames_of(files, path)][3:] == [f.position for f in before[3:]]
-    # Who holds positions from before reads on.
+    # A reader that holds earlier positions continues.
     assert sum(r.batch.num_rows for span in spans for r in StreamReader(FOLDER, files=files).read_span(span)) == len(
         left
     )

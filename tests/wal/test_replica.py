@@ -336,7 +336,7 @@ def test_a_quiet_shard_that_is_sealed_while_a_follower_is_away_waits_for_it(pair
     )
 
     def retain() -> bool:
-        """Let go of what nobody needs; whether the quiet shard's segment is there still."""
+        """Drop what no holder needs; return whether the quiet shard's segment is still there."""
         tracker.needs("follower b", HolderKind.FOLLOWER, pair.log.end().persisted_upto, pair.log.position())
         drop_segments(FOLDER, tracker, Bounds(0.0, 0, 1 << 40), files=pair.leader_files, clock=ManualClock())
         return pair.leader_files.exists(quiet)

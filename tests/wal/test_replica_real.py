@@ -1,4 +1,4 @@
-"""Real files: a writer appends, a follower takes what comes, a reader beside it looks, all at once."""
+"""Real files: a writer appends, a follower applies what arrives, and a reader looks, all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What readers of a follower see of a stream whose level isn't local: what its leader's readers do, and never less than before."""
+"""Readers of a follower of a stream whose level isn't local.
+
+They see what the leader's readers see, and never less than before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What retention drops, what it never drops, and what readers and recovery say afterwards."""
+"""Segments that retention drops, segments that it never drops, and the answers of readers and recovery afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def filled(truth: Truth, files: MemoryFiles, clock: ManualClock, groups: int = 8
 def drop(
     needed_from: int, *, age_s: float, bytes_max: int, files: MemoryFiles, clock: ManualClock
 ) -> list[SealedSegment]:
-    """One round, with somebody who reads from a number on."""
+    """Run retention once, with a holder that reads from a number on."""
     tracker = Retention()
     tracker.needs("lake/1", HolderKind.BACKLOG, Seq(needed_from))
     bounds = Bounds(age_s, bytes_max, bytes_max)

@@ -41,19 +41,19 @@ TABLES = {number: replace(plain_table(number), relation_oid=20_000 + number) for
 Batch = tuple[int, str | None]
 """(table, partition)"""
 Operation = tuple[Batch, ...]
-"""What each of its records hits, by index."""
+"""An operation: the batch of each of its records, by index."""
 
 batches = st.tuples(st.sampled_from(sorted(TABLES)), st.sampled_from([None, "a", "b"]))
 operations = st.lists(batches, min_size=1, max_size=8).map(tuple)
 groups = st.lists(st.lists(operations, min_size=1, max_size=3) | operations, min_size=1, max_size=4)
-"""Of each group the operations that go together; one alone goes through a spill file."""
+"""Commit groups. Each is a list of operations that go together, or one operation that goes through a spill file."""
 lives = st.lists(st.tuples(st.sampled_from(Numbering), groups), min_size=1, max_size=3)
-"""What each writer writes, under which numbering."""
+"""The groups that each writer writes, and their numbering."""
 
 
 @dataclass
 class Written:
-    """What went into a log."""
+    """The contents of a log."""
 
     operations: dict[int, tuple[Operation, SeqRange]] = field(default_factory=dict)
     """By xid, with the numbers that it was given."""

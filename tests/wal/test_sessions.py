@@ -111,7 +111,7 @@ class Life:
 
 
 def retain(files: MemoryFiles) -> Sweep:
-    """All that nobody holds goes, long after."""
+    """Run retention long after, with no other holder."""
     return drop_segments(FOLDER, Retention([]), Bounds(0.0, 0, 1 << 40), files=files, clock=ManualClock(10**18))
 
 
@@ -348,7 +348,7 @@ def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None
 
 
 def test_what_retention_keeps_for_the_copy_alone_goes_once_it_is_asked_for() -> None:
-    """Of a log whose segments go at once, nothing went for an hour."""
+    """Segments that could be dropped at once stayed for an hour."""
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
     committer, keyed = life.open_with_segments(files, looks=True)
     swept = retain(files)

@@ -78,7 +78,8 @@ def test_sigkill_at_random_moments_loses_nothing_acknowledged(tmp_path: Path, se
         assert set(acknowledged) <= set(shown), f"seed {seed}"
         assert all(len(seqs) == rows_of(xid) for xid, seqs in shown.items()), f"seed {seed}"
         assert all(min(shown[xid]) == first for xid, first in acknowledged.items()), f"seed {seed}"
-        # Recovery may still find a whole group that nobody had been told of; new numbers begin behind either.
+        # Recovery may still find a whole group that was never acknowledged; new numbers begin after
+        # it either way.
         in_flight_kills += 1
         next_xid = max(shown) + 1000
     report = verify(folder)

@@ -20,12 +20,12 @@ def run(*command: str, folder: Path) -> str:
     return found.stdout
 
 
-# A mount in a namespace of our own: nobody else sees it, and it is gone with the process.
+# The mount is in a namespace of our own: no other process sees it, and it ends with the process.
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
 
 
 def on_a_disk_of_memory(folder: Path, size: int, module: str) -> str:
-    """What a module said that was run with a disk of some bytes mounted on the folder, its one argument."""
+    """Return the output of a module that runs with a disk of `size` bytes mounted on the folder, its one argument."""
     if (
         shutil.which("unshare") is None
         or subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode

@@ -137,7 +137,7 @@ def test_every_page_that_fails_is_damage_of_its_place(log: Log, bad_pages: set[t
         for look in (lambda: list(inspect(log.folder)), lambda: ls(log.folder), lambda: stats(log.folder)):
             look()
         done = repair(log.folder, plan_repair(log.folder).ranges())
-        # Bytes written anew lie on other pages of the disk.
+        # Bytes that are written again lie on other pages of the disk.
         bad_pages.clear()
         assert done.is_needed == bool(report.losses)
         assert whole - lost <= offsets(StreamReader(log.folder))

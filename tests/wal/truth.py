@@ -31,7 +31,7 @@ Pieces = Sequence[tuple[int, int]]
 
 @dataclass
 class Truth:
-    """What is known of a log, over all its writers."""
+    """Everything known of a log, over all its writers."""
 
     rows: dict[int, dict[tuple[int, int], str]] = field(default_factory=dict)
     """By xid: text by (table, index)."""
@@ -117,7 +117,7 @@ class Truth:
         return sorted(found)
 
     def judge(self, files: MemoryFiles, *, seen: Sequence[int] = ()) -> list[int]:
-        """All that must hold of a recovered log; returns the xids in it."""
+        """Check every invariant of a recovered log, and return the xids in it."""
         shown = self.shown(files, durable=True)
         assert set(self.acknowledged) <= set(shown), "what was acknowledged is lost"
         assert set(seen) <= set(shown), "what a reader has seen is lost"
