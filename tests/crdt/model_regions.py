@@ -30,7 +30,7 @@ class Group:
     wall_ns: int
     said: tuple[Said, ...]
     reserved_to: int
-    """Who goes on behind it begins above that."""
+    """A leader that continues after this group gives numbers above this one."""
 
     @property
     def first_seq(self) -> int:
@@ -42,7 +42,7 @@ class Group:
 
 
 def records(groups: list[Group], after: int, upto: int) -> SimpleNamespace:
-    """Of groups that follow one another, as `read_between` gives them."""
+    """Return the rows and times of consecutive groups in the form of `read_between`."""
     said = [one for group in groups for one in group.said if after < one.seq <= upto]
     rows = pa.Table.from_pylist([{"__op": "c", "__seq": one.seq, **one.row} for one in said], schema=_RECORDS)
     times = pa.array([one.wall_ns for one in said], pa.int64())

@@ -86,7 +86,7 @@ _ROWS = st.fixed_dictionaries(
 
 @st.composite
 def region_logs(draw: st.DrawFn) -> dict[int, list[Said]]:
-    """What each of some regions has said, in order; its times rise."""
+    """Draw the writes of one to three regions, in order; a region's times rise."""
     logs: dict[int, list[Said]] = {}
     for region in draw(st.sets(st.integers(0, 3), min_size=1, max_size=3)):
         wall, log = 0, []

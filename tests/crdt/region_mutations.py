@@ -20,7 +20,7 @@ SEEDS_MAX = 300
 
 
 class ForgetfulEngine(ReconciliationEngine):
-    """Puts rows beside what is there already."""
+    """An engine that adds rows without replacing those already there."""
 
     def apply(self, state: RegionState, missing: Missing) -> RegionState:
         found = super().apply(state, missing)
@@ -28,7 +28,7 @@ class ForgetfulEngine(ReconciliationEngine):
 
 
 class ForgottenDuplicates(World):
-    """What comes twice is there twice."""
+    """A record that arrives twice is there twice."""
 
     found_by = 1
 
@@ -36,7 +36,10 @@ class ForgottenDuplicates(World):
 
 
 class OverwritingEngine(ReconciliationEngine):
-    """Of a row of a region takes what came last, whole: what columns remember of older records is forgotten."""
+    """An engine that replaces a region's row by the newest record, as a whole.
+
+    It forgets what columns remember of older records.
+    """
 
     def apply(self, state: RegionState, missing: Missing) -> RegionState:
         new = {tuple(row[name] for name in ("__region", *self.key)) for row in missing.rows.to_pylist()}
@@ -54,7 +57,10 @@ class LastCameWins(World):
 
 
 class EarlyVectorTable(ModelTable):
-    """Says up to where the log goes once it was read: what was written meanwhile wasn't read."""
+    """A table that reports the log's end as of after the read.
+
+    Rows written between the two weren't read.
+    """
 
     def _read(self, region: RegionId, after: Seq) -> RegionState:
         found = super()._read(region, after)
@@ -81,7 +87,7 @@ class NumbersOnlyTable(ModelTable):
 
 
 class LostTailStays(World):
-    """What was merged of a tail that was lost stays merged."""
+    """Rows that were merged from a lost tail stay merged."""
 
     found_by = 7
 
@@ -89,7 +95,7 @@ class LostTailStays(World):
 
 
 class LateAnswers(World):
-    """Who was killed takes an answer to what it had asked in front of that."""
+    """A mirror that was killed accepts an answer to a request from before the kill."""
 
     found_by = 198
 

@@ -1,14 +1,22 @@
-"""Worlds of regions, drawn from seeds: each writes a log of its own and merges its copies of the others', while everything fails that may.
+"""Worlds of regions, drawn from seeds.
+
+Each region writes its own log and merges its copies of the others' logs, while everything fails that
+may.
 
     python -m tests.crdt.region_simulation FIRST COUNT
 
-A world has two or three regions. Each has a leader, with a node beside it that is a few groups behind and is promoted when the leader is lost; and a site
-that has the region's log, copies of the others', and what it has merged. Shipments are lost, doubled, delayed and overtake each other; lines are cut; clocks
-jump; leaders are started anew. Sites merge at any moment, logs change while they are read, and a merge may be lost before it is kept. In worlds in which no
-region loses anything there are mirrors as well, which have no logs: they send their vectors, and get rows that they lack, late or twice or never.
+A world has two or three regions. Each region has a leader and a node next to it. The node is a few
+groups behind, and is promoted when the leader is lost. Each region also has a site with the region's
+log, copies of the others' logs, and the rows merged so far. Shipments are lost, doubled, delayed, and
+overtake each other. Links break, clocks jump, and leaders restart. Sites merge at any moment, logs
+change while they are read, and a merge may be lost before it is stored. Worlds in which no region loses
+anything have mirrors as well. A mirror has no logs: it sends its vector, and gets the rows that it
+lacks late, twice or never.
 
-What holds: a vector never goes back, but where the log was cut; hybrid times rise in a region, and pass whatever it has heard; what a site has merged is what its
-logs say up to its vector, to the byte. At rest all sites have the same rows, and these are what the plain kinds make of all records, one by one.
+Invariants: a vector never goes back, except where the log was cut. Hybrid times rise in a region, and
+exceed every time that the region has received. A site's merged rows are those of its logs up to its
+vector, to the byte. At rest all sites have the same rows, and the plain kinds make the same rows of all
+records, one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +55,7 @@ _UNPROMISED = Promise(Epoch(0), NodeName(""))
 
 @dataclass(frozen=True)
 class Shipment:
-    """Of a region's log, to a site."""
+    """A shipment of a region's log to a site."""
 
     promise: Promise
     lineage: Lineage
@@ -57,14 +65,14 @@ class Shipment:
 
 
 class Region:
-    """Who writes: a leader, and how much the node beside it has."""
+    """A writing region: a leader, and how much of its log the node next to it has."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
         self.log = ModelLog(number)
         self.backed = 0
-        """Groups that the node beside it has."""
+        """Number of groups that the node next to it has."""
         self.promise = _UNPROMISED
         self.lineage = Lineage()
         self.clock_off_ns = int(world.chance.uniform(-2, 2) * 10**9)
@@ -106,7 +114,7 @@ class Region:
         self.world.count("restarts")
 
     def lose(self) -> None:
-        """The leader goes, and the node beside it leads with what it has."""
+        """Lose the leader; the node next to it leads with the groups that it has."""
         self.backed = max(min(self.backed, len(self.log.groups)), self.log.dropped)
         self.lost += [one for group in self.log.groups[self.backed :] for one in group.said]
         self.world.count("tails lost" if len(self.log.groups) > self.backed else "promotions without loss")
@@ -148,7 +156,7 @@ class Site:
         self.is_refused = False
 
     def take(self, number: int, shipment: Shipment) -> None:
-        """What a follower does: cut where the lineages part, then take exactly what follows."""
+        """Take a shipment as a follower does: cut where the lineages part, then take exactly what follows."""
         copy = self.copies[number]
         if shipment.promise < copy.promise:
             self.world.count("fenced")
@@ -234,7 +242,7 @@ class Site:
 
 
 class Mirror:
-    """Somebody who has merged rows, and no logs."""
+    """A site that has merged rows, and no logs."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -297,7 +305,7 @@ class World:
         self.counts[what] += 1
 
     def at(self, delay_s: float, call: Callable[[], None], *, quick: bool = True) -> None:
-        """Have something happen; quick: it may, while somebody reads."""
+        """Schedule a call. A quick one may also run while a site reads."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._numbers), quick, call))
 
     def every(self, mean_s: float, call: Callable[[], None], *, quick: bool = True) -> None:

@@ -18,7 +18,7 @@ def test_times_of_a_node_grow_over_clocks_that_go_back_and_restarts_and_pass_wha
 ) -> None:
     last, logical_walls = HybridTime(0, 0, 1), 0
     for now, heard in steps:
-        # A restart: all that is left of the clock is what was persisted.
+        # A restart: only the persisted part of the clock is left.
         before = HybridTime.decode(last.encode())
         remote = None if heard is None else HybridTime(heard, heard % 3, 2)
         last = tick(before, now) if remote is None else observe(before, remote, now)

@@ -24,7 +24,7 @@ from millstream.model.positions import Seq
 ENGINE = ReconciliationEngine(KEY, MERGE, "public.posts")
 LOGS = region_logs()
 FEWER = settings(max_examples=settings().max_examples // 3)
-"""Of tables with ten columns."""
+"""Settings for tests over tables with ten columns."""
 
 
 def same(one: pa.Table, other: pa.Table) -> bool:
@@ -56,7 +56,7 @@ def test_any_order_duplication_and_batching_of_records_folds_to_the_same_rows(
 
 
 def heard(logs: dict[int, list[Said]], upto: dict[int, int]) -> RegionState:
-    """Somebody who has heard so many records of each region."""
+    """Return the state of a site that has received the first records of each region, `upto` many."""
     said = [one for region, count in upto.items() for one in logs[region][:count]]
     vector = {RegionId(region): token_of(region, count) for region, count in upto.items()}
     return RegionState(fold(region_rows(said), KEY, MERGE), vector)

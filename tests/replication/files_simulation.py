@@ -1,9 +1,14 @@
-"""The machines over real logs: a leader's writer, followers' `ReplicaLog`s, disks in memory that fail at any operation, links that break.
+"""The machines over real logs, with disks and links that fail.
 
-`tests.wal.replica_search` plays the logs alone, `simulation` the machines over a small model of a log; this plays both together, for fewer seeds.
-In the end the leader is lost with its disk, and the follower that the promises choose goes on: with all that was acknowledged at `durable(1)`.
+It has a leader's writer, followers' `ReplicaLog`s, disks in memory that fail at any operation, and links that
+break.
 
-`python -m tests.replication.files_simulation FIRST COUNT` plays that many seeds and says what it found; one seed repeats its life exactly.
+`tests.wal.replica_search` plays the logs alone, and `simulation` plays the machines over a small model
+of a log. This module plays both together, for fewer seeds. In the end the leader is lost with its disk.
+The follower that the promises choose continues, with everything that was acknowledged at `durable(1)`.
+
+`python -m tests.replication.files_simulation FIRST COUNT` plays that many seeds and prints what it
+found; a seed repeats its run exactly.
 """
 
 from __future__ import annotations
@@ -73,7 +78,7 @@ class MachinesLife(ReplicaLife):
         self.machine: Leader | None = None
         self.sides = [Side(node, replica) for node, replica in zip(NODES, self.followers, strict=True)]
         self.sure_upto = Seq(0)
-        """What some follower has acknowledged."""
+        """Highest number that any follower has acknowledged."""
         self.level = (AckLevel.parse("durable(2)"), AckLevel.parse("durable(1)"), LOCAL)[self.seed % 3]
         self.hides = self.level != LOCAL
 
@@ -119,7 +124,7 @@ class MachinesLife(ReplicaLife):
         )
 
     def _held_upto(self, follower: Replica) -> Seq:
-        # What one follower has is enough.
+        # One follower's copy is enough.
         here = (
             StreamReader(FOLDER, files=follower.files, durable=True).persisted_upto() if self.level.by_one else Seq(0)
         )
@@ -154,7 +159,7 @@ class MachinesLife(ReplicaLife):
         return replace(super()._options(), acks=self.level)
 
     def _hold(self, group: GroupNumber) -> None:
-        """What others hold is what they have acknowledged."""
+        """Count as held what other nodes have acknowledged."""
         del group
         if self.machine is not None and self.hides:
             super()._hold(self.machine.group_reached(self.level))
@@ -273,7 +278,7 @@ class MachinesLife(ReplicaLife):
             self._follow_step(side, following.LinkGone(LinkLost("cut"), self.chance.random()))
 
     def _hear(self, side: Side, word: Hello | Acknowledgement | MillstreamError) -> None:
-        """What a follower says arrives."""
+        """Handle a message from a follower."""
         assert side.link is not None
         match word:
             case Hello():
@@ -286,7 +291,7 @@ class MachinesLife(ReplicaLife):
                 self._cut_link(side)
 
     def _receive(self, side: Side, shipment: Shipment | MillstreamError | None) -> None:
-        """What the leader says arrives."""
+        """Handle a message from the leader."""
         if isinstance(shipment, Shipment):
             self._follow_step(side, following.Received(shipment, int(self.now * 1e9)))
             return
@@ -364,7 +369,10 @@ class MachinesLife(ReplicaLife):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def _lose_the_leader(self) -> None:
-        """It is gone with its disk; the follower that the promises choose has all that was acknowledged anywhere."""
+        """Lose the leader with its disk.
+
+        The follower that the promises choose has everything that was acknowledged by any follower.
+        """
         self._read(self.files)  # notes which number each row has
         numbers = {seq: row for seq, row in self.truth.seqs_seen.items() if seq <= self.sure_upto}
         standings = {}

@@ -43,7 +43,7 @@ class ExchangeServer(fl.FlightServerBase):  # type: ignore[misc] # pyarrow ships
         self.calls = 0
         """That run."""
         self.authorizations: list[str | None] = []
-        """What each call has shown."""
+        """The credentials that each call has shown."""
 
     @property
     def place(self) -> str:

@@ -28,7 +28,7 @@ SEGMENT_BYTES = 160
 
 
 class Write(NamedTuple):
-    """What an application sent: told apart by its session and its number in it."""
+    """A write that an application sent, identified by its session and its number in the session."""
 
     session: int
     number: int
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """One file. What lies below `synced` survives a power cut."""
+    """One segment file. The bytes below `synced` survive a power cut."""
 
     base: int
     data: bytearray = field(default_factory=lambda: bytearray(HEADER))
@@ -76,12 +76,14 @@ class ModelLog:
         self.stream = stream
         self.shards: list[list[Segment]] = [[] for _ in range(shards)]
         self.durable: list[tuple[int, int]] = [(0, 0)] * shards
-        """What marks say: segment and end of its frames, as far as whole groups are durable."""
+        """Content of the marks: for each shard the segment, and the end of its frames that belong to
+        durable whole groups.
+        """
         self.group = 0
         self.first_group = 1
         """Below it retention has dropped."""
         self.groups: dict[int, tuple[Write, ...]] = {}
-        """Of whole groups: what is in them."""
+        """The writes of each whole group."""
         self.written: dict[Write, int] = {}
         """In which group each write is."""
         self.twice: list[Write] = []
@@ -115,7 +117,7 @@ class ModelLog:
         return segments[-1]
 
     def sync(self) -> None:
-        """All that was written is durable, and marks say so; full segments are sealed."""
+        """Make everything that was written durable, move the marks, and seal full segments."""
         for segments in self.shards:
             for segment in segments:
                 segment.synced = len(segment.data)
@@ -149,10 +151,10 @@ class ModelLog:
         }
 
     def read(self, after: ReplicaPosition, size_max: int) -> tuple[list[SegmentPart], ReplicaPosition, bool]:
-        """Durable bytes behind a position, where they end, and whether that is all.
+        """Return the durable bytes after a position, where they end, and whether these are all.
 
         Raises:
-            FollowerBehindRetention: they aren't here any more.
+            FollowerBehindRetention: the bytes were dropped.
         """
         parts: list[SegmentPart] = []
         ends = dict(after)
@@ -190,7 +192,7 @@ class ModelLog:
         return 0 if segment.base > base else (segment.synced if segment.sealed else min(end, segment.synced))
 
     def drop(self, cursors: Sequence[tuple[int, ReplicaPosition]]) -> None:
-        """Retention: sealed segments that nobody needs go, by numbers and by positions."""
+        """Drop sealed segments that no cursor needs, by numbers and by positions."""
         needed_from = min(group for group, _ in cursors)
         for shard, segments in enumerate(self.shards):
             needed = min(position.get(ShardId(shard), ByteEnd(Offset(0), 0)) for _, position in cursors)
@@ -235,7 +237,7 @@ class ModelLog:
             self.synced_group = self.group
 
     def holding(self) -> Holding:
-        """What a follower says that it has."""
+        """Return what a follower reports as held."""
         return Holding(self.position(), GroupNumber(self.group), Seq(self.group))
 
     def position(self) -> ReplicaPosition:
@@ -263,7 +265,7 @@ class ModelLog:
             while len(segments) > 1 and len(segments[-1].data) <= len(HEADER):
                 segments.pop()
             if segments and segments[-1].sealed:
-                # What stood behind it is gone; whether it ended there is the leader's to say.
+                # The bytes after it are gone; the leader decides whether it ended there.
                 frames = list(frames_of(segments[-1].data))
                 self._cut(segments[-1], frames[-1].end if frames else len(HEADER))
             if len(segments) == 1 and len(segments[0].data) <= len(HEADER):
@@ -279,7 +281,7 @@ class ModelLog:
     # --- crashes ---------------------------------------------------------------------------------------------------
 
     def lose_power(self, chance: random.Random) -> None:
-        """Of what wasn't synced, some front part is left, and its last bytes may be others."""
+        """Keep some prefix of the bytes that weren't synced; its last byte may be damaged."""
         for segments in self.shards:
             for segment in segments:
                 left = chance.randint(segment.synced, len(segment.data))
@@ -321,7 +323,7 @@ class ModelLog:
         self.synced_group = self.group
 
     def _rescan(self) -> None:
-        # What retention has dropped is still known: of a real log by the copy of its sessions.
+        # Dropped groups are still known; a real log knows them from the copy of its sessions.
         self.group, self._parts = self.first_group - 1, {}
         self.groups = {group: writes for group, writes in self.groups.items() if group < self.first_group}
         self.written = {write: group for write, group in self.written.items() if group < self.first_group}

@@ -32,7 +32,7 @@ from millstream.protocol.replication.leader import Follower as Followed
 
 SEEDS_MAX = 3000
 SCRIPT_SEED = 17
-"""Of a world with three nodes, for scripts."""
+"""Seed of a world with three nodes, for scripts."""
 
 
 class SharedCursorLeader(Leader):
@@ -55,7 +55,7 @@ class SharedCursor(World):
 
 
 class SharedPlaceLeader(Leader):
-    """What retention keeps is noted for all by whoever acknowledges."""
+    """A leader that moves every follower's retention cursor when one follower acknowledges."""
 
     def _note(self, follower: Followed, ack: Acknowledgement) -> list[shipping.Effect]:
         effects = super()._note(follower, ack)
@@ -72,7 +72,7 @@ class SharedPlace(World):
 
 
 class IdleTail(World):
-    """What becomes durable is sent when the next does: the last of it never."""
+    """A durable group is sent only when the next one becomes durable, so the last group is never sent."""
 
     found_by = 2
 
@@ -115,7 +115,7 @@ class Unfenced(Promotion):
 
 
 class NoFencing(World):
-    """A node is promoted that asked nobody."""
+    """A node is promoted without asking any other node."""
 
     found_by = 5
 
@@ -179,7 +179,7 @@ class OldTail(World):
 
 
 class RankByGroup(OldTail):
-    """Of two logs the one with the greater number is taken for the better, whoever wrote it."""
+    """The log with the greater group number counts as the better one, whichever leader wrote it."""
 
     found_by = SCRIPT_SEED
 
@@ -195,7 +195,7 @@ class NothingSetAside(Follower):
 
 
 class NotSetAside(World):
-    """What only the old leader's followers have stays in their logs."""
+    """Groups that only the old leader's followers have stay in their logs."""
 
     found_by = 23
 
@@ -203,7 +203,7 @@ class NotSetAside(World):
 
 
 class TrustingLeader(Leader):
-    """What a follower had acknowledged counts for ever."""
+    """A leader that counts a follower's old acknowledgements for ever."""
 
     def _greeting(self, follower: Followed, *others: Any, **more: Any) -> list[shipping.Effect]:
         acked, follower.acked = follower.acked, None
@@ -229,7 +229,7 @@ class ShownAtOnce(World):
 
 
 class FollowersShowAtOnce(World):
-    """Readers of a follower see all that it has, though fewer have it than the level asks."""
+    """Readers of a follower see everything it has, even if fewer nodes have it than the level asks."""
 
     found_by = 4
 
@@ -237,7 +237,7 @@ class FollowersShowAtOnce(World):
 
 
 class ShownWithBytesAlone(World):
-    """What readers may see by now is told with the next bytes: of the last ones never."""
+    """The readable end is sent only with further bytes, so the last one is never sent."""
 
     found_by = 4
 

@@ -1,7 +1,8 @@
-"""Links between nodes that lose, double, reorder, damage and delay what is sent, and notice it: what a transport has to do.
+"""Links between nodes that lose, double, reorder, damage and delay messages, and detect it, as a transport has to.
 
-A message bears its number and a checksum, so that a receiver takes each once, in order, whole, or breaks the link. Links break silently, too:
-then each end learns of it by itself, some time later, or by nothing coming any more.
+A message carries its number and a checksum. A receiver takes each message once, in order and whole, or
+breaks the link. Links break silently, too: then each end detects it on its own some time later, or
+because nothing arrives.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""A stream on several nodes, played from a seed: a network, disks and clocks that fail, nodes that crash, people who promote others.
+"""A stream on several nodes, played from a seed.
 
-`python -m tests.replication.simulation FIRST COUNT` plays that many seeds and says what it found; one seed repeats its world exactly.
+The network, disks and clocks fail, nodes crash, and people promote nodes.
 
-The machines are the real ones of `protocol.replication`; this file carries out their effects. The log is `model_log`'s. What must hold is
-looked at when it could break, not in the end:
+`python -m tests.replication.simulation FIRST COUNT` plays that many seeds and prints what it found; a
+seed repeats its world exactly.
 
-- what is acknowledged at a level is, at that moment, synced on as many nodes as the level says; and every later leader has it;
-- no two nodes ever show different groups under one number; what a node has shown it goes on showing;
-- readers of any node see no more than what the stream's level holds for, and once nothing moves all of that;
-- what a node says that it has is synced there, in whole groups; a promise that it gave is kept;
-- a write that a client sends again and again is in the log once;
-- what a follower says of its age isn't less than it is;
-- when the faults end all nodes get the same bytes, and all writes are acknowledged.
+The machines are the real ones of `protocol.replication`; this module carries out their effects. The log
+is `model_log`'s. Each invariant is checked when it could break, not at the end:
+
+- a write acknowledged at a level is, at that moment, synced on as many nodes as the level asks; every
+  later leader has it;
+- no two nodes ever show different groups under one number; a node keeps showing what it has shown;
+- readers of any node see at most what the stream's level allows, and all of it once nothing moves;
+- the groups that a node reports as held are synced there, whole; a node keeps a promise that it gave;
+- a write that a client sends repeatedly is in the log once;
+- a follower isn't older than the age that it reports;
+- when the faults end, all nodes get the same bytes, and all writes are acknowledged.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ class Crashed(Exception):
 
 @dataclass(slots=True)
 class Disk:
-    """What a node keeps through a crash."""
+    """State that a node keeps through a crash."""
 
     log: ModelLog
     fact: bytes = b""
@@ -136,7 +140,7 @@ class Node:
         self.is_wiped = False
         """Its disk was replaced, and it hasn't all again: who promoted anybody now would lose what it had."""
         self.ghost = 0
-        """The group that it had then, as long as no leader can know that it hasn't any more."""
+        """The last group that it had before the wipe, until every leader is certain to know that it is gone."""
 
     # --- its life --------------------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class Node:
             self.resolve()
 
     def step_down(self, fact: RoleFact) -> None:
-        """What is being written is finished first: it may be all that there is of it."""
+        """Finish the group that is being written first: it may be the only copy."""
         if self.is_writing:
             self.disk.log.sync()
             self.is_writing = False
@@ -487,7 +491,7 @@ class Node:
             self.caught_up()
 
     def look_at_age(self, machine: Follower) -> None:
-        """What it says of its age, beside how old what it has really is."""
+        """Compare the age that the follower reports with its real age."""
         age_s = machine.lag(self.world.now).age_s
         newer = self.world.leader_times.get(self.disk.log.group + 1)
         if newer is not None and not self.fact.promise.epoch and age_s < self.world.now - newer - AGE_ERROR_S:
@@ -561,7 +565,7 @@ class Node:
                     self.resume()
 
     def stand(self, promise: Promise) -> None:
-        """It takes nothing from the leader before any more, and gives nothing under less than its own promise."""
+        """Accept nothing more from the old leader, and answer only under the node's own promise."""
         if promise <= self.fact.promise:
             self.promote_step(promoting.Superseded(self.fact.promise))
             return
@@ -630,9 +634,9 @@ class Node:
 
 
 class World:
-    """All of it, from one seed.
+    """The whole simulation, from one seed.
 
-    What a mutation changes, to see that a seed finds it, is an attribute or a type here.
+    The behaviour that a mutation changes, so that a seed finds it, is an attribute or a type here.
     """
 
     found_by = 0
@@ -650,7 +654,7 @@ class World:
     followers_wait = True
     """Readers of a follower see what its leader says."""
     tells_shown = True
-    """What readers see is told also where nothing else is new."""
+    """Whether a new readable end is sent even if nothing else is new."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -661,7 +665,7 @@ class World:
         self._number = 0
         self.links = 0
         self.theme = chance.choice(["mixed", "mixed", "elections", "disks"])
-        """What happens more often than other things."""
+        """The kind of event that happens more often than others."""
         count = chance.choice([2, 3, 3, 4])
         self.shards = chance.choice([1, 1, 2])
         self.level = AckLevel(AckKind.DURABLE, chance.randint(1, count - 1)) if chance.random() < 0.8 else LOCAL
@@ -706,7 +710,7 @@ class World:
         return False
 
     def delay(self) -> float:
-        """Of anything, seconds."""
+        """Draw a delay, in seconds, for any event."""
         return self.chance.random() * self.delay_s
 
     def count(self, what: str) -> None:
@@ -767,7 +771,10 @@ class World:
             self.wipe(node)
 
     def wipe(self, node: Node) -> None:
-        """A follower's disk is replaced. As long as it lacks what was acknowledged, nobody is promoted, and no other disk goes."""
+        """Replace a follower's disk.
+
+        As long as it lacks acknowledged writes, no node is promoted, and no other disk goes.
+        """
         if node.fact.role is not Role.FOLLOWS or any(one.is_wiped or one.promotion for one in self.nodes.values()):
             return
         if node.up:
@@ -780,7 +787,7 @@ class World:
         self.at(self.chance.uniform(0.05, 1.0), self.restart(node))
 
     def restart(self, node: Node) -> Callable[[], None]:
-        """What starts a node that is down."""
+        """Return a callback that starts a node if it is down."""
 
         def run() -> None:
             if not node.up:
@@ -803,7 +810,7 @@ class World:
             node.guarded(lambda: node.promote(accept_loss=accept_loss))
 
     def put_right(self) -> None:
-        """What a person does: has everybody follow who leads; when nobody does, promotes somebody."""
+        """Act as an operator: point every node at the leader, or promote a node if there is none."""
         leaders = [
             node for node in self.nodes.values() if node.up and node.leader is not None and not node.leader.is_fenced
         ]
@@ -960,7 +967,7 @@ class World:
             for one in self.nodes.values()
             if max(one.ghost, one.disk.log.synced_group) >= group and one.disk.log.groups.get(group, content) == content
         ]
-        # What somebody has shown was held then, whatever became of a disk since.
+        # A group that a node has shown was held then, whatever happened to a disk since.
         is_held = len(have) > self.level.followers or (content is not None and self.shown.get(group) == content)
         if self.shows_by_level and not is_held and not self.accepts_loss:
             self.broken(f"{node.name} shows group {group} at {self.level}, and {len(have)} nodes have it")
@@ -972,7 +979,7 @@ class World:
         return True
 
     def promoted(self, node: Node, fact: RoleFact, losses: tuple[str, ...]) -> None:
-        """Somebody leads."""
+        """Check a node that has just become leader."""
         self.promotions += 1
         self.count("promotions")
         if losses:
@@ -989,7 +996,7 @@ class World:
         return not self.unrest()
 
     def unrest(self) -> str:
-        """What is still to come."""
+        """Return what still keeps the world from being at rest."""
         if any(client.left or client.open for client in self.clients):
             return "writes aren't acknowledged"
         leaders = [node for node in self.nodes.values() if node.leader is not None and not node.leader.is_fenced]

@@ -50,7 +50,7 @@ def pair(transport: InProcessTransport) -> tuple[FollowerLink, LeaderLink]:
 
 
 def history(faults: Faults, seed: int, count: int = 200) -> list[object]:
-    """What a follower hears of so many shipments, one by one; after damage, on a link of its own."""
+    """Return what a follower receives of so many shipments, one by one; after damage, on a new link."""
     clock = ManualClock(sleeping_advances=True)
     transport = InProcessTransport(clock=clock, faults=faults, seed=seed)
     leader, follower = pair(transport)

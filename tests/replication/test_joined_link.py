@@ -1,4 +1,7 @@
-"""Shipments that came meanwhile are taken together, and a follower has the same in the end, at every step whole."""
+"""Shipments that arrive while another is applied are applied together.
+
+The follower's log ends the same, and is whole at every step.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def sent_by(pair: Pair, bytes_max: int) -> list[Shipment]:
 
 
 def contents(files: MemoryFiles) -> dict[str, bytes]:
-    """What the log's files hold."""
+    """Return the contents of the log's files."""
     return {
         f"{folder}/{name}": files.read(f"{FOLDER}/{folder}/{name}")
         for folder in files.listdir(FOLDER)

@@ -110,7 +110,7 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
-    """The old one has stored more than the new one has of it, whose own has grown beside it."""
+    """Build a store that has more of the old branch than the new one shares; the new branch has grown separately."""
     scene = Scene(tmp_path)
     write(scene.old, 1, 60, "a")
     scene.archive(scene.old, RoleFact())

@@ -30,7 +30,7 @@ from millstream.wal.mark import MarkFile
 from millstream.wal.reader import StreamReader
 
 KEPT = f"{STREAM.hex[:8]}.s"
-"""What a token of the stream begins with."""
+"""Prefix of the stream's tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_what_lies_in_front_of_a_damaged_segment_is_restored_and_who_has_it_puts
     else:
         assert token is None
         assert "nothing in front of it" in refused.value.message
-    # Whose own log has it whole puts it back, and what was begun goes on.
+    # A leader whose own log has the segment whole restores it, and what was begun continues.
     elsewhere = segments(stored.store)[which].read_bytes()
     assert [(one.shard, one.base_offset) for one in scrubbed(store, stored.old, mend=False).mended] == [(0, base)]
     assert damaged.exists() is (what != "it is gone")
@@ -164,7 +164,7 @@ def test_a_restore_in_front_of_damage_is_a_log_to_be_written_and_gives_no_number
     assert any("is damaged" in line for line in told)
     wal = home / "data" / "wal" / "web"
     assert seqs(wal) == seqs(stored.old)[: upto - 7]
-    # What was lost with the damage has been seen, and its numbers aren't given again.
+    # The numbers lost with the damage have been seen, and aren't given again.
     with Home(home, needs_source=False).open_catalog() as catalog:
         reserved = catalog.reservations(catalog.stream("web").id).reserved()
     assert reserved >= StreamReader(str(stored.old)).persisted_upto()
@@ -184,7 +184,8 @@ def test_of_a_log_whose_beginning_is_dropped_only_what_is_known_to_follow_it_is_
     second.unlink()
     scene.archive(scene.old, RoleFact())
     seal(scene)
-    # Of the other shard nothing has come in front of its first segment, or what lies in front of the dropped one's beginning.
+    # The other shard lacks everything before its first segment, or before the beginning of the
+    # dropped one.
     DAMAGE[what](segments(scene.store, 1)[0 if what == "a bit of its header" else 2])
     with pytest.raises(StoreDamaged) as refused:
         restore_stream(scene.store.as_uri(), "web", tmp_path / "restored")
@@ -247,7 +248,7 @@ def test_a_segment_in_another_ones_place_is_never_put_into_the_store(stored: Sce
 def test_a_last_segment_that_lost_its_end_is_stored_once_more_by_whoever_leads(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     write(scene.old, 1, 6, "a")
-    for epoch in (2, 3):  # who opens a log seals what was left open; behind shard 1's nothing comes any more
+    for epoch in (2, 3):  # opening seals what was left open; nothing follows in shard 1
         write(scene.old, epoch, 30, "a", first=40 * epoch, shards=1)
         scene.archive(scene.old, RoleFact())
         seal(scene)

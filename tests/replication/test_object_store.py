@@ -139,7 +139,7 @@ def leads(stage: StoreStage, transport: ObjectStoreTransport | None = None) -> F
 
 
 def read(stage: StoreStage, shipments: list[Shipment], begun: int = 0) -> Arrived:
-    """What a follower that has the first so many gets."""
+    """Return what a follower gets that has the first `begun` shipments."""
     position = whole_position(shipments[:begun])
     link = stage.follower().connect(hello_of(position=position), 30.0)
     end = arrived(shipments)
@@ -149,7 +149,7 @@ def read(stage: StoreStage, shipments: list[Shipment], begun: int = 0) -> Arrive
 
 
 def ends(found: Arrived, begun: ReplicaPosition = NOTHING) -> dict[ShardId, ByteEnd]:
-    """Where somebody is who had `begun`."""
+    """Return the end in each shard of a follower that started with `begun`."""
     reached = dict(begun)
     for (shard, base), data in found.segments.items():
         start = begun[shard].position if shard in begun and begun[shard].base_offset == base else 0
@@ -392,7 +392,7 @@ def test_an_object_that_is_damaged_is_named(stage: StoreStage):
 
 
 def test_the_document_that_was_stored_last_is_the_newest_whatever_its_version(stage: StoreStage):
-    """Its leader counts versions by a clock, which may be set back while it is started anew."""
+    """The leader counts versions by a clock, which may be set back while the leader restarts."""
     sent = shipments_of(is_sealed=False)
     for clock, shipment in zip((2000, 1000, 1500), sent, strict=False):
         link = leads(stage)

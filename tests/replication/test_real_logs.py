@@ -36,7 +36,7 @@ TABLES = (plain_table(1), plain_table(2))
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[LogWriter]:
-    """Of two shards, with small segments."""
+    """A writer of two shards, with small segments."""
     options = LogOptions(segment_bytes=40_000)
     folder, reservations = str(tmp_path / "leader"), MemoryReservations()
     with closing(LogWriter.open(folder, stream=STREAM, shards=SHARDS, epoch=Epoch(3), reservations=reservations, options=options)) as writer:  # fmt: skip
@@ -101,7 +101,7 @@ def hello(log: ReplicaLog) -> Hello:
 
 
 def same_files(leader: Path, follower: Path) -> None:
-    """Of every segment that the follower has, the bytes are the leader's."""
+    """Check that every segment of the follower has the leader's bytes."""
     found = sorted(path.relative_to(follower) for path in follower.rglob("*.wal"))
     assert len(found) > 4
     for name in found:
