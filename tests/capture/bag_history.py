@@ -34,7 +34,7 @@ Row = tuple[str, str]
 
 @dataclass
 class BagHistory:
-    """What the table was after each step; step 0 is what it held before the workload."""
+    """The table's rows after each step; step 0 is its rows before the workload."""
 
     chance: random.Random
     rows: int

@@ -1,4 +1,4 @@
-"""Threads beside a test: what one of them raises, and that it doesn't end, is the test's own failure."""
+"""Threads that run next to a test. The test fails if one of them raises, or doesn't end."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Beside(threading.Thread):
         super().__init__(daemon=True, name=f"beside-{getattr(target, '__name__', 'test')}")
         self._work = lambda: target(*arguments)
         self.error: BaseException | None = None
-        """What it ended with."""
+        """The exception that it ended with."""
         self.start()
 
     def run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for it
             self.error = error
 
     def ended(self, deadline_s: float = DEADLINE_S) -> None:
@@ -69,7 +69,10 @@ def stacks() -> str:
 
 
 def activity(dsn: str) -> str:
-    """What a server's processes do, its slots and its prepared transactions; never raises, and takes some seconds at most."""
+    """Return what a server's processes do, its slots and its prepared transactions.
+
+    It never raises, and takes some seconds at most.
+    """
     queries = (
         "SELECT pid, backend_type, datname, state, wait_event_type, wait_event, backend_xid::text, left(query, 200) FROM pg_stat_activity",
         "SELECT slot_name, active_pid, restart_lsn::text, confirmed_flush_lsn::text FROM pg_replication_slots",

@@ -71,13 +71,13 @@ class MemoryLog:
         return dict(self._reached)
 
     def settled(self) -> None:
-        """Nobody else is asked for."""
+        """Do nothing: no other machine has to confirm."""
 
     def is_written(self) -> bool:
         return not self._queue
 
     def close(self) -> None:
-        """End the thread, wherever it waits. What it raised is raised."""
+        """End the thread, wherever it waits, and raise what it raised."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -104,7 +104,7 @@ class MemoryLog:
             try:
                 written = self._write(ops)
             except BaseException as error:
-                # Who waits for it has to hear of it, and so has everybody behind it.
+                # Its waiter needs the error, and so do all waiters after it.
                 with self._changed:
                     self._closed, self._failure = True, error
                     unanswered = [one for _, one in self._queue]
@@ -234,7 +234,10 @@ class Stage:
                 return
 
     def catch_up(self, **more: Any) -> CaptureOutcome:
-        """Capture until all that the source has is in the log. It has to end: a failure tells what it waits for."""
+        """Capture until everything the source has is in the log.
+
+        It has to end: a failure reports what it waits for.
+        """
         running = Running(self, {"until_caught_up": True} | more)
         running.wait(CATCH_UP_S)
         if not running.ended:
@@ -280,7 +283,7 @@ class Stage:
         return {tuple(row[k] for k in key): row for row in rows}
 
     def slot_active(self) -> bool:
-        """Whether somebody streams from the slot."""
+        """Return whether a process streams from the slot."""
         with self.connect() as connection:
             row = connection.execute(
                 "SELECT active FROM pg_replication_slots WHERE slot_name = %s", [self.config.slot]
@@ -312,7 +315,7 @@ class Running:
 
     @property
     def error(self) -> BaseException | None:
-        """What it ended with."""
+        """The exception that it ended with."""
         return self._thread.error
 
     @property

@@ -1,8 +1,11 @@
-"""Every type that a server has, and values of each: what a column may be is asked of the server, never listed here.
+"""Every type that a server has, and values of each.
 
-Types are read from `pg_type`. What is made of others (arrays, ranges, multiranges, composites, domains, enums) draws its values from what it
-is made of; a base type needs a line in `BASE`, and a server that has one without it fails the test that asks. Values are expressions of
-SQL, so that those which no input function takes (`pg_node_tree`, statistics) can be had from where PostgreSQL keeps them.
+The server lists the types that a column may have; this module doesn't.
+
+Types are read from `pg_type`. A type made of others (arrays, ranges, multiranges, composites, domains,
+enums) draws its values from their values. A base type needs a line in `BASE`; if a server has one
+without it, the test that asks fails. Values are SQL expressions. So types that no input function takes
+(`pg_node_tree`, statistics) get their values from where PostgreSQL keeps them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ PINNED: Final = (
     "SET client_encoding = UTF8; SET datestyle = ISO; SET timezone = UTC; SET intervalstyle = postgres; SET extra_float_digits = 3;"
     " SET bytea_output = hex; SET lc_monetary = 'C'; SET search_path = pg_catalog; SET quote_all_identifiers = off"
 )
-"""What a session says so that it prints PostgreSQL's text as Millstream means it."""
+"""Settings of a session under which PostgreSQL prints text as Millstream expects it."""
 
 ODD_SETTINGS: Final = {
     "datestyle": "'German, DMY'",
@@ -35,7 +38,7 @@ ODD_SETTINGS: Final = {
     "search_path": "public, pg_catalog",
     "quote_all_identifiers": "on",
 }
-"""What a database may set, and which the text of a value mustn't depend on."""
+"""Settings that a database may have, and on which a value's text mustn't depend."""
 
 # Types of our own, shaped like those of applications and of extensions that no server here has.
 TYPES: Final = (
@@ -205,7 +208,7 @@ _DOMAINS: Mapping[str, Generator] = {
     "information_schema.cardinal_number": integers(0, 2**31 - 1),
     "public.amount": edged(lambda rng: f"{rng.randint(-(10**6), 10**6)}.{rng.randrange(100):02d}", "0", "0.01"),
 }
-# What is declared with a modifier; the values are rounded and cut as PostgreSQL does it.
+# Types declared with a modifier; PostgreSQL rounds and cuts the values.
 MODIFIED: Mapping[str, str] = {
     "numeric(12,2)": "numeric(12,2)",
     "numeric(38,10)": "numeric(38,10)",
@@ -242,7 +245,7 @@ class ServerType:
     kind: str
     """`b`ase, `a`rray, `c`omposite, `d`omain, `e`num, `r`ange, `m`ultirange."""
     part: int
-    """Of an array its element, of a domain its base, of a range its subtype, of a multirange its range."""
+    """The element of an array, the base of a domain, the subtype of a range, the range of a multirange."""
     delimiter: str
     labels: tuple[str, ...]
     attributes: tuple[int, ...]
@@ -283,7 +286,7 @@ class ServerTypes:
         return self._types.get(oid)
 
     def generator(self, type_: ServerType | None) -> Generator | None:
-        """What draws texts of the type; None where no text is a value of it."""
+        """Return a generator of texts of the type, or None if no text is a value of it."""
         if type_ is None or type_.name in VALUELESS or type_.name in FROM_CATALOGS:
             return None
         if type_.name in _DOMAINS:
@@ -308,7 +311,7 @@ class ServerTypes:
         return BASE[type_.name]
 
     def columns(self) -> dict[str, Callable[[Random], sql.Composable]]:
-        """What columns are declared as, each with what draws an expression of its type."""
+        """Return the declared types of columns, each with a generator of expressions of its type."""
         found = {type_.name: partial(self.expression, type_) for type_ in self}
         for name, generator in self.modified().items():
             found[name] = partial(_cast, generator, name)

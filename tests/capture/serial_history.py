@@ -29,7 +29,7 @@ Key = tuple[str, str]
 
 @dataclass
 class History:
-    """What the table was after each step; step 0 is what it held before the workload."""
+    """The table's rows after each step; step 0 is its rows before the workload."""
 
     chance: random.Random
     keys: int

@@ -336,7 +336,7 @@ def test_a_transaction_that_is_open_when_a_chunk_ends_comes_once(stage: Stage) -
         kept.execute("ROLLBACK TO a")
         gone.execute("ROLLBACK")
         stage.sql(*(orders(20_000 + n * 100, 20_099 + n * 100) for n in range(20)))
-        kept.execute(orders(3001, 4200))  # so that all of it is streamed anew
+        kept.execute(orders(3001, 4200))  # so that all of it is streamed again
         kept.execute("COMMIT")
     stage.sql(*(orders(30_000 + n * 100, 30_099 + n * 100) for n in range(5)))
     in_chunks(stage, catch_up_changes=3000, catch_up_chunk_bytes=1 << 20)
@@ -437,13 +437,16 @@ def test_progress_says_the_mode_and_what_the_slot_holds(stage: Stage) -> None:
 
 
 def facts_of(stage: Stage, more: dict[str, Any]) -> dict[str, Any]:
-    """Of a capture into the log of the process, as the process is given them."""
+    """Return the arguments that the process is given, for a capture into its own log."""
     config = make_config(stage.dsn, stage.folder, stage.config.slot)
     return {name: value for name, value in dataclasses.asdict(config).items() if not callable(value)} | more
 
 
 def run_here(stage: Stage, **more: Any) -> None:
-    """What the process does, in this one, which has loaded all it takes: for runs that nothing is measured of and nobody kills."""
+    """Run in this process what the other process does: everything is loaded here.
+
+    For runs that are neither measured nor killed.
+    """
     Beside(catching_up_process.main, stage.folder / "home", facts_of(stage, more)).ended(CATCH_UP_S)
 
 

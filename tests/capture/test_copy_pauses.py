@@ -27,7 +27,7 @@ def fill(stage: Stage, rows: int, body: str = "'x'") -> None:
 
 
 def stands_still(stage: Stage, count: Callable[[], int]) -> None:
-    """Return when nothing of the copy is on its way any more: two heartbeats went through without a row of it."""
+    """Return when nothing of the copy is in flight: two heartbeats went through without a row of it."""
     before = -1
     while before != count():
         before = count()
@@ -66,7 +66,10 @@ def test_a_paused_copy_reads_nothing_more_while_changes_go_on_and_survives_resta
 
 
 def test_rows_that_move_incomplete_into_what_was_copied_before_a_pause_come_whole(stage: Stage) -> None:
-    """Their unsent TOAST values were never in the log: where nobody remembered such rows, they would be missing for good."""
+    """Their unsent TOAST values were never in the log.
+
+    If capture didn't remember such rows, they would be missing for good.
+    """
     fill(stage, 1000, "repeat(i::text || ' ', 700)")
     stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)
     stage.log.delay_s = 0.01
@@ -90,7 +93,7 @@ def test_rows_that_move_incomplete_into_what_was_copied_before_a_pause_come_whol
 
 
 def test_rows_that_move_incomplete_before_a_copy_is_taken_up_again_come_whole(stage: Stage) -> None:
-    """What the source sends at once after a restart is decoded before anybody looked at the tables' states."""
+    """After a restart, changes that the source sends at once are decoded before capture has read the tables' states."""
     fill(stage, 1000, "repeat(i::text || ' ', 700)")
     stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)
     stage.log.delay_s = 0.01

@@ -95,7 +95,7 @@ def test_every_prefix_does_so_where_a_copy_is_asked_for_again_and_again_and_paus
         for again in range(6):
             copied = copied_rows(stage, "rows_")
             copy_table(stage.catalog, stage.table(TABLE).stream, TABLE)
-            # … or all that there are: the table may just have been emptied.
+            # … or all rows of the table, which may just have been emptied.
             wait_until(
                 lambda copied=copied: copied_rows(stage, "rows_") > copied + 20 or streams(stage),
                 "some rows are copied again",

@@ -70,7 +70,7 @@ def test_every_prefix_shows_a_table_without_a_key_as_it_was(
 
 
 def test_every_prefix_does_so_while_columns_come_and_go(stage: Stage) -> None:
-    """Some of the definitions have the table copied anew."""
+    """Some of the changes of definition make capture copy the table again."""
     history = BagHistory(random.Random(4), rows=400, definitions=True, pause_s=0.002)
     with stage.connect() as connection:
         history.begin(connection)
@@ -119,7 +119,7 @@ def holds(stage: Stage) -> bool:
 
 
 def files(stage: Stage) -> list[Path]:
-    """Of rows that are being read, or were."""
+    """Return the spill files of rows that are being read, or were."""
     return list(Path(stage.config.spill_dir).glob("table-*"))
 
 
@@ -237,7 +237,10 @@ def test_two_tables_that_are_written_without_a_pause_take_turns(stage: Stage) ->
 def test_the_stream_is_not_held_for_as_long_as_a_transaction_lasts(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """A snapshot waits for those that run. The stream goes on meanwhile, and the copy is whole once they have ended."""
+    """A snapshot waits for running transactions.
+
+    The stream goes on while it waits, and the copy is whole once they have ended.
+    """
     monkeypatch.setattr(copy_whole, "PLAIN_TURNS", 0 if first == "free" else -1)
     monkeypatch.setattr(copy_whole, "FREE_PATIENCE_S", 1.0)
     monkeypatch.setattr(copying, "PATIENCE_S", 0.5)
@@ -345,7 +348,7 @@ def test_a_stream_that_is_held_for_longer_than_the_senders_patience_keeps_its_co
 
 @pytest.mark.siege
 def test_a_backlog_that_grows_meanwhile_ends_no_reading(stage: Stage) -> None:
-    """To go over to chunks is to begin a session anew, and the copy with it."""
+    """A change to chunks would begin the session again, and with it the copy."""
     filled(stage, 2000)
     told: list[CaptureProgress] = []
     stage.config = replace(stage.config, copy_rate=lambda: 1 << 19, catch_up_bytes=1 << 16, catch_up=CatchUp.ALWAYS)
@@ -405,7 +408,7 @@ def test_what_is_killed_in_the_midst_of_a_copy_begins_it_anew(stage: Stage, poin
 
 @pytest.mark.siege
 def test_more_rows_than_there_is_memory_for_enter_as_one_operation(stage: Stage) -> None:
-    """… beside all kinds of writing: what is held is bounded, whatever the table's size."""
+    """… during all kinds of writes: memory is bounded, whatever the table's size."""
     peaks = []
     (stage.folder / "home").mkdir()
     filled(stage, 100)

@@ -133,7 +133,7 @@ def test_a_copy_that_was_stopped_goes_on_with_the_next_chunk(stage: Stage) -> No
     stage.catch_up()
 
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
-    # What was read ahead and not yet durable is read again.
+    # Chunks that were read ahead and weren't durable are read again.
     assert copied_rows(stage, "docs") <= 2000 + 4 * 20, "chunks that were durable were not read again"
 
 
@@ -269,7 +269,10 @@ def test_truncate_during_a_copy_voids_the_chunks_that_do_not_see_it(stage: Stage
 
 
 def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: Stage) -> None:
-    """What its snapshot doesn't see touches it as a whole: its rows enter in front of that, or have to be read again."""
+    """A change that the snapshot doesn't see concerns the table as a whole, which has no key.
+
+    The copied rows enter the log before such a change, or are read again.
+    """
     stage.sql(
         "CREATE TABLE bag (x text, n int); ALTER TABLE bag REPLICA IDENTITY FULL",
         "INSERT INTO bag SELECT 'old', i % 50 FROM generate_series(1, 500) i",

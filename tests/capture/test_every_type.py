@@ -1,4 +1,4 @@
-"""What the log holds is what PostgreSQL prints, byte for byte: for every type that a column may have, however the value came."""
+"""The log holds what PostgreSQL prints, byte for byte, for every type of column and every way a value may come."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ALWAYS = frozenset(
 COLUMNS = 40
 """A table's columns of its own, which keeps its rows within a page."""
 NOT_COLUMNS = {"cstring[]", "pg_attribute", "pg_statistic", "pg_statistic_ext_data", "pg_stats", "pg_stats_ext_exprs"}
-"""What no column may be, for it has a pseudo-type in it; arrays of the rows likewise."""
+"""Types that no column may have, as they contain a pseudo-type; arrays of the rows likewise."""
 
 NO_KEY = (psycopg.IntegrityError, psycopg.errors.ProgramLimitExceeded, psycopg.errors.UndefinedFunction)
 """A null, one that is there already, one too long for an index, one of parts without an order."""
@@ -136,7 +136,7 @@ class Zoo:
         self.column_count = len(taken)
 
     def _columns(self) -> list[tuple[str, Callable[[Random], sql.Composable]]]:
-        """What columns can be declared as, in an order of chance; the server says what it refuses."""
+        """Return the types that a column can be declared as, shuffled; the server reports those it refuses."""
         found = []
         for name, expression in self._types.columns().items():
             try:
@@ -283,7 +283,7 @@ class Keyed:
             self.tables[table] = name, columns[name]
 
     def _write(self, statement: str, table: str, *more: sql.Composable) -> None:
-        """Run a statement with a key drawn anew, unless no row can have it, or none can be asked for by its text."""
+        """Run a statement with a newly drawn key, unless no row can have the key or be selected by its text."""
         name, expression = self.tables[table]
         key = self._types.draw(expression, self._rng)
         try:

@@ -60,7 +60,7 @@ class Life:
         return [row["id"] for part in found for row in part.batch.to_pylist() if "id" in row]
 
     def told(self) -> tuple[int, int]:
-        """What capture has told the source: received up to, durable up to."""
+        """Return the LSNs that capture has reported to the source: received, and durable."""
         with self.stage.connect() as connection:
             row = connection.execute(
                 "SELECT write_lsn - '0/0', flush_lsn - '0/0' FROM pg_stat_replication JOIN pg_replication_slots ON pid = active_pid"

@@ -1,4 +1,4 @@
-"""What PostgreSQL can say in its stream, and in which order: transactions in pieces, wide rows, long values, lists and filters."""
+"""Messages of PostgreSQL's stream, and their orders: transactions in pieces, wide rows, long values, lists, filters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What publications don't send is never missed silently, whoever made them."""
+"""Changes that a publication doesn't send are never missed silently, whoever made the publication."""
 
 from __future__ import annotations
 

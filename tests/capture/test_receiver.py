@@ -118,7 +118,7 @@ def test_reading_on_ends_where_a_run_that_is_waited_for_is_due(tmp_path: Path):
         assert time.monotonic() - began < DEADLINE_S
         runs += isinstance(receiver.take(DEADLINE_S), Run)
     receiver.stop()
-    # Small runs go 3 ms after the one before; nobody who waits is kept for longer.
+    # Small runs go 3 ms after the one before; no waiter is kept for longer.
     waited = [gather_s for gather_s in wire.gathered if 0 < gather_s <= 0.003]
     assert len(waited) >= 20
 

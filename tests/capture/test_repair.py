@@ -1,4 +1,4 @@
-"""Rows that are asked for by key are read again beside running changes: what is there comes, what isn't goes, the newer wins."""
+"""Rows asked for by key are read again during running changes: existing rows arrive, absent ones go, the newer wins."""
 
 from __future__ import annotations
 

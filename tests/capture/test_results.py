@@ -1,4 +1,7 @@
-"""Who waits for an answer of the source doesn't keep the interpreter: what the source waits for may be another thread of ours."""
+"""Waiting for an answer of the source doesn't keep the interpreter.
+
+The source may be waiting for another thread of this process.
+"""
 
 from __future__ import annotations
 

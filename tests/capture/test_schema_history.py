@@ -175,7 +175,7 @@ class Source:
         return self._rng.choice(self.tables)
 
     def _some(self, count: int) -> tuple[str, list[str]]:
-        """A table, and so many of its columns, or all that there are."""
+        """Choose a table, and so many of its columns, or all of them if there are fewer."""
         table = self._any()
         names = [name for name, _ in self._columns(table) if name != "id"]
         return table, self._rng.sample(names, min(count, len(names)))
@@ -215,7 +215,7 @@ class Source:
         self._note(table, "c", self._number)
 
     def _note(self, table: str, op: str, id_: int) -> None:
-        """What the log should say: the row as it's printed now, under the types of now."""
+        """Note what the log should hold: the row as PostgreSQL prints it now, under the current types."""
         types = {
             name: (oid, modifier)
             for name, oid, modifier in self._run(

@@ -1,4 +1,7 @@
-"""What happens to a server under a capture: restarts, a slot that loses its WAL, a log that stalls; and what `doctor` says ahead of time."""
+"""Trouble of a server under a capture: restarts, a slot that loses its WAL, a log that stalls.
+
+Also the warnings that `doctor` gives ahead of time.
+"""
 
 from __future__ import annotations
 

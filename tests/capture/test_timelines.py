@@ -1,4 +1,4 @@
-"""A promoted standby is followed if it branched off above all that the log has, and refused with a way on if it didn't."""
+"""A promoted standby is followed if it branched off above everything in the log. Otherwise it is refused with a hint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Servers:
         self.stage.config = replace(self.stage.config, dsn=server.dsn())
 
     def refused(self) -> MillstreamError:
-        """What capture ends with."""
+        """Return the error that capture ends with."""
         stage = self.stage
         with pytest.raises(MillstreamError) as found:
             stage.catch_up()

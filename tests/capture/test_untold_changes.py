@@ -1,4 +1,4 @@
-"""What decides of rows that nobody writes: the parts of their columns' types, and what a publication lets through."""
+"""Changes to rows that no statement writes: by the parts of their columns' types, and by what a publication sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.capture.test_layouts import marks
 
 from millstream.catalog import TableState
 
-# What decides the text of rows that stay as they are: the type's own parts. What is made first, what happens, and how it's told.
+# Changes to a type's parts that decide the text of unchanged rows: the setup, the change, and how it
+# is reported.
 TYPES = {
     "an enum's value renamed": (
         ["CREATE TYPE mood AS ENUM ('sad', 'ok')", "CREATE TABLE t (id int PRIMARY KEY, v mood); INSERT INTO t VALUES (1, 'sad'), (2, 'ok')"],

@@ -1,4 +1,4 @@
-"""Looking at the source's tables: one that goes meanwhile is no error, and a look that can't go on isn't missed in silence."""
+"""Looking at the source's tables: a table dropped during a look is no error, and a look that can't go on is reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream.model.positions import Lsn
 
 
 def test_a_table_that_is_dropped_while_it_is_looked_at_is_none(stage: Stage) -> None:
-    """The look's snapshot still shows it, and it has no size any more."""
+    """The look's snapshot still shows it, but it no longer has a size."""
     stage.sql("CREATE TABLE stays (id int PRIMARY KEY)", "CREATE TABLE goes (id int PRIMARY KEY)")
     with connect(stage.dsn, purpose="test") as connection:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")

@@ -166,7 +166,7 @@ def test_a_drain_goes_on_while_something_comes_without_holding_the_interpreter(
 def drained_beside_a_sender(
     ours: socket.socket, theirs: socket.socket, memory: npt.NDArray[np.uint8], size: int
 ) -> int:
-    """What one drain finds while a byte lies there and others come, each send taking the interpreter."""
+    """Return what one drain finds while a byte lies there and others arrive, as each send takes the interpreter."""
     answers: queue.SimpleQueue[int] = queue.SimpleQueue()
     # A turn finds less than it needs to stop napping, and more than nothing, for as long as we send.
     theirs.sendall(b"x")
