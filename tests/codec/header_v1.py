@@ -1,4 +1,4 @@
-"""Batch header, version 1, as it was written: version 2 without region and shard. Nothing writes it any more."""
+"""Batch header, version 1, as it was written: version 2 without region and shard. No code writes it now."""
 
 from __future__ import annotations
 

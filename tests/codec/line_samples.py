@@ -11,7 +11,7 @@ NOW_NS = 1_700_000_000_123_456_789
 
 
 def same(body: bytes, precision: str = "ns", *, columns_max: int = 1600, rejected_max: int = 1000) -> Lines:
-    """What machine code makes of a body; the oracle makes the same of it, to the last bit."""
+    """Parse a body in machine code, and check that the oracle makes the same of it, to the last bit."""
     ours = tables_of_lines(body, precision=precision, now_ns=NOW_NS, columns_max=columns_max, rejected_max=rejected_max)
     plain = tables_of_lines_plain(
         body, precision=precision, now_ns=NOW_NS, columns_max=columns_max, rejected_max=rejected_max

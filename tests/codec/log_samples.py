@@ -96,7 +96,7 @@ class Sample:
 
 
 def schema_header(of: FrameHeader) -> FrameHeader:
-    """A schema frame's header beside a records frame's."""
+    """Return the header of the schema frame that goes with a records frame."""
     return FrameHeader(
         FrameKind.SCHEMA, of.first_offset, 0, Seq(0), Seq(0), of.group_last_seq, of.group, of.epoch, of.region, of.shard,
         of.writer, of.other_shards, of.reserved_to, of.hybrid_time, of.reached, more=True, numbering=of.numbering,
@@ -203,10 +203,12 @@ KEPT: Final = 100
 
 
 def kept_samples(*numberings: Numbering) -> st.SearchStrategy[Sample]:
-    """Of a hundred samples one: to draw one takes ten times what a test does with it, so that all tests look at the same hundred.
+    """Draw one of a hundred kept samples.
+
+    To draw a new one takes ten times as long as a test does with it, so all tests use the same hundred.
 
     Args:
-        numberings: only samples under one of these; under any where none is given.
+        numberings: only samples under one of these; under any if none is given.
     """
     wanted = numberings or tuple(Numbering)
     return st.deferred(lambda: st.sampled_from([s for s in _kept() if s.header.numbering in wanted]))

@@ -1,4 +1,4 @@
-"""What tests of the decoders share: decode by both, and check that they agree to the bit."""
+"""Helper of the decoders' tests: decode with both decoders, and check that they agree to the bit."""
 
 from collections.abc import Sequence
 

@@ -108,7 +108,7 @@ def test_what_is_no_single_operation_is_refused() -> None:
 
 
 def test_operations_that_travel_together_are_told_apart() -> None:
-    """Each by itself, on each of its shards: all rows are there, in their order, and none twice."""
+    """Split on each of its shards, every operation has all its rows, in their order, and none twice."""
     tables = [plain_table(1), plain_table(2), plain_table(3)]
     together = plain_ops(
         {

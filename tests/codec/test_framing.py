@@ -68,7 +68,7 @@ rows = st.lists(st.one_of(st.just(KEEPALIVE), st.binary(min_size=1, max_size=40)
 
 
 def copied(rows: list[bytes]) -> bytes:
-    """What COPY … (FORMAT binary) sends of rows of one column."""
+    """Return what COPY … (FORMAT binary) sends for rows of one column."""
     payloads = [b"\0\1" + struct.pack(">I", len(row)) + row for row in rows] + [TRAILER]
     return b"".join(frame(COPY_HEADER * (number == 0) + payload) for number, payload in enumerate(payloads))
 

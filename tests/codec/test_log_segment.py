@@ -83,7 +83,7 @@ def footers(draw: st.DrawFn) -> SegmentFooter:
 
 
 def footer_of(data: bytes, *, behind: SegmentFooter | None = None) -> SegmentFooter | None:
-    """What is read of a file that ends with these bytes, behind as many as a footer's frames take."""
+    """Decode the footer of a file that ends with these bytes, after as many bytes as the frames of `behind` take."""
     frames = () if behind is None else behind.frames
     file = bytes(SEGMENT_HEADER_SIZE + sum(frame.length for frame in frames)) + data
     return SegmentFooter.decode_tail(lambda position, length: file[position : position + length], len(file))

@@ -1,4 +1,4 @@
-"""What a real PostgreSQL sends, decoded and replayed, is what its tables hold, text for text."""
+"""The changes that a real PostgreSQL sends, decoded and replayed, give what its tables hold, text for text."""
 
 from collections.abc import Iterable, Iterator
 
@@ -38,7 +38,7 @@ def prepare(database: Database, tables: str) -> psycopg.Connection:
 
 
 def messages(connection: psycopg.Connection, *options: str) -> list[bytes]:
-    """All that the slot has, as bytes."""
+    """Return everything the slot has, as bytes."""
     said = ", ".join(f"'{o}'" for o in ("proto_version", "2", "publication_names", "p", "messages", "true", *options))
     query = f"SELECT data FROM pg_logical_slot_get_binary_changes(current_database()::text, NULL, NULL, {said})"
     return [bytes(row[0]) for row in connection.execute(query).fetchall()]

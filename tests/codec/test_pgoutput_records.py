@@ -1,4 +1,4 @@
-"""What a run becomes: the records, indexes, operations and schema versions that the contract of records asks for.
+"""The result of a run: the records, indexes, operations and schema versions that the contract of records asks for.
 
 Every run goes through both decoders (`decode` checks that they agree).
 """

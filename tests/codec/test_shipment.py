@@ -1,4 +1,7 @@
-"""What goes between a leader and its followers: every value comes back, golden bytes stay, and nothing damaged is believed."""
+"""Messages between a leader and its followers.
+
+Every value comes back, golden bytes stay, and no damaged message is accepted.
+"""
 
 from __future__ import annotations
 

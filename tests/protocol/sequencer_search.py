@@ -1,13 +1,15 @@
-"""Every state that a few writers, a store and a reader can get into, and what must hold in each of them.
+"""Every state that a few writers, a store and a reader can reach, and the invariants of each state.
 
-The machines are the real ones; this file plays the world around them: a network that loses and delays replies, processes that
-die, hang and come back, logs that keep a group or lose it. What is true of a number, whoever knows it, is kept beside:
+The machines are the real ones. This module plays the world around them: a network that loses and delays
+replies, processes that die, hang and return, and logs that keep a group or lose it. It also records the
+true state of each number, whichever process knows it:
 
-    asked -> held by a process -> written in the writer's log -> settled: shown to readers, or never to be
+asked -> held by a process -> written in the writer's log -> settled: shown to readers, or never to be
 
-A range that is settled is forgotten; whoever would touch it again breaks a promise.
+A settled range is forgotten; a process that touches it again breaks a promise.
 
-`run` plays all orders of all steps from the empty stream, breadth first, and checks each state that it meets once.
+`run` plays all orders of all steps from the empty stream, breadth first, and checks each state that it
+meets once.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ HERE = "home"
 
 
 class Violation(AssertionError):
-    """What must hold doesn't; `trace` says how the world got there."""
+    """An invariant that doesn't hold; `trace` lists the steps that led there."""
 
     def __init__(self, what: str, trace: tuple[str, ...] = ()) -> None:
         super().__init__(f"{what}\n  " + "\n  ".join(trace))
@@ -55,7 +57,7 @@ class Process(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """What becomes of one range, whoever knows it."""
+    """The true state of one range, whichever process knows it."""
 
     given: SeqRange
     writer: WriterId
@@ -67,16 +69,16 @@ class Budget(NamedTuple):
     """How often what the world doesn't do all the time may still happen."""
 
     starts: int
-    """Of processes, restarts included."""
+    """Number of process starts, restarts included."""
     kills: int = 0
     takeovers: int = 0
     losses: int = 0
-    """Of replies."""
+    """Number of replies lost."""
     late: int = 0
     """Draws that are executed after their sender gave up on them."""
     forgets: int = 0
     looks: int = 1
-    """Of the reader that hears hints, at the store. (The other reader looks in every state.)"""
+    """Number of looks at the store by the reader that receives hints. (The other reader looks in every state.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ class Scope:
     in_flight: int = 1
     counts: tuple[int, ...] = (1,)
     eager: bool = False
-    """Writers report after each step, and nobody reports later: a report that is late says less, so that no cut is lower."""
+    """Whether writers report after each step, and never later. A late report states less, so reporting at
+    once gives no lower cut.
+    """
 
 
 class World(NamedTuple):
@@ -105,9 +109,9 @@ class World(NamedTuple):
     left: Budget
     given_to: Seq = Seq(0)
     ends: frozenset[Seq] = frozenset()
-    """Of the ranges that were given."""
+    """Ends of the ranges that were given."""
     shown: tuple[tuple[SeqRange, WriterId], ...] = ()
-    """What readers can read, in the order in which it was shown. Tells no state from another."""
+    """Ranges that readers can read, in the order in which they were shown. They don't distinguish states."""
 
     def key(self) -> object:
         """Equal for equal states."""
@@ -125,7 +129,7 @@ def _freeze(machine: WriterNumbers | StreamView) -> Any:
 
 @cache
 def _numbers(frozen: Any, step: str, *arguments: Any) -> tuple[Any, Any]:
-    """What a step of `WriterNumbers` returns, and the numbers after it: few of them, met again and again."""
+    """Return the result of a step of `WriterNumbers`, and the numbers after it: few of them, met again and again."""
     numbers: WriterNumbers = _thaw(WriterNumbers, frozen)
     returned = getattr(numbers, step)(*arguments)
     told = numbers.announce()
@@ -160,7 +164,7 @@ def _reader(frozen: Any, told: Any) -> Any:
 
 @cache
 def _cuts(frozen: Any, ledger: Ledger) -> tuple[tuple[str, Seq, StreamToken], ...]:
-    """What the reader that hears hints may read to, and one that asks the store now."""
+    """Return how far the reader that receives hints may read, and how far one that asks the store now."""
     reader: StreamView = _thaw(StreamView, frozen)
     polled = StreamView("00000000")
     polled.observe(ledger.view(0))
@@ -170,7 +174,7 @@ def _cuts(frozen: Any, ledger: Ledger) -> tuple[tuple[str, Seq, StreamToken], ..
 
 @cache
 def _ledger(ledger: Ledger, step: str, *arguments: Any, **named: Any) -> Any:
-    """What a step of the ledger gives; None where the incarnation is fenced."""
+    """Return the result of a step of the ledger, or None if the incarnation is fenced."""
     try:
         return getattr(ledger, step)(*arguments, **named)
     except StaleEpoch:
@@ -211,7 +215,7 @@ def _full(kind: Any, name: str, value: Any) -> Any:
 
 
 def begin(scope: Scope) -> World:
-    """The empty stream; nobody runs."""
+    """Return the world of an empty stream in which no process runs."""
     return World(
         Ledger(),
         ((),) * scope.writers,
@@ -313,7 +317,7 @@ def _process_steps(world: World, scope: Scope, place: int, index: int) -> Iterat
 
 
 def _ends(world: World, place: int, index: int, mine: list[Truth]) -> Iterator[tuple[str, World]]:
-    """What a process may do with the ranges that it holds."""
+    """Yield the steps that a process may take with the ranges that it holds."""
     process = world.processes[place][index]
     for truth in mine:
         first = truth.given.first
@@ -421,7 +425,10 @@ def _late_draws(world: World) -> Iterator[tuple[str, World]]:
 
 
 def _recovered(world: World, place: int, epoch: Epoch, *, but: int | None = None) -> World:
-    """The log read to its end, by someone who made sure that nobody writes it: what was written is kept, or was torn."""
+    """Read the log to its end, as a process that made sure that no writer writes it.
+
+    Written ranges are kept, or were torn.
+    """
     writer = _id(world, place)
     for index in reversed(range(len(world.processes[place]))):
         if index != but:
@@ -448,7 +455,10 @@ def _observe(world: World) -> World:
 
 
 def _hear(world: World, told: Announcement) -> World:
-    """The reader hears what a writer tells, at once. (Later, twice or never adds no state: all that it says stays true.)"""
+    """Give the reader a writer's announcement at once.
+
+    (Later, twice or never adds no state: everything in it stays true.)
+    """
     return world._replace(reader=_reader(world.reader, told))
 
 
@@ -507,7 +517,7 @@ def _persisted_upto(ledger: Ledger) -> Seq:
 
 
 def check_step(before: World, after: World) -> None:
-    """What no step may do; `Violation` where it does."""
+    """Raise `Violation` if a step did what no step may do."""
     if _persisted_upto(after.ledger) < _persisted_upto(before.ledger):
         raise Violation(
             f"the store's persisted_upto went back from {_persisted_upto(before.ledger)} to {_persisted_upto(after.ledger)}"
@@ -573,7 +583,7 @@ def _check_that_it_catches_up(world: World) -> None:
 
 
 def announcements(world: World) -> list[Announcement]:
-    """What each process could tell now."""
+    """Return what each process could announce now."""
     found = []
     for processes in world.processes:
         for process in processes:

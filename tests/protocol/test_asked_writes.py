@@ -28,7 +28,7 @@ def ack(seq: int) -> Ack:
 
 
 def one_by_one(sessions: Sessions, writes: list[tuple[WriteId, int]], first: int) -> list[object]:
-    """What each write is told, noted before the next is looked for."""
+    """Return the answer to each write; each is noted before the next is looked up."""
     told: list[object] = []
     for seq, (write_id, digest) in enumerate(writes, first):
         try:
@@ -43,7 +43,7 @@ def one_by_one(sessions: Sessions, writes: list[tuple[WriteId, int]], first: int
 
 
 def together(sessions: Sessions, writes: list[tuple[WriteId, int]], first: int) -> list[object]:
-    """What each is told in one group; then they are noted, in their order."""
+    """Return the answers to the writes of one group, which are noted afterwards, in their order."""
     asked = AskedWrites(sessions)
     told: list[object] = []
     for seq, (write_id, digest) in enumerate(writes, first):
@@ -88,7 +88,10 @@ def test_numbers_in_an_odd_order_leave_no_gap_behind_them() -> None:
 
 
 def test_a_session_that_is_forgotten_in_its_own_group_stays_so() -> None:
-    """Noted anew behind that, it had a number and none of those below: each of these would have been taken again."""
+    """If it were noted again, it would have a number and none below it.
+
+    Each of those would be accepted again.
+    """
     sessions = Sessions(SessionLimits(sessions_max=1))
     for seq, name in enumerate(("s", "t", "s")):
         sessions.note(WriteId(name, seq + 1), 7, ack(seq), seq)

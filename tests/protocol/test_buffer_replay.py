@@ -1,4 +1,7 @@
-"""What is read again of a buffer after a restart: nothing that is in the log, and all that isn't, for each partition of each table."""
+"""Replay of a buffer after a restart.
+
+Nothing that is in the log is read again, and everything that isn't in it is, for each partition of each table.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def test_every_row_is_taken_exactly_once(
     stale: list[tuple[Part, BufferOffset]],
     chance: object,
 ) -> None:
-    """A log that has all rows below `place`, but for held parts only those below theirs; checkpoints told in any order, old ones too."""
+    """The log has all rows below `place`; of a held part it has only those below the part's minimum.
+
+    Checkpoints arrive in any order, old ones too.
+    """
     place = BufferOffset(min(place, len(items)))
     held = {part: BufferOffset(min(minimum, place)) for part, minimum in held.items()}
 

@@ -141,7 +141,7 @@ def test_connections_that_break_before_a_chunk_has_come_end_it() -> None:
 def test_whatever_the_rates_the_end_is_reached_and_the_faster_way_does_most(
     stream: float, chunks: float, writes: float, backlog: int
 ) -> None:
-    """A source that is played: both ways pass so many MiB a second, and the source writes more meanwhile."""
+    """A simulated source: both ways pass so many MiB a second, and the source writes more during it."""
     choice = ModeChoice(CatchUp.AUTO)
     now, passed, end = 0.0, 0.0, float(backlog)
     best = max(stream, chunks)

@@ -141,7 +141,7 @@ def test_the_claim_decides_before_anybody_is_asked():
     one.all_say(a=None, c=None)
     promise = Promise(Epoch(1), B)
     assert one.effects[-1] == promoting.Claim(promise)
-    # Nobody's promise is needed, and nobody has answered: they are asked, and not waited for.
+    # No other node's promise is needed, and none has answered: they are asked, and not waited for.
     *_, catch_up = one.step(promoting.Claimed(Rank(UNPROMISED, GroupNumber(8)), Seq(80)))
     assert isinstance(catch_up, promoting.CatchUp)
     assert catch_up.node == promoting.STORE
@@ -161,7 +161,7 @@ def test_of_two_at_once_the_lower_promise_loses():
 
 
 def test_who_has_the_claim_stands_again_above_one_that_lost_it():
-    """… and keeps its own promise, which is as high: nobody would lead."""
+    """… and keeps its own promise, which is as high. Otherwise no node would lead."""
     one = Contest("object", has_store=True)
     one.all_say(a=None, c=5)
     one.step(promoting.Claimed())
@@ -241,7 +241,7 @@ def test_what_was_promised_to_its_name_and_it_never_stood_for_went_to_another_ho
     one.step(promoting.Unanswered(A))
     one.step(promoting.Answered(C, standing(5, Promise(Epoch(1), B))))
     assert isinstance(one.error(), NodeNameTaken)
-    # Who accepts a loss says that it is the one.
+    # An operator who accepts a loss asserts that this node is the right one.
     one = Contest(accept_loss=True)
     one.step(promoting.Unanswered(A))
     one.step(promoting.Answered(C, standing(5, Promise(Epoch(1), B))))

@@ -39,7 +39,7 @@ class RetentionAgainstOracle(RuleBasedStateMachine):
         self.segments: list[SealedSegment] = []
         self.now_ns = 0
         self.next = 1
-        # What was told, as it was told, by holder.
+        # The progress that holders reported, as reported, by holder.
         self.needed_from: dict[str, int] = {"lake": 0}
         self.kinds: dict[str, HolderKind] = {"lake": HolderKind.PIPELINE}
         self.landed: dict[str, set[tuple[int, str | None, int]]] = {"lake": set()}

@@ -29,7 +29,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Change:
-    """What the log says of one key: `row` None is a deletion; `incomplete`: the large value is as it was."""
+    """A change of one key in the log.
+
+    `row` is None for a deletion; `incomplete`: the large value is unchanged and unsent.
+    """
 
     key: str
     version: int
@@ -90,7 +93,7 @@ class Source:
         return Snapshot(min([*unfinished, xmax]), xmax, frozenset(x for x in unfinished if x < xmax))
 
     def read(self) -> dict[str, Row]:
-        """What a snapshot taken now sees, by what is known of every transaction."""
+        """Return the rows that a snapshot taken now sees, by what is known of every transaction."""
         unfinished = {*self.running, *self.waiting}
         found: dict[str, Row] = {}
         for key, versions in self.rows.items():
@@ -101,7 +104,7 @@ class Source:
 
 
 class Log:
-    """What replay of the log shows; refuses to go back."""
+    """The state that a replay of the log shows; it refuses to go back."""
 
     def __init__(self) -> None:
         self.state: dict[str, Row | None] = {}
@@ -239,7 +242,8 @@ class Play:
             self.change_something()
         for _ in range(self.chance.randrange(10)):
             self.log_next()
-        # What was logged until here nobody remembers; and what the log has of it is void.
+        # The copier remembers nothing of what was logged up to here, and the log's rows of it are
+        # void.
         self.log.truncate()
         self.copier = Copier(self.source, self.log)
         # Above every id given out: what holds a lock on its own id.
@@ -333,7 +337,7 @@ class Play:
         source.rows.setdefault(new, []).append((transaction.xid, moved))
 
     def commit(self, transaction: Transaction) -> None:
-        """Write the commit record; nobody sees it yet."""
+        """Write the commit record; no snapshot sees it yet."""
         source = self.source
         del source.running[transaction.xid]
         source.waiting[transaction.xid] = transaction
