@@ -1,4 +1,4 @@
-"""What holds of a catalog in a file, beyond what every catalog promises (test_backends)."""
+"""A catalog in a file: its promises beyond those of every catalog (test_backends)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PostgreSQL does to a catalog: connections that are cut, servers that stop, roles that may not, sessions that hold locks."""
+"""Failures of a catalog in PostgreSQL: cut connections, stopped servers, roles without permission, held locks."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_threads_that_all_wait_for_a_connection_are_told_so(postgres: Database) 
 
 @pytest.fixture
 def cutting(server: EmbeddedPostgres) -> Iterator[Link]:
-    """What lies between a client and the server."""
+    """A link between a client and the server that the test can cut."""
     with contextlib.closing(Link(server.port)) as link:
         yield link
 

@@ -38,7 +38,9 @@ CORPUS: Final = Path(__file__).parent / "corpus"
 SECONDS_MAX: Final = 30
 """For one input: thousands of times what any takes, on a busy machine."""
 MORE_MEMORY: Final = 2 << 30
-"""Of address space, above what the imports take: a decoder that wants more for an input of some KiB believes a length."""
+"""Address space in bytes above what the imports take. A decoder that needs more for an input of some KiB
+trusts a length in it.
+"""
 FINDINGS_MAX: Final = 10
 INPUT_MAX: Final = 1 << 20
 _FOUND: Final = 3
@@ -106,7 +108,7 @@ def _run_inside(options: argparse.Namespace) -> int:
     seeds = {name: [*target.seeds(), *corpus(name)] for name, target in chosen.items()}
     with Path(options.inside).open("r+b") as file:
         current = mmap.mmap(file.fileno(), 0)
-    for target in chosen.values():  # compiles all that is needed, before anything is bounded
+    for target in chosen.values():  # compiles everything needed, before anything is bounded
         for seed in target.seeds():
             target.attempt(seed)
     bound_memory()

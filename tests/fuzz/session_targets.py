@@ -26,7 +26,7 @@ def session_seeds() -> list[bytes]:
 
 
 def with_right_checksum(data: bytes) -> bytes:
-    """The copy's own checksum, anew."""
+    """Return the copy with its own checksum computed again."""
     return data if len(data) < 12 else data[:8] + struct.pack("<I", crc32c(data[12:])) + data[12:]
 
 

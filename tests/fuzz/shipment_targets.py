@@ -1,4 +1,4 @@
-"""What comes from another node, as a target: see `targets`."""
+"""Targets for what arrives from another node: see `targets`."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def with_right_start(data: bytes) -> bytes:
 
 
 def check_message(data: bytes) -> None:
-    """What is read can be sent on."""
+    """Check that a decoded message can be encoded again."""
     encode_message(decode_message(data))

@@ -1,6 +1,7 @@
-"""Every decoder of bytes and of texts that come from outside: valid inputs for it, how to run it, and what it may raise.
+"""Every decoder of bytes and texts from outside: its valid inputs, how to run it, and which errors it may raise.
 
-What a decoder gives is used as its callers use it, so that a value that can't be stands out here and not later.
+A target uses a decoder's result as its callers do, so that an impossible value shows here and not
+later.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Target:
     """How many inputs it gets, of those that a quick one gets."""
 
     def attempt(self, data: bytes) -> str | None:
-        """What breaks the rule, its place first; None where nothing does."""
+        """Return what breaks the rule, its place first, or None if nothing does."""
         try:
             self.decode(data)
         except self.allowed:
@@ -197,7 +198,7 @@ def _folder(segment: bytes, base: int, mark: bytes | None = None) -> MemoryFiles
 
 
 def _look_at(files: MemoryFiles, *, without_mark: bool = True) -> None:
-    """What tools, readers and recovery make of a folder; each may refuse it."""
+    """Open a folder with tools, readers and recovery; each may refuse it."""
     for look in (
         lambda: ls(FOLDER, files=files),
         lambda: stats(FOLDER, files=files),

@@ -139,7 +139,7 @@ def told_types() -> dict[str, str]:
 
 
 def test_every_type_of_the_server_has_a_row_in_the_reference_page(postgres: Database):
-    """What is made of others is there by what it's made of: the page says so of arrays, enums, domains and composites."""
+    """A type made of others is there through its parts: the page covers arrays, enums, domains and composites."""
     with postgres.connect() as connection:
         told = {
             connection.execute("SELECT %s::regtype::oid::int", [re.sub(r"\(.*?\)", "", name)]).fetchone()[0]
