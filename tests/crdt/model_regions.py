@@ -1,4 +1,7 @@
-"""Logs of regions in memory, as `regions.RegionTable` reads them from disk: they grow, are cut back, and lose their beginnings, at any moment of a reading."""
+"""Logs of regions in memory, in place of those that `regions.RegionTable` reads from disk.
+
+They grow, are cut back, and lose their beginnings, at any moment of a read.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ class ModelLog:
     region: int
     groups: list[Group] = field(default_factory=list)
     dropped: int = 0
-    """How many of the first groups retention has dropped: they are kept here for what is to be expected, and not shown."""
+    """How many of the first groups retention has dropped.
+
+    They are kept here to compute what is expected, and aren't shown.
+    """
 
     @property
     def upto(self) -> int:
@@ -69,19 +75,19 @@ class ModelLog:
         return self.groups[self.dropped - 1].last_seq + 1 if self.dropped else 1
 
     def cut(self, behind: int) -> int:
-        """Leave the groups up to a number; how many records went."""
+        """Keep the groups up to a number; return how many records were cut."""
         assert behind >= self.dropped, "what is common is longer than what was dropped"
         gone = self.groups[behind:]
         del self.groups[behind:]
         return sum(len(group.said) for group in gone)
 
     def said(self) -> list[Said]:
-        """All its records, those that were dropped too."""
+        """Return all records, those of dropped groups included."""
         return [one for group in self.groups for one in group.said]
 
 
 class ModelReader:
-    """As a `StreamReader`. The world goes on, now and then, between any two of its answers."""
+    """A stand-in for `StreamReader`. Between any two of its answers the world may go on."""
 
     def __init__(self, log: ModelLog, meanwhile: Callable[[], None]) -> None:
         self._log = log
@@ -126,7 +132,7 @@ class ModelReader:
 
 
 class ModelTable(RegionTable):
-    """The table at a site, whose logs and kept state lie in memory."""
+    """A site's table, whose logs and stored state lie in memory."""
 
     def __init__(
         self, logs: dict[int, ModelLog], own: int, kept: bytes | None, meanwhile: Callable[[], None], engine: type

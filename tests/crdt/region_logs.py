@@ -1,4 +1,7 @@
-"""Logs of regions as hypothesis draws them, their records as region rows, and what they make together by the plain kinds, one value at a time."""
+"""Logs of regions drawn by hypothesis, and their records as region rows.
+
+Also the merge of those rows by the plain kinds, one value at a time.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def token_of(region: int, seq: int) -> StreamToken:
 
 
 def region_rows(said: list[Said]) -> pa.Table:
-    """Records as they are lifted, each region's in the order given."""
+    """Return records as region rows, each region's in the order given."""
     parts = [state_schema(COLUMNS, MERGE).empty_table()]
     for region in dict.fromkeys(one.region for one in said):
         own = [one for one in said if one.region == region]
@@ -120,7 +123,7 @@ _RECORDS = pa.schema([("__op", pa.string()), ("__seq", pa.int64()), *COLUMNS])
 
 
 def plainly_merged(said: list[Said], at_ns: int) -> list[dict[str, Any]]:
-    """One row a key, by the plain kinds."""
+    """Return one row a key, merged by the plain kinds."""
     by_key: dict[tuple[Any, ...], list[Said]] = {}
     for one in said:
         by_key.setdefault(tuple(one.row[name] for name in KEY), []).append(one)

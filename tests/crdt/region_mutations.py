@@ -1,4 +1,4 @@
-"""Defects of merging and following: each a world of regions in which something is done wrongly, and a seed that notices.
+"""Defects of merging and following. Each is a world of regions that does one thing wrongly, with a seed that finds it.
 
 python -m tests.crdt.region_mutations [NAME…]
 """
@@ -49,7 +49,7 @@ class OverwritingEngine(ReconciliationEngine):
 
 
 class LastCameWins(World):
-    """A row that comes replaces the one that is there."""
+    """An arriving row replaces the one that is there."""
 
     found_by = 1
 
@@ -71,7 +71,7 @@ class EarlyVectorTable(ModelTable):
 
 
 class VectorBeforeItsRows(World):
-    """A vector is taken without its rows."""
+    """A vector is taken over without its rows."""
 
     found_by = 68
 
@@ -79,7 +79,7 @@ class VectorBeforeItsRows(World):
 
 
 class NumbersOnlyTable(ModelTable):
-    """Takes a log for what it was by its numbers."""
+    """A table that identifies a log's content by its numbers alone."""
 
     def _still_says(self, state: RegionState, region: RegionId) -> bool:  # noqa: ARG002 - that is the defect
         self._readers[region] = self._open(region)

@@ -60,7 +60,7 @@ class Shipment:
     promise: Promise
     lineage: Lineage
     begin: int
-    """How many groups lie in front of it."""
+    """Number of groups before it."""
     groups: tuple[Group, ...]
 
 
@@ -83,7 +83,7 @@ class Region:
         return _BEGAN_NS + int(self.world.now * 10**9) + self.clock_off_ns
 
     def begin(self) -> None:
-        """A leader's process, by what its log says: numbers that may have been given out aren't given again."""
+        """Start a leader's process from its log. Numbers that may have been given out aren't given again."""
         last = self.log.groups[-1] if self.log.groups else None
         self.times = GroupTimes(self, 0 if last is None else last.wall_ns)
         self.reserved_to = 0 if last is None else last.reserved_to
@@ -125,7 +125,7 @@ class Region:
         behind = GroupNumber(self.backed)
         self.lineage = self.lineage.covered_by(behind).with_reign(self.promise, behind)
         if not self.world.drops and self.world.chance.random() < 0.5:
-            site.kept = None  # a node that hasn't merged anything yet; else the old one is back, and was cut
+            site.kept = None  # a node that hasn't merged anything yet; otherwise the old one is back, and was cut
         self.clock_off_ns += int(self.world.chance.uniform(-2, 2) * 10**9)
         self.begin()
 
@@ -141,7 +141,7 @@ class Copy:
 
 
 class Site:
-    """Where a region's tables are merged."""
+    """A site, at which a region's tables are merged."""
 
     def __init__(self, world: World, region: Region, others: list[int]) -> None:
         self.world = world
@@ -152,7 +152,7 @@ class Site:
         self.cuts: Counter[int] = Counter()
         """How often each of its logs was cut back."""
         self.cuts_kept: Counter[int] = Counter()
-        """The same, when what is kept was."""
+        """The counts of `cuts` at the time of the stored state."""
         self.is_refused = False
 
     def take(self, number: int, shipment: Shipment) -> None:
@@ -188,7 +188,7 @@ class Site:
         return None if self.kept is None else ENGINE.decode(self.kept)
 
     def reconcile(self, *, is_still: bool = False) -> None:
-        """Merge, see that it is what the logs say, and keep it; unless it is killed in front of that."""
+        """Merge, check the result against the logs, and store it, unless it is killed before that."""
         world, cuts, before = self.world, self.cuts.copy(), self.state()
         table = self.table((lambda: None) if is_still else world.meanwhile)
         try:
@@ -198,7 +198,7 @@ class Site:
             return
         if cuts != self.cuts:
             world.count("cut while it was read")
-        elif not is_still:  # at rest all are compared
+        elif not is_still:  # at rest all sites are compared
             self.check(state, before, cuts)
         if not is_still and world.chance.random() < 0.2:
             world.count("killed before it was kept")
@@ -230,7 +230,7 @@ class Site:
         self.is_refused = True
 
     def let_go(self, number: int, most: int) -> None:
-        """Retention of one of its logs, by what was merged of it: up to so many groups."""
+        """Run retention on one of its logs, up to so many groups, by what was merged of it."""
         log, state = self.logs[number], self.state()
         heard = Seq(0) if state is None else behind(state.vector, RegionId(number))
         if state is not None and not self.world.is_heard(log, heard, state):
@@ -250,7 +250,10 @@ class Mirror:
         self.kept = ENGINE.encode(self.state)
 
     def take(self, asked: Vector, answer: bytes) -> None:
-        """An answer holds what was lacking to whoever had that vector: one who was killed since may have less."""
+        """Merge an answer, which holds what was lacking at the vector `asked`.
+
+        A mirror that was killed since may have less than that vector.
+        """
         found = ENGINE.decode(answer)
         assert found is not None
         if self.world.checks_asked and any(behind(self.state.vector, r) < token.linear() for r, token in asked.items()):
@@ -317,7 +320,7 @@ class World:
         self.at(self.chance.expovariate(1 / mean_s), again, quick=quick)
 
     def meanwhile(self) -> None:
-        """Something else happens while a log is read, where chance has it so."""
+        """Let something else happen while a log is read, if chance has it so."""
         if self._is_within or self.chance.random() > 0.1:
             return
         self._is_within = True
@@ -353,7 +356,10 @@ class World:
         }
 
     def hear(self, region: Region) -> int:
-        """Before it writes, a region's leader takes in the others' times, as its site has them; the greatest that wasn't refused."""
+        """Let a region's leader take in the other regions' times before it writes, as its site has them.
+
+        Return the greatest time that wasn't refused.
+        """
         heard = 0
         for number, copy in self.sites[region.number].copies.items():
             if copy.log.groups:
@@ -395,7 +401,7 @@ class World:
             self.send(lambda: site.take(number, shipment))
 
     def send(self, call: Callable[[], None]) -> None:
-        """Over a line that loses, doubles and delays."""
+        """Send over a line that loses, doubles and delays."""
         fate = self.chance.random()
         if fate < self.fault_rate / 3:
             self.count("lost")
@@ -406,7 +412,10 @@ class World:
             self.at(self.chance.uniform(0.0, 0.5), call)
 
     def ask(self, mirror: Mirror) -> None:
-        """A mirror's vector goes to a site, which answers with its state, or straight out of a log; or to the other mirror."""
+        """Send a mirror's vector to a site or to the other mirror.
+
+        A site answers with its state, or straight from a log.
+        """
         chance, asked = self.chance, mirror.state.vector
         site = chance.choice(list(self.sites.values()))
         kind = chance.random()
@@ -428,7 +437,7 @@ class World:
             site.reconcile()
 
     def is_heard(self, log: ModelLog, heard: Seq, state: RegionState) -> bool:
-        """Whether retention may go by what was merged of a log."""
+        """Return whether retention may use what was merged of a log."""
         reader: Any = ModelReader(log, lambda: None)
         return still_says(reader, heard, state.ends.get(RegionId(log.region)))
 
@@ -441,7 +450,7 @@ class World:
                 if site is not self.sites[number]:
                     site.let_go(number, region.log.dropped)
 
-    # --- all of it -----------------------------------------------------------------------------------------------------
+    # --- the whole world -----------------------------------------------------------------------------------------------
 
     def play(self) -> None:
         for region in self.regions.values():
@@ -466,12 +475,12 @@ class World:
         self.rest()
 
     def rest(self) -> None:
-        """Everything arrives, and everybody merges once more."""
+        """Deliver everything, and let every site and mirror merge once more."""
         for region in self.regions.values():
             region.write()
         for site in self.sites.values():
             for number in site.copies:
-                for _ in range(2):  # the first may only cut
+                for _ in range(2):  # the first round may only cut
                     self.ship(site, number, surely=True)
                 if site.logs[number].groups != self.regions[number].log.groups:
                     raise Violation(f"at rest site {site.region.number} has another log of region {number}")

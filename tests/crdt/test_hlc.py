@@ -1,4 +1,7 @@
-"""The hybrid clock: forward whatever the wall clock does, behind whatever was heard of, and never carried off by a clock that is wrong."""
+"""The hybrid clock: it moves forward whatever the wall clock does, and stays above every time received.
+
+A wrong clock elsewhere never carries it off.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from millstream.errors import InvalidValue, MergeStateUnreadable
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "crdt-v1.json"
 HALF = settings(max_examples=settings().max_examples // 2)
-"""For each of seven kinds."""
+"""Settings for tests over each of seven kinds."""
 DAY_NS = 86_400 * 10**9
 
 SCALARS = st.one_of(
@@ -49,7 +49,7 @@ ACTORS = st.builds(Actor, st.integers(0, 2), st.integers(0, 1), st.integers(0, 1
 
 @st.composite
 def observed_states(draw: st.DrawFn) -> list[ObservedSet]:
-    """All deltas and states of three replicas that add, remove, and hear of each other."""
+    """Draw all deltas and states of three replicas that add, remove, and receive from each other."""
     lattice = ObservedSets()
     replicas = [lattice.empty() for _ in range(3)]
     made = [lattice.empty()]
@@ -70,7 +70,7 @@ def observed_states(draw: st.DrawFn) -> list[ObservedSet]:
 class Case:
     lattice: Lattice[Any, Any]
     states: st.SearchStrategy[list[Any]]
-    """States that one run of the world has made: of one adding there is one value."""
+    """States that one run of the world has made; each addition has one value."""
 
 
 def _any(states: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
@@ -171,7 +171,7 @@ def test_a_value_that_columns_do_not_have_is_refused() -> None:
         encode_value("\ud800")
 
 
-# --- what each kind is for -----------------------------------------------------------------------------------------
+# --- each kind's purpose -------------------------------------------------------------------------------------------
 
 
 def test_a_counter_counts_what_every_site_has_counted_up_and_down() -> None:

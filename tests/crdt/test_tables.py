@@ -1,4 +1,4 @@
-"""Tables that merge: whole columns at a time as one value at a time, and replicas that have heard different things come together."""
+"""Merging of tables: whole columns give what one value at a time gives, and replicas with different records converge."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEWER = settings(max_examples=settings().max_examples // 3)
 
 
 def same(one: pa.Table, other: pa.Table) -> bool:
-    """To the bit, -0.0 and NaN included."""
+    """Return whether two tables are the same to the bit, -0.0 and NaN included."""
     return ENGINE.encode(RegionState(one)) == ENGINE.encode(RegionState(other))
 
 
@@ -82,7 +82,7 @@ def test_two_replicas_that_heard_different_things_hold_the_same_after_one_exchan
         assert same(state.rows, together.rows)
         assert state.vector == together.vector
     assert ENGINE.plan(here, there).is_empty
-    # Only what is missing goes: nothing that the other side's vector has.
+    # Only missing rows go: none that the other side's vector has.
     for missing, other in ((plan.to_local, sides[0]), (plan.to_remote, sides[1])):
         rows = missing.rows.to_pylist()
         assert all(row["__seq"] > other.get(row["__region"], 0) for row in rows)

@@ -1,7 +1,7 @@
 """The machines over real logs, with disks and links that fail.
 
-It has a leader's writer, followers' `ReplicaLog`s, disks in memory that fail at any operation, and links that
-break.
+A world has a leader's writer, followers' `ReplicaLog`s, disks in memory that fail at any operation, and
+links that break.
 
 `tests.wal.replica_search` plays the logs alone, and `simulation` plays the machines over a small model
 of a log. This module plays both together, for fewer seeds. In the end the leader is lost with its disk.
@@ -209,13 +209,13 @@ class MachinesLife(ReplicaLife):
         self._lead_step(shipping.Sent(effect.link, end, shipment.size_bytes, is_all=bool(shipment.marks)))
 
     def _shows_a_beginning(self, follower: Replica) -> None:
-        if self.leader is not None:  # else its marks may have gone back in a power cut, until it recovers
+        if self.leader is not None:  # without a leader, marks may have gone back in a power cut, until it recovers
             super()._shows_a_beginning(follower)
 
     # --- the followers' --------------------------------------------------------------------------------------------
 
     def _play(self, side: Side, *, trouble: bool) -> None:
-        """One thing happens at a follower, or on its link."""
+        """Let one thing happen at a follower, or on its link."""
         chance = self.chance.random() if trouble else 0.5
         if trouble and chance < 0.05:
             self._cut_link(side)
@@ -373,7 +373,7 @@ class MachinesLife(ReplicaLife):
 
         The follower that the promises choose has everything that was acknowledged by any follower.
         """
-        self._read(self.files)  # notes which number each row has
+        self._read(self.files)  # notes the number of each row
         numbers = {seq: row for seq, row in self.truth.seqs_seen.items() if seq <= self.sure_upto}
         standings = {}
         for side in self.sides:

@@ -26,7 +26,7 @@ class _HeadersFactory(fl.ServerMiddlewareFactory):  # type: ignore[misc] # as ab
 
 
 class ExchangeServer(fl.FlightServerBase):  # type: ignore[misc] # pyarrow ships no types
-    """It listens when it is made; `transport` gets the followers."""
+    """A server that listens once it is constructed; `transport` gets the followers."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ExchangeServer(fl.FlightServerBase):  # type: ignore[misc] # pyarrow ships
         self.check = check
         self.refuses: MillstreamError | None = None
         self.calls = 0
-        """That run."""
+        """Number of calls that run."""
         self.authorizations: list[str | None] = []
         """The credentials that each call has shown."""
 

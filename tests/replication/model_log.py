@@ -1,6 +1,7 @@
-"""A log small enough to be played a hundred thousand times: segments of bytes on shards, a disk that keeps what was synced and tears the rest.
+"""A log small enough to be played a hundred thousand times: segments of bytes on shards, and a disk.
 
-It does what a real log does where replication looks: groups on several shards, sealed segments with footers, a group whose parts arrive one by one.
+The disk keeps what was synced and tears the rest. The log does what replication sees of a real log:
+groups on several shards, sealed segments with footers, and a group whose parts arrive one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from millstream.protocol.replication import Holding
 HEADER = b"SEGMENT."
 _FOOTER = struct.Struct("<4sI")
 _FRAME = struct.Struct("<4sIHHII")
-"""Magic, group, shards that the group is on (bits), bytes of writes, epoch, checksum of the writes."""
+"""Magic, group, bit set of the group's shards, size of the writes in bytes, epoch, checksum of the writes."""
 _WRITE = struct.Struct("<HH")
 SEGMENT_BYTES = 160
 
@@ -56,7 +57,7 @@ class Segment:
 
 
 def frames_of(data: bytes | bytearray, start: int = len(HEADER)) -> Iterator[Frame]:
-    """Whole frames from a place on; ends at a footer, or where something is torn."""
+    """Yield whole frames from a position on; stop at a footer or a torn frame."""
     while start + _FRAME.size <= len(data):
         magic, group, shards, size, epoch, checksum = _FRAME.unpack_from(data, start)
         end = start + _FRAME.size + size
@@ -81,22 +82,22 @@ class ModelLog:
         """
         self.group = 0
         self.first_group = 1
-        """Below it retention has dropped."""
+        """The first group that retention hasn't dropped."""
         self.groups: dict[int, tuple[Write, ...]] = {}
         """The writes of each whole group."""
         self.written: dict[Write, int] = {}
-        """In which group each write is."""
+        """The group that each write is in."""
         self.twice: list[Write] = []
-        """Writes that are in more than one."""
+        """Writes that are in more than one group."""
         self.synced_group = 0
-        """The last group that a power cut would leave, with all before it."""
+        """The last group that a power cut would keep, with all groups before it."""
         self._parts: dict[int, tuple[int, tuple[Write, ...]]] = {}
         self._scanned: list[tuple[int, int]] = [(0, len(HEADER))] * shards
 
     # --- the leader's ----------------------------------------------------------------------------------------------
 
     def append(self, writes: Sequence[Write], epoch: int) -> int:
-        """Write a group; durable after `sync`. Each write goes to the shard of its session."""
+        """Write a group, which is durable after `sync`. Each write goes to the shard of its session."""
         group = self.group + 1
         by_shard: dict[int, list[Write]] = {}
         for write in writes:
@@ -134,7 +135,7 @@ class ModelLog:
         self.durable = [(segments[-1].base, segments[-1].synced) if segments else (0, 0) for segments in self.shards]
 
     def marks(self) -> dict[ShardId, DurableMark]:
-        """As a leader ships them."""
+        """Return the marks as a leader ships them."""
         return {
             ShardId(shard): DurableMark(
                 self.stream,
@@ -209,7 +210,7 @@ class ModelLog:
     # --- the follower's --------------------------------------------------------------------------------------------
 
     def apply(self, parts: Sequence[SegmentPart], *, is_synced: bool = True) -> None:
-        """Verify, write, sync. Raises `Diverged`, `ReplicaGap`; what went before is written."""
+        """Verify, write and sync. Raises `Diverged` or `ReplicaGap`; the parts before the failing one are written."""
         touched = []
         for part in parts:
             segments = self.shards[part.shard]
@@ -241,7 +242,7 @@ class ModelLog:
         return Holding(self.position(), GroupNumber(self.group), Seq(self.group))
 
     def position(self) -> ReplicaPosition:
-        """The end of every shard."""
+        """Return the end of every shard."""
         return {
             ShardId(shard): ByteEnd(Offset(segments[-1].base), len(segments[-1].data))
             for shard, segments in enumerate(self.shards)
@@ -249,7 +250,7 @@ class ModelLog:
         }
 
     def set_aside(self, behind: int) -> list[Write]:
-        """Cut everything behind a group; returns what was in it."""
+        """Cut everything after a group, and return the writes that were in it."""
         gone: list[Write] = []
         for segments in self.shards:
             for segment in list(segments):
@@ -293,7 +294,10 @@ class ModelLog:
                 segments.pop()
 
     def recover(self, *, leads: bool) -> None:
-        """Read it all again: a leader cuts what isn't a whole group, a follower keeps whole frames, and both sync what they keep."""
+        """Read everything again, and sync what is kept.
+
+        A leader cuts what isn't a whole group; a follower keeps whole frames.
+        """
         for segments in self.shards:
             for index, segment in enumerate(segments):
                 if len(segment.data) < len(HEADER) or segment.data[: len(HEADER)] != HEADER:
@@ -356,5 +360,5 @@ class ModelLog:
                 self.written[write] = self.group
 
     def image(self) -> list[list[tuple[int, bytes]]]:
-        """All its bytes."""
+        """Return all bytes of the log."""
         return [[(segment.base, bytes(segment.data)) for segment in segments] for segments in self.shards]

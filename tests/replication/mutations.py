@@ -1,8 +1,8 @@
-"""Defects that older designs had, and some of this one's that it nearly had: each a world in which something is done wrongly.
+"""Defects of older designs, and some that this design nearly had. Each is a world that does one thing wrongly.
 
 A seed of the simulator finds each of them: its `found_by`.
 
-python -m tests.replication.mutations [NAME…]
+    python -m tests.replication.mutations [NAME…]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCRIPT_SEED = 17
 
 
 class SharedCursorLeader(Leader):
-    """One cursor: what one follower acknowledges counts for those whose link failed, too."""
+    """A leader with one cursor: one follower's acknowledgement also counts for followers whose link failed."""
 
     def _count(self, follower: Followed, group: GroupNumber | None) -> list[shipping.Effect]:
         effects = super()._count(follower, group)
@@ -47,7 +47,7 @@ class SharedCursorLeader(Leader):
 
 
 class SharedCursor(World):
-    """A shared cursor that moves though a follower failed."""
+    """A shared cursor moves although a follower failed."""
 
     found_by = 4
 
@@ -64,7 +64,7 @@ class SharedPlaceLeader(Leader):
 
 
 class SharedPlace(World):
-    """Retention lets go of what a follower that is away lacks, since another has it."""
+    """Retention drops what an absent follower lacks, since another follower has it."""
 
     found_by = 4
 
@@ -82,7 +82,7 @@ class IdleTail(World):
 
 
 class PlainMark(World):
-    """A session is known by its greatest number: 6, which comes behind 5 and 7, is taken for written."""
+    """A session is known by its greatest number: number 6, which arrives after 5 and 7, counts as written."""
 
     found_by = 1
 
@@ -99,7 +99,7 @@ class EarlyAcknowledgement(World):
 
 
 class ForgottenPromise(World):
-    """A promise is told before it is durable, and forgotten in a crash."""
+    """A promise is sent before it is durable, and is forgotten in a crash."""
 
     found_by = 1
 
@@ -107,7 +107,7 @@ class ForgottenPromise(World):
 
 
 class Unfenced(Promotion):
-    """Takes over without anybody's promise."""
+    """A promotion that takes over without any other node's promise."""
 
     @property
     def _wanted(self) -> int:
@@ -123,7 +123,7 @@ class NoFencing(World):
 
 
 class Uncompared(Promotion):
-    """Takes over though another has more."""
+    """A promotion that takes over although another node has more."""
 
     def _compare(self, *, may_fetch: bool) -> list[Any]:
         self._standings.clear()
@@ -131,7 +131,7 @@ class Uncompared(Promotion):
 
 
 class NotCompared(World):
-    """A node is promoted that lacks what others have acknowledged."""
+    """A node is promoted that lacks writes which others have acknowledged."""
 
     found_by = 10
 
@@ -139,14 +139,14 @@ class NotCompared(World):
 
 
 class GroupsOnlyFact(RoleFact):
-    """Says how much it has by the number of its last group alone."""
+    """A fact that ranks its log by the number of the last group alone."""
 
     def rank(self, group: GroupNumber) -> Rank:
         return Rank(Promise(Epoch(0), NOBODY), group)
 
 
 class OldTail(World):
-    """A script: an old leader that went on alone has the longest log, and stands when the one that was promoted is away."""
+    """A script: an old leader that went on alone has the longest log, and stands while the promoted node is away."""
 
     def play(self) -> None:
         old, new, other = self.nodes.values()
@@ -187,7 +187,7 @@ class RankByGroup(OldTail):
 
 
 class NothingSetAside(Follower):
-    """Takes what its new leader sends behind what it has of the old one."""
+    """A follower that appends its new leader's groups to those of the old one."""
 
     def _greeted(self, greeting: Any, *others: Any) -> list[following.Effect]:
         self._aligned_with = greeting.lineage
@@ -213,7 +213,7 @@ class TrustingLeader(Leader):
 
 
 class WipedDiskCounts(World):
-    """A follower whose disk was replaced counts for what was on the old one."""
+    """A follower whose disk was replaced still counts for what was on the old disk."""
 
     found_by = 775
 
@@ -221,7 +221,7 @@ class WipedDiskCounts(World):
 
 
 class ShownAtOnce(World):
-    """Readers of the leader see what only it has."""
+    """Readers of the leader see groups that no other node has."""
 
     found_by = 23
 
@@ -245,7 +245,7 @@ class ShownWithBytesAlone(World):
 
 
 class NumbersOnlyFact(RoleFact):
-    """A promise is its number alone: who asks with the same one gets it, too."""
+    """A fact whose promise is its number alone: a second candidate that asks with the same number gets it too."""
 
     def asked(self, promise: Promise) -> RoleFact:
         if promise.epoch == self.promise.epoch:
@@ -254,7 +254,7 @@ class NumbersOnlyFact(RoleFact):
 
 
 class NumbersOnly(World):
-    """Two who stand with one number both get everybody's promise."""
+    """Two candidates with one number both get every node's promise."""
 
     found_by = 1641
 

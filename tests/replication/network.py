@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Pipe:
-    """One direction."""
+    """One direction of a link."""
 
     def __init__(self, wire: Wire, to: Node, *, to_leader: bool) -> None:
         self.wire, self.to, self.to_leader = wire, to, to_leader
@@ -26,7 +26,7 @@ class Pipe:
         self.last_at = 0.0
 
     def put(self, message: Any) -> None:
-        """Send; what becomes of it is chance."""
+        """Send a message; chance decides what happens to it."""
         world = self.wire.world
         number, self.sent = self.sent, self.sent + 1
         if self.wire.is_cut or not world.can_reach(self.wire.leader.name, self.wire.follower.name):
@@ -69,7 +69,7 @@ class Pipe:
 
 
 class Wire:
-    """One link, from when the follower has reached the leader."""
+    """One link, which exists once the follower has reached the leader."""
 
     def __init__(self, leader: Node, follower: Node, link: LinkId, machine: Leader) -> None:
         self.world = leader.world
@@ -81,26 +81,26 @@ class Wire:
         self._up = Pipe(self, leader, to_leader=True)
 
     def send(self, message: Any) -> None:
-        """From the leader."""
+        """Send a message from the leader."""
         self._down.put(message)
 
     def reply(self, word: Any) -> None:
-        """From the follower."""
+        """Send a message from the follower."""
         self._up.put(word)
 
     def end(self, why: MillstreamError | None) -> None:
-        """Say why, and break it."""
+        """Send the reason, and break the link."""
         if self.wire_is_of_leader():
             self.send(why)
         else:
             self.cut()
 
     def wire_is_of_leader(self) -> bool:
-        """Whether the leader has let go of it, and not the follower."""
+        """Return whether the leader has let go of the link, and the follower hasn't."""
         return self.link not in self.leader.wires
 
     def cut(self) -> None:
-        """It breaks; both learn of it sooner or later."""
+        """Break the link; both ends detect it sooner or later."""
         if self.is_cut:
             return
         self.is_cut = True

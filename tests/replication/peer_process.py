@@ -1,4 +1,8 @@
-"""A node in a process of its own: `lead` says where it listens, `follow HOST:PORT` says that it is connected; both run until they are killed."""
+"""A node in its own process.
+
+`lead` prints its address, and `follow HOST:PORT` prints that it is connected. Both run until they are
+killed.
+"""
 
 from __future__ import annotations
 

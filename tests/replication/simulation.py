@@ -75,11 +75,11 @@ MIXED = ("kill", "power", "cut", "cut", "clock", "wipe", "links")
 ELECTIONS = ("kill", "power", "cut", "alone", "alone", "alone")
 DISKS = ("power", "cut", "cut", "wipe", "wipe")
 AGE_ERROR_S = 1.5
-"""How much younger a follower may think that it is: by as long as the quickest shipment takes."""
+"""Tolerance in seconds of a follower's reported age: it may be too young by the time that the quickest shipment takes."""
 
 
 class Crashed(Exception):
-    """The node that does this is gone."""
+    """Raised in a node that crashes during a call."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Disk:
 
 @dataclass(slots=True)
 class Request:
-    """A client's write under way."""
+    """A client's write in flight."""
 
     client: Client
     write: Write
@@ -104,12 +104,12 @@ class Request:
 
 @dataclass(slots=True)
 class Client:
-    """Sends the numbers of its session, some at once and in any order, each until it is acknowledged."""
+    """A client that sends the numbers of its session, some at once and in any order, each until it is acknowledged."""
 
     session: int
     left: list[int]
     open: dict[int, float] = field(default_factory=dict)
-    """Numbers under way, and when to send them again."""
+    """Numbers in flight, and when to send them again."""
     to: int = 0
 
 
@@ -125,20 +125,20 @@ class Node:
         self.fact = fact
         self.leader: Leader | None = None
         self.giver: Leader | None = None
-        """After a promise: gives what it has to the one who has it."""
+        """After a promise, the leader machine that gives this node's log to the node that holds the promise."""
         self.follower: Follower | None = None
         self.promotion: Promotion | None = None
         self.catching_up: promoting.CatchUp | None = None
         self.wires: dict[LinkId, Wire] = {}
-        """As a leader."""
+        """Links to followers, while it leads."""
         self.wire: Wire | None = None
-        """As a follower."""
+        """The link to the leader, while it follows."""
         self.pending: list[Request] = []
         self.waiting: list[tuple[int, Request]] = []
         self.is_writing = False
         self.documents: dict[str, int] = {}
         self.is_wiped = False
-        """Its disk was replaced, and it hasn't all again: who promoted anybody now would lose what it had."""
+        """Whether its disk was replaced and still lacks something: a promotion now would lose what the disk had."""
         self.ghost = 0
         """The last group that it had before the wipe, until every leader is certain to know that it is gone."""
 
@@ -186,7 +186,7 @@ class Node:
         self.world.count("power cut" if power else "kill")
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Unless it is down then, or was in between."""
+        """Call it later, unless the node is down then or was down in between."""
         life = self.life
 
         def run() -> None:
@@ -275,7 +275,7 @@ class Node:
         )  # fmt: skip
 
     def shown(self) -> dict[ShardId, DurableMark]:
-        """How far readers see the log."""
+        """Return how far readers see the log."""
         return {
             shard: replace(mark, group=GroupNumber(min(self.disk.shown, mark.group)))
             for shard, mark in self.disk.log.marks().items()
@@ -323,7 +323,7 @@ class Node:
         self.lead_step(shipping.Sent(effect.link, end, shipment.size_bytes, is_all=is_all), leader)
 
     def word(self, wire: Wire, word: object) -> None:
-        """A follower says something."""
+        """Handle a follower's message."""
         machine = wire.machine
         link = wire.link
         if machine is None or link not in self.wires:
@@ -392,7 +392,7 @@ class Node:
                 log.drop([self.disk.cursors.get(node, (0, {})) for node in others])
 
     def resolve(self) -> None:
-        """Answer those for whom the level holds, and move what is shown."""
+        """Answer the writes that the level holds for, and move what is shown."""
         leader = self.leader
         if leader is None or leader.is_fenced:
             return
@@ -602,7 +602,7 @@ class Node:
         self.promote_step(promoting.CatchUpFailed(error))
 
     def asked(self, promise: Promise | None) -> promoting.Event:
-        """Another node asks how this one stands, or for its promise."""
+        """Answer another node's question for this one's standing, or for its promise."""
         if promise is not None:
             try:
                 self.give(promise)
@@ -640,19 +640,19 @@ class World:
     """
 
     found_by = 0
-    """A mutation's: a seed that finds it."""
+    """A seed that finds the mutation."""
     leader_type: type[Leader] = Leader
     follower_type: type[Follower] = Follower
     promotion_type: type[Promotion] = Promotion
     fact_type: type[RoleFact] = RoleFact
     syncs = True
-    """A follower syncs before it acknowledges."""
+    """Whether a follower syncs before it acknowledges."""
     keeps_promises = True
-    """A promise is written before it is told."""
+    """Whether a promise is written before it is sent."""
     shows_by_level = True
-    """Readers of a leader see what the stream's level holds for."""
+    """Whether readers of a leader see only what the stream's level holds for."""
     followers_wait = True
-    """Readers of a follower see what its leader says."""
+    """Whether readers of a follower see only as far as its leader reports."""
     tells_shown = True
     """Whether a new readable end is sent even if nothing else is new."""
 
@@ -692,12 +692,12 @@ class World:
     # --- time ------------------------------------------------------------------------------------------------------
 
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Later."""
+        """Schedule a call."""
         self._number += 1
         heapq.heappush(self._queue, (self.now + delay_s, self._number, what))
 
     def run_until(self, end: float, *, is_done: Callable[[], bool] | None = None) -> bool:
-        """Let time pass."""
+        """Run scheduled calls until a time, or until `is_done`."""
         look_at = self.now
         while self._queue and self._queue[0][0] <= end:
             self.now, _, what = heapq.heappop(self._queue)
@@ -714,17 +714,17 @@ class World:
         return self.chance.random() * self.delay_s
 
     def count(self, what: str) -> None:
-        """That it happened."""
+        """Count an event."""
         self.counts[what] += 1
 
     def broken(self, what: str) -> None:
-        """A promise is."""
+        """Report a broken promise."""
         raise Violation(f"at {self.now:.3f} s: {what}")
 
     # --- what happens ----------------------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """All of it; `Violation` where a promise is broken."""
+        """Play the whole world; raise `Violation` if a promise is broken."""
         chance = self.chance
         for node in self.nodes.values():
             node.start()
@@ -745,7 +745,7 @@ class World:
             self.broken(f"it doesn't come to rest: {self.unrest()}")
 
     def trouble(self) -> None:
-        """Something fails."""
+        """Let something fail."""
         chance = self.chance
         node = self.nodes[chance.choice(list(self.nodes))]
         kinds = {"mixed": MIXED, "elections": ELECTIONS, "disks": DISKS}
@@ -796,7 +796,7 @@ class World:
         return run
 
     def somebody_promotes(self) -> None:
-        """A person promotes a node, or two persons two."""
+        """Let a person promote a node, or two persons two nodes."""
         chance = self.chance
         for name in chance.sample(list(self.nodes), chance.choice([1, 1, min(2, len(self.nodes))])):
             self.promote(self.nodes[name], accept_loss=self.accepts_loss and chance.random() < 0.7)
@@ -804,7 +804,10 @@ class World:
             self.at(chance.uniform(0.5, 2.0), self.put_right)
 
     def promote(self, node: Node, *, accept_loss: bool) -> None:
-        """Unless a disk lacks what was acknowledged; in the end all answer, and what one lacks another has."""
+        """Promote a node, unless a disk lacks acknowledged writes.
+
+        In the end all nodes answer, and what one lacks another has.
+        """
         is_missing = self.is_faulty and any(one.is_wiped for one in self.nodes.values())
         if node.up and not is_missing:
             node.guarded(lambda: node.promote(accept_loss=accept_loss))
@@ -834,7 +837,7 @@ class World:
                 node.guarded(lambda node=node: self.make_follow(node, newest.name))
 
     def make_follow(self, node: Node, leader: NodeName) -> None:
-        """`millstream follow`."""
+        """Do what `millstream follow` does."""
         if node.wire is not None:
             node.wire.cut()
             node.wire = None
@@ -844,7 +847,7 @@ class World:
         node.follow(node.fact)
 
     def connect(self, node: Node, leader: NodeName) -> None:
-        """A follower dials."""
+        """Connect a follower to its leader."""
         follower = node.follower
         if follower is None:
             return
@@ -868,11 +871,11 @@ class World:
         node.follow_step(following.Connected())
 
     def can_reach(self, one: NodeName, other: NodeName) -> bool:
-        """Whether nothing is between them."""
+        """Return whether no cut is between them."""
         return self.cuts.get(frozenset({one, other}), 0.0) <= self.now
 
     def ask(self, candidate: Node, name: NodeName, promise: Promise | None) -> None:
-        """A question of a candidate's, and its answer: each may be lost, or late."""
+        """Send a candidate's question to a node. The question and its answer may each be lost or late."""
         node, chance = self.nodes[name], self.chance
 
         def lost() -> bool:
@@ -896,14 +899,14 @@ class World:
     # --- clients ---------------------------------------------------------------------------------------------------
 
     def send(self, client: Client) -> None:
-        """Send what isn't under way, up to three at a time in any order, and again what wasn't answered."""
+        """Send what isn't in flight, up to three at a time in any order, and repeat what wasn't answered."""
         chance = self.chance
         while client.left and len(client.open) < 3:
             number = client.left.pop(chance.randrange(min(3, len(client.left))))
             client.open[number] = 0.0
         for number in [number for number, again_at in client.open.items() if again_at <= self.now]:
             if client.open[number] and chance.random() < 0.4:
-                client.to += 1  # who doesn't answer in time may lead no more
+                client.to += 1  # a leader that doesn't answer in time may lead no longer
             client.open[number] = self.now + 0.7
             names = list(self.nodes)
             node = self.nodes[names[client.to % len(names)]]
@@ -916,7 +919,7 @@ class World:
             self.at(0.15, lambda: self.send(client))
 
     def answer(self, request: Request, is_taken: bool | None) -> None:
-        """A client hears; or doesn't."""
+        """Deliver an answer to a client, or lose it."""
         if self.is_faulty and self.chance.random() < 0.1:
             return
         if is_taken:
@@ -928,16 +931,16 @@ class World:
     # --- what must hold --------------------------------------------------------------------------------------------
 
     def is_known_below_mark(self, log: ModelLog, write: Write) -> bool:
-        """Whether a write that isn't in the log is taken for one that is."""
+        """Return whether a write that isn't in the log counts as one that is."""
         del log, write
         return False
 
     def tell_durable(self, node: Node) -> None:
-        """The shipper sees what its log has."""
+        """Let the shipper see what its log has."""
         node.lead_step(shipping.Durable(node.disk.log.marks(), node.documents, node.shown()))
 
     def acknowledge(self, leader: Node, group: int, request: Request) -> None:
-        """The level holds for a write, says the leader."""
+        """Check a write for which the leader reports that its level holds."""
         content = leader.disk.log.groups.get(group)
         if leader.disk.log.written.get(request.write) != group or leader.disk.log.synced_group < group:
             self.broken(f"{request.write} is acknowledged, and isn't in group {group} of {leader.name}")
@@ -957,7 +960,7 @@ class World:
         self.answer(request, is_taken=True)
 
     def show(self, node: Node, group: int) -> bool:
-        """A node's readers see everything up to a group; whether that is more than before."""
+        """Show a node's readers everything up to a group; return whether that is more than before."""
         disk = node.disk
         if group <= disk.shown:
             return False
@@ -992,7 +995,7 @@ class World:
             del self.acked[write]
 
     def has_converged(self) -> bool:
-        """Whether everybody has everything."""
+        """Return whether every node has everything."""
         return not self.unrest()
 
     def unrest(self) -> str:

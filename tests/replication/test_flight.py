@@ -1,4 +1,4 @@
-"""Shipments over Arrow Flight: what all transports do, and who is silent, who may, and whose certificate has run out."""
+"""Shipments over Arrow Flight: what all transports do, silent peers, refused peers, and expired certificates."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TestFlight(LinkConformance):
         stage.close()
 
 
-# --- who isn't there -------------------------------------------------------------------------------------------------
+# --- peers that aren't there -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def impatient() -> Iterator[FlightStage]:
 
 @contextlib.contextmanager
 def peer(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A node in a process of its own, and the first line that it says."""
+    """Start a node in its own process; yield the process and the first line that it prints."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.replication.peer_process", *words], stdout=subprocess.PIPE, text=True
     )
@@ -162,7 +162,7 @@ def test_a_leader_that_is_gone_breaks_the_link_and_cant_be_reached():
         transport.close()
 
 
-# --- who may ---------------------------------------------------------------------------------------------------------
+# --- authorization ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_with_certificates_of_both(tmp_path: Path):
         ships(of, of.connect(shown))
         with pytest.raises(CertificateUnusable):
             of.connect()
-        # A renewed one is read when the next link is made.
+        # A renewed certificate is read when the next link is made.
         of.authority.issue("follower", ["north-2"], not_after=YESTERDAY)
         with pytest.raises(CertificateUnusable, match="expired"):
             of.connect(shown)

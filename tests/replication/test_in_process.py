@@ -1,4 +1,4 @@
-"""The transport inside one process passes what all do; its faults come from a seed."""
+"""The transport inside one process passes the tests of all transports; its faults come from a seed."""
 
 from __future__ import annotations
 

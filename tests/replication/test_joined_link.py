@@ -24,7 +24,7 @@ from millstream.wal.replica.shipping import ShipSource
 
 
 def sent_by(pair: Pair, bytes_max: int) -> list[Shipment]:
-    """Rounds of a leader that goes on writing, each in several shipments."""
+    """Return the shipments of a leader that goes on writing, in rounds of several shipments."""
     source = ShipSource(FOLDER, files=pair.leader_files)
     found: list[Shipment] = []
     position = pair.log.position()

@@ -1,4 +1,7 @@
-"""A store that has more than the leader that goes on: its history is the leader's, whatever breaks off on the way, and nothing is taken away."""
+"""A store that has more than the leader that goes on.
+
+Its history becomes the leader's, wherever that breaks off on the way, and nothing is taken away.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ NEW = Promise(Epoch(1), NodeName("b"))
 
 
 def write(folder: Path, epoch: int, count: int, mark: str, *, first: int = 0, shards: int = 2) -> None:
-    """Groups on two shards, or on the first one alone; some segments of them."""
+    """Write groups on two shards, or on the first alone, over several segments."""
     reservations = MemoryReservations()
     if epoch > 1:
         reservations.reserve_to(Seq(1_000_000 * epoch), epoch=Epoch(epoch))
@@ -56,7 +59,7 @@ def group_of(folder: Path) -> GroupNumber:
 
 
 class Scene:
-    """An old leader's log, what a new one has of it and behind it, and a store."""
+    """A store, an old leader's log, and a new leader's log: what it has of the old one, and its own groups after that."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +78,7 @@ class Scene:
         until: Callable[[WalArchiver], object] | None = None,
         documents: tuple[Document, ...] = (),
     ) -> WalArchiver:
-        """Ship a log to the store until it has everything, or until that holds."""
+        """Ship a log to the store until the store has everything, or until `until` holds."""
         transport = self.transport(str(fact.promise.node) or "a", store)
         transport._objects = wrap(transport._objects)
         told: list[Stored | Heard] = []
@@ -98,7 +101,7 @@ class Scene:
         return archiver
 
     def restored(self, name: str, store: Path | None = None) -> tuple[Fetched, StreamReader]:
-        """A log that is made of the store alone."""
+        """Restore a log from the store alone."""
         folder = self.folder / name
         with closing(self.transport("restore", store)) as transport:
             found = fetch(transport, "web", folder)
@@ -157,7 +160,7 @@ def test_a_store_that_is_ahead_goes_on_with_the_new_leaders_log_and_keeps_what_i
     same_segments(scene.old, aside)
     with closing(scene.transport("c")) as transport:
         assert stored_lineage(transport)[0] == Rank(NEW, group_of(scene.new))
-    # The leader comes back, and once more: the store goes on where it was.
+    # The leader returns, twice; the store continues where it was.
     write(scene.new, 4, 40, "b", first=120)
     scene.archive(scene.new, fact)
     assert scene.restored("again")[1].token() == StreamReader(str(scene.new)).token()
@@ -186,7 +189,7 @@ def test_a_promotion_without_loss_begins_no_branch(scene: Scene) -> None:
 
 
 class Dying:
-    """A store that is gone for good once so many objects were written: the last of them is there, or isn't."""
+    """A store that is gone for good once so many objects were written; the last of them may be there or not."""
 
     def __init__(self, objects: Objects, writes: int, *, with_last: bool) -> None:
         self._objects = objects
@@ -253,7 +256,10 @@ def test_whatever_of_a_branch_is_there_what_is_restored_is_one_leaders_log(scene
 
 
 def test_two_processes_of_one_leader_meet_in_the_store_and_both_go_on(scene: Scene) -> None:
-    """A write of a process that was killed may arrive when the next one has begun: what is there is read, and gone on behind."""
+    """A write of a killed process may arrive after the next process has begun.
+
+    The next process reads what is there, and continues after it.
+    """
     with closing(scene.transport("a")) as transport:
         lineage = lineage_document(RoleFact())
         other = WalArchiver("web", str(scene.old), UNPROMISED, lambda: transport, lambda _: None, lineage)
@@ -269,7 +275,10 @@ def test_two_processes_of_one_leader_meet_in_the_store_and_both_go_on(scene: Sce
 
 
 def test_sessions_that_know_more_than_is_stored_wait_for_it(tmp_path: Path) -> None:
-    """A log that is made of the store would have to forget them; one that is made up to a token has those that know no more than that."""
+    """A log restored from the store would have to forget them.
+
+    A log restored up to a token has the sessions that know no more than that.
+    """
     scene = Scene(tmp_path)
     files = RealFiles()
 

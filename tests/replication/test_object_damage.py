@@ -1,4 +1,7 @@
-"""An object store of which an object is damaged or gone: what lies in front of it comes back, and who still has it puts it back."""
+"""An object store in which an object is damaged or gone.
+
+Everything before the object can be restored, and a node that still has the object puts it back.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ KEPT = f"{STREAM.hex[:8]}.s"
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """A log of two shards, of some segments, and the store that has it."""
+    """A log of two shards with several segments, and the store that has it."""
     scene = Scene(tmp_path_factory.mktemp("stored"))
     write(scene.old, 1, 90, "a")
     scene.archive(scene.old, RoleFact())
@@ -44,7 +47,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def seal(scene: Scene) -> None:
-    """Have all segments in the store whose ends are there."""
+    """Complete every segment in the store whose end is there."""
     with closing(scene.transport("a")) as transport:
         assert transport.accept(10.0) is not None
         for shard in (0, 1):
@@ -59,7 +62,7 @@ def seal(scene: Scene) -> None:
 
 
 def segments(store: Path, shard: int = 0) -> list[Path]:
-    """A shard's sealed segments in a store."""
+    """Return a shard's sealed segments in a store."""
     return sorted((store / "web" / "0000000000" / f"{shard:010}").glob("*/0*"))
 
 
@@ -85,7 +88,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 def broken(stored: Scene, folder: Path, what: str, which: int) -> tuple[Path, Path]:
-    """A copy of the store with such damage, and where."""
+    """Return a copy of the store with such damage, and the damaged file."""
     store = folder / "store"
     shutil.copytree(stored.store, store)
     damaged = segments(store)[which]
@@ -112,7 +115,7 @@ def test_what_lies_in_front_of_a_damaged_segment_is_restored_and_who_has_it_puts
     assert (details["shard"], details["base_offset"]) == (0, base)
     assert damaged.exists() == (str(damaged.relative_to(store)) in refused.value.message)
     upto, token = details["persisted_upto"], details["token"]
-    # Each record is a group of its own, on one shard and the other in turn.
+    # Each record is its own group, on the two shards in turn.
     if what == "a bit of its rows":
         assert 2 * base < upto < 2 * behind
     else:
@@ -147,7 +150,7 @@ def test_a_restore_in_front_of_damage_is_a_log_to_be_written_and_gives_no_number
     store, _ = broken(stored, tmp_path, "a bit of its header", 2)
     home = tmp_path / "restored"
     upto = 2 * int(segments(stored.store)[2].name)
-    # A moment is a commit's, in microseconds: as `query --as-of` has it, nothing behind it is there.
+    # A moment is a commit's, in microseconds. As with `query --as-of`, nothing after it is there.
     moment = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC) + timedelta(microseconds=upto - 7)
     told: list[str] = []
     with pytest.raises(StoreDamaged):
@@ -217,7 +220,7 @@ def test_a_segment_is_put_back_by_nobody_who_cant_show_that_it_is_the_same(store
         assert why in error.message
         assert error.details["object"] == str(damaged.relative_to(store))
     assert damaged.read_bytes() == before
-    # Nor is anything overwritten that a damaged shipment would have told of.
+    # Nor is anything overwritten that a damaged shipment would have named.
     (shipment,) = (store / "web" / "0000000000" / "groups").rglob("0*/*")
     flip(shipment, 200)
     found = scrubbed(store, stored.old)

@@ -1,4 +1,7 @@
-"""Shipments through an object store, a folder and S3's protocol: what all transports do, who leads, what is kept, and what is refused."""
+"""Shipments through an object store, a folder and S3's protocol.
+
+The tests of all transports, and those of leadership, retention and refusals.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class StoreStage:
         self._leader = self.node("north-1")
 
     def node(self, name: str) -> ObjectStoreTransport:
-        """A node's own transport."""
+        """Return a node's own transport."""
         transport = ObjectStoreTransport(
             self._url, "web", node=name, options=self._options, window_bytes=self.window_bytes, polls_s=0.02
         )
@@ -114,7 +117,7 @@ class TestFolder(TransportConformance):
 
 
 class TestS3(TransportConformance):
-    large_bytes = 20_000_000  # the server is Python
+    large_bytes = 20_000_000  # the S3 server is written in Python
 
     @pytest.fixture
     def stage(self, s3: EmbeddedS3, tmp_path: Path) -> Iterator[StoreStage]:
@@ -124,7 +127,7 @@ class TestS3(TransportConformance):
 
 
 def ship(link: FollowerLink, shipments: list[Shipment], *, singly: bool = False) -> None:
-    """Send, and return once all is acknowledged; one by one, so that each is an object of its own."""
+    """Send, and return once everything is acknowledged. `singly` waits for each, so that each is its own object."""
     for number, shipment in enumerate(shipments, 1):
         link.send(shipment)
         if singly or number == len(shipments):
@@ -239,7 +242,7 @@ def test_another_stream_of_that_name_is_refused(stage: StoreStage):
     assert isinstance(next_error(link.recv), OtherStream)
 
 
-# --- who leads -------------------------------------------------------------------------------------------------------
+# --- leadership ------------------------------------------------------------------------------------------------------
 
 
 def test_a_claim_is_won_by_one(stage: StoreStage):
@@ -270,7 +273,7 @@ def test_whoever_claims_fences_who_leads_and_has_all_that_was_stored(stage: Stor
     with pytest.raises(Fenced):
         old.send(sent[5])
     assert read(stage, sent[:5]).same_as(arrived(sent[:5]))
-    # It comes back, and still doesn't know: its first write is refused, too.
+    # It returns, and still doesn't know: its first write is refused, too.
     again = leads(stage)
     again.send(sent[5])
     assert isinstance(next_error(again.recv), Fenced)
@@ -287,7 +290,10 @@ def test_whoever_claims_fences_who_leads_and_has_all_that_was_stored(stage: Stor
 
 
 def test_the_first_leader_is_fenced_as_any_other_and_goes_on_after_a_restart(stage: StoreStage):
-    """Its epoch is 0, which a link began with: it claimed nothing, so that nothing ended it, and began again at the first name."""
+    """Its epoch is 0, as a link's was at its start.
+
+    It had claimed nothing, so nothing ended it, and it began again at the first name.
+    """
     sent = [replace(one, epoch=Epoch(0)) for one in shipments_of(is_sealed=False)]
     ship(leads(stage), sent[:2], singly=True)
     restarted = leads(stage, stage.node("north-1"))
@@ -332,11 +338,11 @@ def test_whoever_claims_looks_again_where_more_was_stored_meanwhile(stage: Store
     assert read(stage, sent).segments == arrived(sent).segments
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 class Careless:
-    """A store that writes over what is there, whatever it is told."""
+    """A store that overwrites existing objects, even if asked not to."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -359,7 +365,7 @@ def test_a_store_that_ignores_conditions_is_found_out(stage: StoreStage):
 
 
 def test_what_others_have_put_there_is_passed_over(stage: StoreStage):
-    """A file manager's files, an object that a console keeps a folder by."""
+    """Such as a file manager's files, or an object that a console keeps for a folder."""
     sent = shipments_of()
     ship(leads(stage), sent)
     wait_for(lambda: any("/0000000001/" in name for name in stage.names()), what=stage.names)
@@ -458,7 +464,7 @@ def test_a_folder_that_cant_be_written_loses_nothing(tmp_path: Path):
 
 
 def test_a_segment_of_one_leader_is_the_same_bytes_whoever_reads_it(stage: StoreStage):
-    """A large one goes in parts and comes in pieces; its footer isn't cut."""
+    """A large segment goes in parts and arrives in pieces; its footer isn't cut."""
     body = bytearray(os.urandom(20_000_000))
     body[-60:-56] = (5_000_000).to_bytes(4, "little")
     (made,) = shipments_of(segments=1, shards=1, segment_bytes=10, part_bytes=10)

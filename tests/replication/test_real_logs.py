@@ -1,4 +1,4 @@
-"""Logs as they are written, shipped by each transport to a follower's log: the same bytes, the same records."""
+"""Logs shipped by each transport to a follower's log while they are written: the same bytes, the same records."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def append(writer: LogWriter, count: int) -> None:
 
 
 class Shipping:
-    """Ships a folder to whoever comes, in threads, until it is told to stop."""
+    """A shipper of a folder to any follower that connects, in threads, until it is stopped."""
 
     def __init__(self, folder: Path, transport: Transport) -> None:
         self._folder = folder
@@ -88,7 +88,7 @@ class Shipping:
 
 
 def follow(log: ReplicaLog, link: LeaderLink, until: StreamReader) -> None:
-    """Take what comes until all is shown that the leader shows."""
+    """Apply shipments until everything is shown that the leader shows."""
     while log.end().persisted_upto < until.persisted_upto():
         shipment = link.recv(30.0)
         assert shipment is not None
@@ -138,7 +138,7 @@ def test_a_follower_has_the_leaders_bytes_and_goes_on_where_it_was(tmp_path: Pat
                 link.close()
             append(writer, 50)
         if kind == "object_store":
-            # Another process leads on: what the store says it has is a position in this log.
+            # Another process continues to lead: the store's end is a position in this log.
             shipping.stop()
             leading = ObjectStoreTransport((tmp_path / "store").as_uri(), "web", node="a")
             shipping = Shipping(leader, leading)
