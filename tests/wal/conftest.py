@@ -1,4 +1,4 @@
-"""A truth for each test of the log."""
+"""A fresh `Truth` for each test of the log."""
 
 from __future__ import annotations
 

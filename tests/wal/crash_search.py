@@ -1,6 +1,9 @@
-"""Lives of a log drawn from a seed: appends, seals, restarts, retention; crashes and failures of the disk at any operation of these.
+"""Lives of a log drawn from a seed: appends, seals, restarts and retention, with failures at any operation.
 
-`python -m tests.wal.crash_search FIRST COUNT` plays that many seeds and says what it found; one seed repeats its life exactly.
+The disk fails, or the process or machine crashes.
+
+`python -m tests.wal.crash_search FIRST COUNT` plays that many seeds and prints what it found; a seed
+repeats its life exactly.
 """
 
 from __future__ import annotations
@@ -24,15 +27,15 @@ from millstream.wal.writing.commit import GroupCommitter
 
 @dataclass
 class Life(DrawnLog):
-    """One log's, from one seed."""
+    """The life of one log, from one seed."""
 
     log: GroupCommitter | None = None
     dropped_upto: int = 0
-    """Retention may have dropped what lies below."""
+    """Greatest number up to which retention may have dropped records."""
     seen: list[int] = field(default_factory=list)
 
     def play(self) -> None:
-        """All of it; `AssertionError` where a promise is broken."""
+        """Play the whole life; raise `AssertionError` if a promise is broken."""
         for _ in range(self.chance.randint(2, 5)):
             self._begin()
             self._work()
@@ -86,7 +89,7 @@ class Life(DrawnLog):
             self._die()
 
     def _end(self) -> None:
-        """The process ends, in one way or another, if it hasn't."""
+        """End the process in one way or another, if it hasn't ended."""
         self._mend(self.files)
         if self.log is not None and self.log.failure is not None:
             self._die()
@@ -104,7 +107,7 @@ class Life(DrawnLog):
         self._refusable(lambda log: self.truth.commit(log, op))
 
     def _refusable(self, commit: object) -> None:
-        """A commit that the disk may have no room for: then nothing of it may ever be there."""
+        """Commit, though the disk may have no room. Nothing of a refused commit may ever be there."""
         before = len(self.truth.attempted)
         try:
             commit(self.log)  # type: ignore[operator]
@@ -116,7 +119,7 @@ class Life(DrawnLog):
                 raise
 
     def _takes_no_more(self) -> None:
-        """Once its outcome is unknown, a writer refuses whatever comes: only recovery decides."""
+        """Check that a writer with an unknown outcome refuses every commit: only recovery decides."""
         self.files.plan.fail_at = frozenset()
         try:
             self._refusable(lambda log: self.truth.commit(log, self._ops()))
@@ -145,7 +148,7 @@ class Life(DrawnLog):
     # --- trouble ---------------------------------------------------------------------------------------------------
 
     def _crash(self, what: str) -> None:
-        """The power goes: of what wasn't synced the disk kept nothing, all, or anything."""
+        """Cut the power: the disk keeps none, all, or any of the unsynced writes."""
         self._count(what)
         self._look()
         self.files = self.files.crash(self._kept())
@@ -153,7 +156,7 @@ class Life(DrawnLog):
         self.log = None
 
     def _die(self) -> None:
-        """The process ends; the system lives, and forgets nothing. Or the power goes too."""
+        """End the process. Either the system lives and keeps every write, or the power goes too."""
         if self.chance.random() < 0.5:
             self._crash("crash behind a failure")
             return
@@ -172,7 +175,7 @@ class Life(DrawnLog):
             assert self.counts["groups"] == 0 or self.log is None or self.log.failure is not None
 
     def _still_there(self, xids: list[int]) -> list[int]:
-        """Those that retention can't have dropped."""
+        """Return the xids that retention can't have dropped."""
         acks = self.truth.acknowledged
         return [xid for xid in xids if xid not in acks or acks[xid].seqs.first > self.dropped_upto]
 

@@ -19,7 +19,7 @@ PLENTY = 1 << 40
 
 @dataclass
 class DrawnLog:
-    """A writer's log, from one seed."""
+    """A writer's log, drawn from one seed."""
 
     value_sizes: ClassVar[list[int]] = [8, 8, 120]
 
@@ -33,7 +33,7 @@ class DrawnLog:
         self.chance = random.Random(self.seed)
 
     def _break_within(self, files: MemoryFiles, operations: int, *, crashes: float) -> None:
-        """At one of the next operations the power goes, with that probability, or the call fails."""
+        """At one of the next operations cut the power, with probability `crashes`, or let the call fail."""
         at = files.plan.operations + self.chance.randint(1, operations)
         if self.chance.random() < crashes:
             files.plan.crash_at = at

@@ -1,4 +1,4 @@
-"""Writers over files whose fsyncs a test holds back, and what they are given."""
+"""Writers over files whose fsyncs a test holds back, and operations for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Others:
         self.looks = 0
 
     def begin(self, newest: GroupNumber) -> None:
-        """Whatever the log has."""
+        """Accept whatever the log has."""
 
     def look(self) -> Holdings:
         self.looks += 1
@@ -78,12 +78,12 @@ def opened(
 
 
 def one(xid: int, text: str = "x", table: TableSchema = TABLE) -> WriteOps:
-    """A transaction of one row."""
+    """Return a transaction of one row."""
     return plain_ops({xid: [(table, 1, text)]}, shard_of={2: 1})
 
 
 def small(number: int, rows: int = 1, *, text: str = "x", table: TableSchema = TABLE, shard: int = 0) -> AppendOp:
-    """A small append whose rows' `id` is a number."""
+    """Return a small append whose rows have `number` as their `id`."""
     return AppendOp(table, ((number, text),) * rows, ShardId(shard))
 
 

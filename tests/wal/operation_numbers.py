@@ -1,7 +1,8 @@
-"""A reader that knows operations' numbers only: what a program was before batches had numbers of their own.
+"""A reader that knows operations' numbers only, as programs did before batches had their own numbers.
 
-It reads sealed segments alone, by docs/internals/FORMAT.md, and nothing of Millstream's: of a frame it takes the operations with
-their `seq` and never looks at the batches' `first_seq`. It refuses frames whose flag says that operations have none.
+It reads sealed segments by docs/internals/FORMAT.md, without any code of Millstream's. From a frame it
+takes the operations with their `seq`, and never looks at the batches' `first_seq`. It refuses frames
+whose flag says that operations have no numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Found(NamedTuple):
     index: int
     table: int
     facts: dict[str, Any]
-    """The operation's, and the record's own columns."""
+    """The operation's columns, and the record's own."""
 
     @property
     def seq(self) -> int:
@@ -38,7 +39,7 @@ class Found(NamedTuple):
 
 
 def read_segment(data: bytes) -> Iterator[Found]:
-    """The records of a sealed segment."""
+    """Yield the records of a sealed segment."""
     schemas_at = 104
     operations_length, batches_length = struct.unpack_from("<II", data, 96)
     of_operations = ipc.read_schema(pa.py_buffer(data[schemas_at : schemas_at + operations_length]))
@@ -81,6 +82,6 @@ def read_segment(data: bytes) -> Iterator[Found]:
 
 
 def read_log(segments: dict[str, list[str]], read: Callable[[str], bytes]) -> list[Found]:
-    """A whole log: its shards' segments, in order; records by operation, then by index."""
+    """Return the records of a whole log, by operation, then by index; `segments` lists each shard's segments in order."""
     found = [record for paths in segments.values() for path in paths for record in read_segment(read(path))]
     return sorted(found, key=lambda record: (record.operation, record.index))

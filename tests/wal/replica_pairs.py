@@ -1,4 +1,4 @@
-"""A leader's log in memory and a follower's, for tests of what goes between them."""
+"""A leader's log in memory and a follower's, for tests of shipments between them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pair:
         self.log = ReplicaLog.open(FOLDER, files=self.files, side_by_side=False)
 
     def append(self, groups: int = 1) -> None:
-        """Groups of which each lies on both shards."""
+        """Append groups, each on both shards."""
         for _ in range(groups):
             self.truth.commit(self.leader, self.truth.ops([(1, 3), (2, 2)], [(3, 1)]))
 
@@ -56,12 +56,12 @@ class Pair:
         return ship(self.source, self.log, bytes_max)
 
     def reopen_leader(self) -> None:
-        """It ends well and begins again."""
+        """Close the leader's writer and open it again."""
         self.leader.close()
         self.leader = self.truth.open(self.leader_files, options=self.options)
 
     def reopen(self, files: MemoryFiles | None = None) -> ReplicaLog:
-        """The follower begins again, over what a crash has left or as it was."""
+        """Open the follower's log again, over the files that a crash has left or over the same ones."""
         if files is None:
             self.log.close()
         self.files = files or self.files

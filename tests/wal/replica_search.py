@@ -1,9 +1,10 @@
 """Lives of a leader's log and its followers, drawn from a seed.
 
-The leader appends, seals, restarts, crashes, drops; shipments are cut anywhere, doubled, lost, damaged; followers' disks fail, are full, or
-lose their power at any operation.
+The leader appends, seals, restarts, crashes and drops segments. Shipments are cut anywhere, doubled,
+lost and damaged. Followers' disks fail, are full, or lose their power at any operation.
 
-`python -m tests.wal.replica_search FIRST COUNT` plays that many seeds and says what it found; one seed repeats its life exactly.
+`python -m tests.wal.replica_search FIRST COUNT` plays that many seeds and prints what it found; a seed
+repeats its life exactly.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ Rows = dict[tuple[int, int, int], str]
 
 @dataclass
 class Follower:
-    """One, and what it has promised."""
+    """A follower, and what it has promised."""
 
     files: MemoryFiles = field(default_factory=MemoryFiles)
     log: ReplicaLog | None = None
     source: ShipSource | None = None
     promised: dict[ShardId, DurableMark] = field(default_factory=dict)
-    """The marks that it showed when it acknowledged last."""
+    """The marks that it showed at its last acknowledgement."""
     group: int = 0
-    """The group that it acknowledged last."""
+    """The last group that it acknowledged."""
     last: Shipment | None = None
     seen: int = 0
     """The number up to which its readers saw everything."""
@@ -60,7 +61,7 @@ class Follower:
 
 @dataclass
 class ReplicaLife(DrawnLog):
-    """A leader's and its followers', from one seed."""
+    """The life of a leader and its followers, from one seed."""
 
     value_sizes: ClassVar[list[int]] = [8, 8, 120, 3000]
 
@@ -70,12 +71,12 @@ class ReplicaLife(DrawnLog):
         super().__post_init__()
         self.followers = [Follower() for _ in range(2)]
         self.hides = self.seed % 3 == 0
-        """Whether readers see no more than others are known to hold."""
+        """Whether readers see only what other nodes are known to hold."""
         self.held, self.held_seq = GroupNumber(0), Seq(0)
-        """The last group, and number, that anybody was to see."""
+        """The last group, and the last number, that any reader was to see."""
 
     def play(self) -> None:
-        """All of it; `AssertionError` where a promise is broken."""
+        """Play the whole life; raise `AssertionError` if a promise is broken."""
         for _ in range(self.chance.randint(10, 30)):
             if self.chance.random() < 0.5:
                 self._lead()
@@ -105,7 +106,7 @@ class ReplicaLife(DrawnLog):
             self._hold(GroupNumber(self.chance.randint(min(self.held, self.leader.group), self.leader.group)))
 
     def _hold(self, group: GroupNumber) -> None:
-        """Others hold what there is up to a group."""
+        """Let other nodes hold everything up to a group."""
         assert self.leader is not None
         self.held = max(self.held, group)
         if self.leader.shown is not None:
@@ -209,7 +210,7 @@ class ReplicaLife(DrawnLog):
         return True
 
     def _ship(self, follower: Follower) -> bool:
-        """One shipment, or something that isn't one."""
+        """Send one shipment, or a broken one."""
         assert follower.log is not None
         assert follower.source is not None
         what = self.chance.random()
@@ -218,7 +219,7 @@ class ReplicaLife(DrawnLog):
             before, shown = follower.log.position(), follower.log.end()
             try:
                 self._apply(follower, follower.last)
-            except (ReplicaGap, ShipmentUnreadable):  # a frame that was cut went with a restart, or came damaged
+            except (ReplicaGap, ShipmentUnreadable):  # a frame that was cut went with a restart, or arrived damaged
                 self._count("came again")
             assert all(follower.log.position()[shard] >= end for shard, end in before.items())
             assert follower.log.end() >= shown
@@ -238,7 +239,7 @@ class ReplicaLife(DrawnLog):
                 self._apply(follower, shipment)
                 follower.last = shipment
             except (ReplicaGap, ShipmentUnreadable):
-                # A piece of a frame that was damaged on its way was here.
+                # A piece of a frame that was damaged in transit was here.
                 self._count("came again")
                 follower.source.restart()
         return True
@@ -256,7 +257,7 @@ class ReplicaLife(DrawnLog):
             self._shows_a_beginning(follower)
 
     def _cut(self, shipment: Shipment) -> Shipment:
-        """Only its beginning arrives: cut anywhere but in a header or a footer."""
+        """Let only the beginning of a shipment arrive, cut anywhere except in a header or a footer."""
         if not shipment.parts:
             return shipment
         keep = self.chance.randrange(len(shipment.parts))
@@ -268,7 +269,7 @@ class ReplicaLife(DrawnLog):
         return replace(shipment, parts=(*shipment.parts[:keep], cut), marks={})
 
     def _skip(self, follower: Follower, shipment: Shipment) -> None:
-        """A shipment is lost; the one behind it is refused as long as it lies beyond what is here."""
+        """Lose a shipment. The next one is refused as long as it begins beyond the log's end."""
         assert follower.log is not None
         assert follower.source is not None
         ahead = dict(follower.log.position())
@@ -286,7 +287,7 @@ class ReplicaLife(DrawnLog):
         follower.source.restart()
 
     def _damage(self, follower: Follower, shipment: Shipment) -> None:
-        """A byte flips on the way; nothing of it is believed."""
+        """Flip a byte in transit; nothing of the shipment is accepted."""
         assert follower.log is not None
         assert follower.source is not None
         follower.source.restart()
@@ -323,7 +324,7 @@ class ReplicaLife(DrawnLog):
                 try:
                     follower.log.apply(shipment)
                 except (ReplicaGap, ShipmentUnreadable):
-                    # A piece of a frame that was damaged on its way was here.
+                    # A piece of a frame that was damaged in transit was here.
                     self._count("came again")
                     follower.source.restart()
         except FollowerBehindRetention:
@@ -357,7 +358,7 @@ class ReplicaLife(DrawnLog):
         assert follower.log.end().group >= follower.group
 
     def _shows_a_beginning(self, follower: Follower) -> None:
-        """A reader there sees what the leader's does, up to some group's end."""
+        """Check that a reader there sees what the leader's reader sees, up to the end of some group."""
         if not follower.files.exists(f"{FOLDER}/00000"):
             return
         reader = StreamReader(FOLDER, files=follower.files)

@@ -1,7 +1,7 @@
-"""A log on a real disk of a few MiB that runs full: played in a process of its own, where that disk is mounted.
+"""A log on a real disk of a few MiB that runs full, played in its own process, where that disk is mounted.
 
-`python -m tests.wal.small_disk FOLDER` raises where something doesn't hold, and prints what happened. Writers are processes too: they
-append without end, say what was acknowledged, and are killed.
+`python -m tests.wal.small_disk FOLDER` raises if a promise is broken, and prints what happened. Writers
+are processes too: they append without end, print what was acknowledged, and are killed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from millstream.wal.retain import drop_segments
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 STUCK_S = 120
-"""After which a writer that is still alive says where it stands."""
+"""Seconds after which a writer that is still alive prints its stacks."""
 ROWS = 40
 TABLES = plain_table(1), plain_table(2)
 
 
 def say(line: str) -> None:
-    """One line, at once."""
+    """Print one line at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -56,7 +56,7 @@ def write(folder: str, epoch: Epoch, first_xid: int) -> None:
     say("open")
     xid = first_xid
     while True:
-        # Nothing that shrinks, and much of it: the disk is full after few transactions, however slow it is.
+        # Incompressible data, and much of it: even a slow disk is full after few transactions.
         rows = [(table, 1, os.urandom(800).hex()) for table in TABLES for _ in range(ROWS // 2)]
         try:
             log.append(plain_ops({xid: rows}, shard_of={2: 1}))
@@ -79,13 +79,13 @@ class Writer:
         assert self._line() == ["open"], "it didn't open"
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Take in what it says until something holds."""
+        """Read the writer's output until a condition holds."""
         while not done():
             word, xid = self._line()
             (self.acknowledged if word == "ack" else self.refused).add(int(xid))
 
     def kill(self) -> None:
-        """SIGKILL, and what it had said before."""
+        """Send SIGKILL, and read the output from before it."""
         self._process.kill()
         assert self._process.stdout is not None
         for line in self._process.stdout.readlines():
@@ -102,7 +102,7 @@ class Writer:
 
 
 def has_room(file: FileIO, size: int) -> bool:
-    """Write some bytes, if they find room."""
+    """Write some bytes; return whether they found room."""
     try:
         return file.write(os.urandom(size)) == size
     except OSError as error:
@@ -112,7 +112,7 @@ def has_room(file: FileIO, size: int) -> bool:
 
 
 def fill(ballast: Path) -> None:
-    """Leave no free byte; the system may give back what was freed a moment ago only now."""
+    """Leave no free byte. The system may return only now what was freed a moment ago."""
     for _ in range(100):
         with ballast.open("ab", buffering=0) as file:
             for size in (1 << 16, 1 << 12, 64, 1):
@@ -126,7 +126,7 @@ def fill(ballast: Path) -> None:
 
 
 def shown(folder: Path) -> dict[int, int]:
-    """The log's transactions, each with how many of its records are there."""
+    """Return the log's transactions, each with the number of its records that are there."""
     reader = StreamReader(str(folder))
     found: dict[int, int] = {}
     for records in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
@@ -136,7 +136,7 @@ def shown(folder: Path) -> dict[int, int]:
 
 
 def play(disk: Path) -> None:
-    """A disk that fills, by the log and by others; kills and starts while not a byte is free; space that comes back."""
+    """Play a disk that the log and other files fill: kills and starts without a free byte, and space that returns."""
     folder, ballast = disk / "wal", disk / "ballast"
     writer = Writer(folder, 1, 1)
     writer.until(lambda: len(writer.refused) >= 10)

@@ -1,4 +1,7 @@
-"""The file of acknowledgements: what is told is found, torn or damaged slots cost no more than what they said, and it is bounded."""
+"""The file of acknowledgements: stored ones are read back, and the file is bounded.
+
+A torn or damaged slot costs no more than its own content.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +170,7 @@ def test_what_a_leader_knows_takes_the_place_of_what_was_told_and_keeps_the_time
     wanted = {holding("a", 100, told_ns=1), holding("c", 9, told_ns=5), store}
     found = AcksReader(files, PATH, STREAM).look()
     assert (found.promised, set(found.places)) == (Epoch(2), wanted)
-    # So one that claims too much isn't believed for another one's word.
+    # So an entry that claims too much doesn't count as another follower's.
     reader = AcksReader(files, PATH, STREAM)
     reader.begin(GroupNumber(10))
     acks.take_over(Holdings(Epoch(2), (holding("a", 100), holding("c", 10))), 6)

@@ -1,4 +1,4 @@
-"""Tasks that append: their groups, answers, cancellation, room in the queue, and what they hear of a disk that fails."""
+"""Tasks that append: their groups, answers, cancellation, room in the queue, and errors of a failing disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def held(log: LogWriter, files: HeldSyncs) -> asyncio.Task[Ack]:
-    """A task whose append is in an fsync that waits for the test."""
+    """Return a task whose append is in an fsync that waits for the test."""
     files.may_sync.clear()
     files.waiting.clear()
     first = asyncio.create_task(log.append_async(small(1)))
@@ -41,7 +41,7 @@ async def held(log: LogWriter, files: HeldSyncs) -> asyncio.Task[Ack]:
 
 
 async def queued(log: LogWriter, *appends: Coroutine[Any, Any, Ack]) -> list[asyncio.Task[Ack]]:
-    """Tasks that have run until they wait, one after the other."""
+    """Return tasks that have run until they wait, one after the other."""
     before = log.stats().queued_bytes
     tasks = [asyncio.create_task(append) for append in appends]
     await until(lambda: log.stats().queued_bytes >= before + 1024 * len(tasks))
@@ -255,7 +255,7 @@ def test_a_full_queue_holds_tasks_in_order_while_their_loop_goes_on_and_refuses_
         tasks += [asyncio.create_task(log.append_async(small(n, text="y" * 4000))) for n in range(3, 9)]
         await asyncio.sleep(0)  # all of them wait for room
         with pytest.raises(Overloaded):
-            await log.append_async(small(90), deadline_s=0.05)  # there is room for it, but others were first
+            await log.append_async(small(90), deadline_s=0.05)  # there is room for it, but other appends were first
         gives_up = asyncio.create_task(log.append_async(small(91)))
         await asyncio.sleep(0)
         gives_up.cancel()
@@ -332,7 +332,7 @@ def test_an_event_loop_that_ended_without_its_answers_holds_nobody_up():
         tasks = [loop.create_task(log.append_async(small(n, text="y" * 2000))) for n in (2, 3, 4)]
         loop.run_until_complete(asyncio.sleep(0))
         for task in tasks:
-            task._log_destroy_pending = False  # as intended here
+            task._log_destroy_pending = False  # the test leaves it pending on purpose
         loop.close()
 
     with opened("/wal/s", files=files, queue_bytes_max=7_000) as log:

@@ -1,4 +1,4 @@
-"""A shard's bytes as they arrive: a frame that comes whole is taken in one go, and is judged as one that comes in pieces."""
+"""A shard's bytes as they arrive: a frame that arrives whole is taken in one go, and checked like one in pieces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Outcome = tuple[type[Exception] | None, list[WholeFrame], int, int, object]
 
 
 def taken(data: bytes, size: int) -> Outcome:
-    """The frames of a first segment, in pieces of a size."""
+    """Return the result of a first segment's frames that arrive in pieces of a size."""
     header = SegmentHeader.decode(segments()[0])
     arriving = fresh_shard(header.stream, header.shard, header.base_offset)
     arriving.begin(memoryview(segments()[0][:SEGMENT_HEADER_SIZE]))

@@ -16,7 +16,7 @@ TABLE = plain_table(1)
 
 
 class CountedFiles(RealFiles):
-    """Counts the bytes that are read."""
+    """Files that count the bytes read."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -51,7 +51,7 @@ def test_records_and_bytes_between_two_numbers_over_sealed_and_open_segments(tmp
         assert half.records == 30
         assert 0 < half.size_bytes < whole.size_bytes
         assert backlogs.between(end, end).records == 0
-        # The numbers in a frame's middle: it counts whole.
+        # A number in a frame's middle: the frame counts whole.
         assert backlogs.between(Seq(acks[9].seqs.first), Seq(acks[10].seqs.first)).records == 6
 
 
@@ -70,7 +70,7 @@ def test_another_count_reads_only_what_has_come_since(tmp_path: Path):
 
 
 def test_whatever_the_bounds_a_count_is_the_sum_of_its_frames_and_segments(tmp_path: Path):
-    """Segments that lie whole between the bounds are counted by their totals, the others frame by frame: both say the same."""
+    """Segments whole between the bounds are counted by their totals, others frame by frame; both give the same count."""
     with opened(tmp_path, segment_bytes=12_000) as log:
         ends = [log.append(plain_ops({xid: [(TABLE, xid % 4 + 1, "x")]})).seqs.last for xid in range(1, 41)]
         bases = [int(file.stem) for file in sorted((tmp_path / "00000").glob("*.wal"))]

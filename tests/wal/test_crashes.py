@@ -30,7 +30,7 @@ OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
 
 
 def play(truth: Truth, files: MemoryFiles):
-    """Groups on one shard, on both, of several frames, spilled; a seal by size, by closing; a second writer."""
+    """Write groups on one shard, on both, of several frames, spilled; seal by size and by close; open a second writer."""
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2)], [(2, 1)], [(1, 1), (2, 2), (1, 1)]))
     truth.commit(log, truth.ops([(2, 3)]))
@@ -45,7 +45,7 @@ def play(truth: Truth, files: MemoryFiles):
 
 
 def crashed(truth: Truth, at: int):
-    """The disk's system view when the process dies at an operation; None where it comes to the end before."""
+    """Return the disk as the system sees it when the process dies at an operation; None if it finishes first."""
     files = MemoryFiles(FaultPlan(crash_at=at))
     try:
         play(truth, files)
@@ -56,7 +56,7 @@ def crashed(truth: Truth, at: int):
 
 @pytest.fixture(scope="module")
 def operations():
-    """How many operations the play takes."""
+    """Return how many operations the play takes."""
     truth = Truth()
     files = MemoryFiles()
     play(truth, files)
@@ -83,7 +83,7 @@ def test_a_crash_at_any_operation_loses_nothing_acknowledged_and_splits_no_opera
 
 
 def recovers_at_last(truth: Truth, files: MemoryFiles, seen: list[int], keep: Keep | None) -> bool:
-    """Recover; whether it came to the end. Where it died, recover what the disk kept, and judge that."""
+    """Recover; return whether recovery finished. If it died, recover what the disk kept, and check that."""
     try:
         truth.open(files)
     except Crash:
@@ -162,7 +162,7 @@ def test_recovering_again_finds_the_same(operations: int):
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_while_small_appends_are_written_loses_none_acknowledged_and_splits_no_group(outcome: str):
-    """On shard 0, on both, and rolled in between; each append has as many rows as its number says."""
+    """Groups lie on shard 0, and on both, with a roll in between. An append has as many rows as its number says."""
     keep, first, _ = OUTCOMES[outcome]
     of_both = [small(4, 4), small(5, 5, table=OTHER, shard=1), small(6, 6)]
     groups = [

@@ -1,4 +1,4 @@
-"""Damage that no crash explains: recovery refuses, readers name it, `verify` says what is lost and what is not."""
+"""Damage that no crash explains: recovery refuses, readers name it, `verify` lists what is lost and what isn't."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_reader_that_is_told_of_damage_leaves_out_only_what_is_damaged(truth: 
     files = MemoryFiles()
     filled(truth, files)
     path = segments(files)[1]
-    at = files.size(path) - 200  # in the footer: its frames can be found without it
+    at = files.size(path) - 200  # in the footer: the reader finds its frames without it
     files.damage(path, at, b"\xff" * 8)
     told: list[CorruptWal] = []
     reader = StreamReader(FOLDER, files=files, on_damage=told.append)
@@ -233,7 +233,7 @@ def test_any_changed_or_cut_byte_is_a_typed_error_or_changes_nothing(
     try:
         assert set(truth.acknowledged) <= set(truth.shown(files))
     except CorruptWal:
-        return  # an earlier, sealed segment: recovery doesn't read its frames, readers do
+        return  # an earlier, sealed segment: readers read its frames, recovery doesn't
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A full disk, a failed write, a failed fsync: who is told what, and what a restart finds."""
+"""A full disk, a failed write, a failed fsync: the errors that callers get, and what a restart finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parts of a log that belong to another user, and names that stand for something else than the log's files: typed errors, never a crash."""
+"""Parts of a log that belong to another user, and names of something other than the log's files.
+
+They give typed errors, never a crash.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def write_log(folder: str, epochs: range = range(1, 3)) -> MemoryReservations:
 
 @pytest.fixture
 def shared() -> Iterator[str]:
-    """A log that another user can reach, and owns if this one is root."""
+    """Yield a log that another user can reach; that user owns it if this one is root."""
     top = Path(tempfile.mkdtemp(prefix="millstream-test-"))
     top.chmod(0o755)
     folder = top / "shop"

@@ -1,4 +1,4 @@
-"""Frames decoded by the run give what they give one by one, and name the one that is damaged."""
+"""Frames decoded as a run give what they give one by one, and an error names the damaged frame."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARDS = {3: 1}
 
 
 def filled(groups: list[list[tuple[int, int]]], **options: Any) -> MemoryFiles:
-    """A log with these groups: of each, (which table, how many rows) of its transactions' pieces."""
+    """Return a log with these groups; a group lists its transactions' pieces as (table, row count)."""
     files = MemoryFiles()
     log = LogWriter.open(
         FOLDER,
@@ -51,7 +51,7 @@ def filled(groups: list[list[tuple[int, int]]], **options: Any) -> MemoryFiles:
 
 
 def partitions(table: TableRows) -> list[TableRows]:
-    """Table 1's rows on two partitions, by turns."""
+    """Return table 1's rows on two partitions, alternately."""
     if table.schema.table_id != 1 or table.rows.num_rows == 1:
         return [table]
     places = pa.array(range(table.rows.num_rows))
@@ -60,7 +60,7 @@ def partitions(table: TableRows) -> list[TableRows]:
 
 
 def rows_of(pieces: list[TableRecords]) -> list[dict[str, Any]]:
-    """In the order that they came in."""
+    """Return the rows in the order of arrival."""
     return [
         {"table": piece.schema.name, "version": piece.schema.version, "operation": operation, **row}
         for piece in pieces
@@ -148,7 +148,7 @@ def test_what_stands_in_front_of_a_damaged_frame_is_given_and_the_frame_is_named
     reader = StreamReader(FOLDER, files=files)
     (span,) = reader.spans(Seq(0), reader.persisted_upto())
     positions = [e.position for _, e in reader._index(0).from_seq(Seq(19), reader.extent.marks()[0][0])]
-    for distance in (3, -5):  # its own head, and the payload in front of it
+    for distance in (3, -5):  # its own head, and the payload before it
         at = positions[0] + distance
         before = files.read(span.path, at, 1)
         files.damage(span.path, at, bytes([before[0] ^ 1]))

@@ -1,4 +1,4 @@
-"""The short ways through planning a group say what the long way says."""
+"""The shortcuts in planning a group give what the general way gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hybrid times of commit groups: they rise whatever the machine's clock does, over restarts, and pass what was heard of other regions."""
+"""Hybrid times of commit groups: they rise whatever the machine's clock does, also over restarts.
+
+They exceed every time received from other regions.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def opened(
 
 
 def times_of(folder: Path) -> dict[int, int]:
-    """Each record's number and hybrid time."""
+    """Return each record's number and hybrid time."""
     reader = StreamReader(str(folder))
     found: dict[int, int] = {}
     for part in reader.read_between(Seq(0), reader.persisted_upto()):

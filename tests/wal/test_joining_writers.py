@@ -1,4 +1,4 @@
-"""A writer that joins others, as readers meet it at every step: nothing is settled too soon, and no position goes back."""
+"""A writer that joins others, as readers see it at every step: nothing is settled too soon, and no position goes back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from millstream.wal.writing.sequence_allocator import SharedNumbers
 
 
 class StagedFiles(MemoryFiles):
-    """Memory files in which something happens right after a path was read for the first time, or a mark was moved."""
+    """Memory files that run a callback right after a path was first read, or a mark was moved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class StagedFiles(MemoryFiles):
 
 @dataclass
 class Joining:
-    """A writer of shards 2 and 3 that has appended rows 1 to 4, and one of shards 0 and 1 of which only empty marks are there."""
+    """A writer of shards 2 and 3 that has appended rows 1 to 4, and a writer of shards 0 and 1 with only empty marks."""
 
     files: StagedFiles = field(default_factory=StagedFiles)
 
@@ -64,7 +64,7 @@ class Joining:
         assert self.reader.persisted_upto() == 4
 
     def joins_and_draws(self) -> None:
-        """Numbers 5 and 6 are in flight in the joining writer, and the other one shows 7 to 10."""
+        """Let the joining writer have numbers 5 and 6 in flight, while the other one shows 7 to 10."""
         joining = self.writers.start(0)
         self.given = joining._numbers.allocate(2)
         assert self.given.first == 5
@@ -132,7 +132,10 @@ class StagedStore(MemorySequenceStore):
 
 
 def other_writer_goes_on() -> tuple[Writers, StagedStore, Callable[[], Shown]]:
-    """A writer that has appended, its store, and what makes it append once more and shows it to a reader that comes for the first time."""
+    """Return a writer that has appended, its store, and a callback.
+
+    The callback makes the writer append once more, and shows the result to a new reader.
+    """
     writers = Writers(files=StagedFiles())
     writers.store = store = StagedStore(writers.clock)
     writers.start(1)

@@ -87,7 +87,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def durable(log: LogWriter, records: int) -> None:
-    """Return once so many are durable here."""
+    """Return once so many records are durable here."""
     until(lambda: log.stats().records >= records and log.is_written())
 
 
@@ -152,7 +152,7 @@ def test_an_append_past_its_deadline_is_told_who_is_missing_and_those_behind_it_
         assert not behind.done()
         life.others.hold(5)
         behind.result(DEADLINE_S)
-        # It was durable all along, and is there once others have it.
+        # It was durable all along, and is shown once other nodes have it.
         assert life.shown() == [1, 2]
 
 
@@ -164,7 +164,7 @@ def test_nothing_looks_while_nothing_waits() -> None:
         looks = [-1]
 
         def is_quiet() -> bool:
-            """For as long as hundreds of looks take."""
+            """Return whether the writer has stopped looking, over a time in which hundreds of looks fit."""
             looks.append(life.others.looks)
             threading.Event().wait(0.1)
             return looks[-1] == looks[-2]
@@ -228,7 +228,10 @@ def test_closing_waits_for_its_patience_and_then_answers_everybody() -> None:
 
 
 def test_who_waits_when_another_process_takes_the_log_over_waits_on_until_its_deadline() -> None:
-    """It was told that others are missing after the writer's patience, five seconds, while its deadline was a minute away."""
+    """The error for missing nodes came after the writer's patience of five seconds.
+
+    A minute was left to the deadline.
+    """
     life = Life()
     life.others.hold(0)
     with life.open(acks_patience_s=DEADLINE_S) as log:
@@ -399,7 +402,7 @@ def test_a_repeated_write_waits_for_what_the_first_one_waits_for() -> None:
         behind = log.submit(write((WriteId(key="l"), 1)))
         durable(log, 2)
         assert not later.done()
-        # Its own first write is held, what came behind that isn't.
+        # Its own first write is held; those after it aren't.
         life.others.hold(1, upto=1)
         (outcome,) = later.result(DEADLINE_S).each
         assert isinstance(outcome, Repeated)

@@ -17,7 +17,7 @@ TABLES = 60
 
 
 class CountedFiles(RealFiles):
-    """Counts what is read."""
+    """Files that count the reads."""
 
     def __init__(self) -> None:
         super().__init__()

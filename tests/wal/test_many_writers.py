@@ -1,4 +1,4 @@
-"""Several writers of one stream in one folder: what readers see, whatever order they write, die and come back in."""
+"""Several writers of one stream in one folder: what readers see, in whatever order the writers write, die and return."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Writers:
         return self.open[who]
 
     def append(self, who: int, rows: int = 2, *, log: GroupCommitter | None = None) -> None:
-        """One operation over both of a writer's shards, by its newest incarnation or an older one."""
+        """Commit one operation over both of a writer's shards, by its newest incarnation or an older one."""
         self.count += 1
         texts = [f"{self.count}.{n}" for n in range(2 * rows)]
         tables = [
@@ -265,7 +265,7 @@ def test_a_vector_token_that_parts_operations_stands_for_those_in_front_of_it():
     for given, stands_for in (
         ("m6~1.10", "m4~1.8"),
         ("m4~1.12~2.15", "m4~1.12~2.12"),
-        ("s9", "m8~2.9"),  # 9 is the first one's: the second stands where it stood
+        ("s9", "m8~2.9"),  # 9 is the first writer's: the second stands where it stood
         ("s16", "s16"),
         ("m1~2.16", "m0~2.16"),
     ):
@@ -315,7 +315,7 @@ def test_a_writer_that_hangs_loses_its_shards_once_its_lease_has_run_out():
 
 @pytest.mark.parametrize(("stands", "kept"), [(1, 4), (2, 8)])
 def test_a_writer_that_wakes_in_the_midst_of_a_group_answers_nobody(stands: int, kept: int):
-    """Before it wrote the group, and when that was on the disk: then whoever recovered the shards has found it."""
+    """It sleeps before the group is written, or once it is on the disk, where the shards' recovery has found it."""
     writers = Writers()
     hung = writers.start(0)
     writers.append(0)
@@ -467,7 +467,7 @@ def _fails(*_: object) -> Drawn:
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_source_is_asked_again_for_what_was_set_aside(fresh: bool):
-    """Also where the last group brought a schema, whose frame tells of that group."""
+    """Also if the last group brought a schema, whose frame names that group."""
     source = SourceId(1)
 
     def capture(lsn: int, table: TableSchema) -> None:
@@ -672,7 +672,7 @@ class Chance:
                 self.writers.start(who)
 
     def step(self) -> None:
-        """One thing happens."""
+        """Let one thing happen."""
         who = self.random.randrange(4)
         log = self.writers.open.get(who)
         weights = {self.start: 5, self.hang: 2, self.wake: 3, self.read: 6, self.use: 22}
@@ -696,7 +696,7 @@ class Chance:
             self.writers.clock.advance(self.random.choice([0.5, 8.0]))
 
     def wake(self, _who: int, _log: GroupCommitter | None) -> None:
-        """An incarnation that hung does something, as if nothing had happened."""
+        """Let a hung incarnation act as if nothing had happened."""
         if not self.hung:
             return
         who, old = self.hung.pop(self.random.randrange(len(self.hung)))
@@ -728,7 +728,7 @@ class Chance:
         self.read_on()
 
     def read_on(self) -> None:
-        """The same as a vector reader has it, who knows of everything sooner."""
+        """Read the same as a vector reader, which learns of everything sooner."""
         reader = self.writers.reader()
         if not self.writers.count:
             return
@@ -750,7 +750,7 @@ def test_readers_see_every_record_once_and_in_order_whatever_happens(seed: int, 
     for _ in range(60):
         chance.step()
     writers.store.fails, writers.pause = lambda _step: None, lambda _who: None
-    writers.open.clear()  # whoever was there hangs from now on
+    writers.open.clear()  # every incarnation hangs from now on
     writers.clock.advance(10.0)
     for who in range(4):
         writers.start(who)

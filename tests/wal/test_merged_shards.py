@@ -1,4 +1,4 @@
-"""Rows of one table on several shards: every way of reading a log gives them in the order of their numbers, whoever appended when."""
+"""Rows of one table on several shards: every way of reading gives them in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THREADS, CALLS = 8, 60
 
 @pytest.fixture(scope="module", params=list(Numbering))
 def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StreamReader:
-    """A log to which eight threads appended at once, rows of two tables, to four shards."""
+    """Yield a log to which eight threads appended at once: rows of two tables, on four shards."""
     folder = str(tmp_path_factory.mktemp("wal") / "shop")
     writer = LogWriter.open(
         folder,

@@ -38,7 +38,7 @@ STREAM, TWIN = StreamId(UUID(int=7)), StreamId(UUID(int=8))
 SHARDS = [ShardId(0), ShardId(1)]
 TABLES = [plain_table(1), plain_table(2)]
 SEGMENTS = 5
-"""Sealed ones of each shard; the last is sealed, too."""
+"""Number of sealed segments of each shard; the last is sealed, too."""
 Rows = dict[tuple[int, int], str]
 
 
@@ -94,7 +94,10 @@ class Logs:
 
 
 def rows_of(reader: StreamReader) -> Rows:
-    """By shard and offset, what reading gives, by offset and by number: the same, as long as a mark says where shards end."""
+    """Return what reading by offset and by number gives, by shard and offset.
+
+    Both give the same, as long as a mark says where shards end.
+    """
     found: Rows = {}
     for shard in reader.shards:
         for records in reader.read(shard, reader.first_offset(shard)):
@@ -210,7 +213,7 @@ def test_what_reads_past_damage_shows_only_records_that_lie_in_their_place(
         assert found.items() <= logs.whole.items()
         missing = logs.whole.keys() - found.keys()
         assert {4, 8} >= {len(missing)} or without_mark
-        # Readers look at nothing behind the mark.
+        # Readers look at nothing after the mark.
         assert any("header is that of" in str(error) or "missing" in str(error) for error in told)
     report = verify(logs.folder)
     assert any("header is that of" in loss.why for loss in report.losses)
@@ -331,7 +334,7 @@ def test_repair_puts_nothing_back_that_the_chain_disagrees_with(logs: Logs) -> N
 
 
 def test_reading_beside_it_goes_on(logs: Logs) -> None:
-    """A misplaced segment stops no reader of what lies in front of it or behind it."""
+    """A misplaced segment stops no reader of what lies before it or after it."""
     whole = StreamReader(logs.folder)
     starts = [int(path.stem) for path in segments(logs.folder)]
     number_at = {

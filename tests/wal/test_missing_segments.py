@@ -24,7 +24,7 @@ SHARD = ShardId(0)
 
 
 def test_a_log_that_is_gone_as_a_whole_is_no_empty_log(tmp_path: Path) -> None:
-    """The catalog says that numbers were given out: an empty folder isn't the log that they are in."""
+    """The catalog has numbers that were given out: an empty folder isn't the log that has them."""
     folder, reservations = str(tmp_path / "shop"), MemoryReservations()
     table = plain_table(1)
     with LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(1), reservations=reservations) as log:
@@ -81,7 +81,7 @@ def test_a_shards_folder_that_is_gone_is_damage_to_all_that_look(tmp_path: Path,
 
 
 def test_a_shard_that_a_writer_adds_is_found_by_readers_that_look_meanwhile(tmp_path: Path) -> None:
-    """A reader that had listed the folders before the new one was there left out what lay in it."""
+    """A reader that had listed the folders before left out the contents of the new one."""
     folder, reservations = str(tmp_path / "shop"), MemoryReservations()
     one, other = plain_table(1), plain_table(2)
     with LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(1), reservations=reservations) as log:

@@ -1,4 +1,4 @@
-"""Reading on past damage: only what the bytes held is left out, on a live log, a copy, and a copy without its marks."""
+"""Reading on past damage: only the damaged records are left out, on a live log, a copy, and a copy without its marks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def flip(files: MemoryFiles, path: str, at: int) -> None:
 
 @dataclass(frozen=True)
 class Log:
-    """Undamaged."""
+    """An undamaged log."""
 
     files: MemoryFiles
     whole: dict[Where, int]
@@ -59,7 +59,7 @@ class Log:
 
 @pytest.fixture(scope="module", params=["open", "sealed", "one_segment"])
 def log(request: pytest.FixtureRequest) -> Log:
-    """Several tables in a frame, several frames in a segment, several segments, two shards."""
+    """Return a log with several tables in a frame, several frames in a segment, several segments, and two shards."""
     truth, files = Truth(), MemoryFiles()
     options = LogOptions(segment_bytes=1 << 20) if request.param == "one_segment" else SMALL
     writer = truth.open(files, options=options)
@@ -86,7 +86,7 @@ def test_a_flipped_byte_costs_at_most_its_own_frames_records(data: st.DataObject
     path = data.draw(st.sampled_from(segments(files, shard)))
     frames = [f for f in log.frames if f.path == path]
     size = files.size(path)
-    # Heads and schemas are hit too seldom by chance.
+    # Random damage hits heads and schemas too seldom.
     near = st.sampled_from([f.position for f in frames] or [0]).flatmap(
         lambda at: st.integers(at, min(at + 300, size - 1))
     )
@@ -97,7 +97,7 @@ def test_a_flipped_byte_costs_at_most_its_own_frames_records(data: st.DataObject
     hit = next((f for f in frames if f.position <= at < f.position + f.length), None)
     mine = set() if hit is None else {(hit.shard, o) for o in range(hit.first_offset, hit.first_offset + hit.count)}
     if hit is not None and hit.kind == "schema":
-        # Where no other segment brings it, the segment's records under it.
+        # If no other segment has the schema, the segment's records under it.
         of = {
             f.first_offset + n for f in frames if hit.tables[0][0] in {t[0] for t in f.tables} for n in range(f.count)
         }
@@ -106,7 +106,7 @@ def test_a_flipped_byte_costs_at_most_its_own_frames_records(data: st.DataObject
     report = verify(FOLDER, files=files)
     is_tail = without_mark and hit is not None and hit.group == 7 and not report.losses
     if is_tail:
-        # Without the mark, the last group of an open segment may just as well never have been whole.
+        # Without the mark, the last group of an open segment might never have been whole.
         lost_groups = {hit.group}
         mine = {
             (f.shard, o)
@@ -127,7 +127,7 @@ def test_a_flipped_byte_costs_at_most_its_own_frames_records(data: st.DataObject
         }
         assert set(whole) - set(left) <= named
     if hit is not None and hit.kind == "records" and at >= hit.position + hit.length - sum(t[3] for t in hit.tables):
-        # In the rows of one table: the frame's other tables are still there.
+        # Damage in the rows of one table: the frame's other tables are still there.
         assert len({whole[place] for place in set(whole) - set(left)}) <= 1 or is_tail
     assert report.has_marks is not without_mark
     assert ls(FOLDER, files=files)
@@ -211,7 +211,7 @@ def test_what_is_being_written_is_no_damage_with_a_mark_or_without(truth: Truth)
         f for f in inspect(FOLDER, files=files) if isinstance(f, FrameInfo) and f.path == path and f.position >= end
     ]
     assert len(frames) > 2
-    # A crash kept the group's later frames and not its first.
+    # A crash kept the group's later frames but not its first.
     before.damage(path, end, bytes(frames[0].length) + grown[end + frames[0].length :])
     for marked in (True, False):
         if not marked:
@@ -227,20 +227,20 @@ Range = tuple[int, int, int | None]
 
 
 def told_by(errors: list[CorruptWal]) -> set[Range]:
-    """The ranges of records that a reader says it left out."""
+    """Return the ranges of records that a reader reports as left out."""
     ranges = {(int(e.details["byte"]), int(e.details["offset_from"]), e.details["offset_to"]) for e in errors}
     return {of for of in ranges if of[1] != of[2]}
 
 
 def named_by(losses: list[Loss]) -> set[Range]:
-    """The same of what `verify` and the others name."""
+    """Return the ranges that `verify` and the other tools name."""
     return {(of.byte, of.offset_from, of.offset_to) for of in losses if of.offset_from not in (None, of.offset_to)}
 
 
 @pytest.mark.parametrize("hit", ["head", "directory", "payload", "segment header", "footer", "schema", "tail"])
 @pytest.mark.parametrize("state", ["open", "sealed", "closed"])
 def test_readers_name_the_range_that_verify_names(truth: Truth, state: str, hit: str) -> None:
-    """A reader that had to walk past one bad frame said that all behind it, which it then showed, can't be read."""
+    """A reader that had to walk past one bad frame reported everything after it as unreadable, and then showed it."""
     files = MemoryFiles()
     writer = truth.open(files, options=SMALL if state == "sealed" else LogOptions(segment_bytes=1 << 20))
     for _ in range(12):
@@ -280,8 +280,8 @@ def test_readers_name_the_range_that_verify_names(truth: Truth, state: str, hit:
         assert named_by(stats(FOLDER, files=files).losses) == (named_by(report.losses) if hit != "schema" else set())
         assert (stats(FOLDER, files=files).losses == []) == (hit == "schema" or report.is_whole)
     if hit == "footer" and state == "closed":
-        return  # the marks show what lies in front of it
-    # A strict reader stops there, and names the same.
+        return  # the marks show what lies before it
+    # A strict reader stops there, and names the same range.
     reader = StreamReader(FOLDER, files=files)
     for read in (reader.read(0, 0), reader.read_between(0, reader.persisted_upto()), spans(reader)):
         with pytest.raises(CorruptWal) as caught:

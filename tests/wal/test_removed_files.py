@@ -34,7 +34,7 @@ def unlink(segment: Path) -> None:
 
 
 def put_back(segment: Path) -> None:
-    """An older copy in its place, as a restore does."""
+    """Put an older copy in its place, as a restore does."""
     copy = segment.with_suffix(".copy")
     shutil.copy(segment, copy)
     copy.replace(segment)
@@ -44,7 +44,7 @@ def put_back(segment: Path) -> None:
 def test_nothing_is_acknowledged_in_a_segment_that_no_name_leads_to(
     tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
-    """Its writer went on and acknowledged what was gone with its end."""
+    """Its writer went on, and acknowledged records that vanished when it ended."""
     log = opened(tmp_path, MemoryReservations(), 1)
     append(log)
     (segment,) = (tmp_path / "00000").glob("*.wal")
@@ -84,7 +84,7 @@ def test_a_follower_takes_nothing_into_a_segment_that_no_name_leads_to() -> None
 
 
 def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
-    """It was a bare FileNotFoundError, and HTTP answered that it was a bug."""
+    """The error was a bare FileNotFoundError, and HTTP reported it as a bug."""
     log = opened(tmp_path, MemoryReservations(), 1)
     append(log)
     shutil.rmtree(tmp_path / "00000")

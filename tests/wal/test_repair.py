@@ -1,4 +1,4 @@
-"""Past damage by `repair`: exactly what was accepted is gone, all else is read by everybody, and a writer goes on."""
+"""Repair of damage: exactly the accepted records are gone, every reader reads the rest, and a writer goes on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def strict(files: MemoryFiles) -> dict[tuple[int, int], int]:
 
 
 def judge_repaired(truth: Truth, files: MemoryFiles, left: dict[tuple[int, int], int]) -> None:
-    """Whole for readers, for `verify`, for a copy without marks, for a writer, and after it."""
+    """Check that the log is whole for readers, for `verify`, for a copy without marks, for a writer, and after it."""
     assert strict(files) == left
     report = verify(FOLDER, files=files)
     assert report.is_whole, report.losses
@@ -81,7 +81,7 @@ def judge_repaired(truth: Truth, files: MemoryFiles, left: dict[tuple[int, int],
 
 
 def clone(truth: Truth) -> Truth:
-    """A truth that goes on from the same log on its own."""
+    """Return a truth that continues separately from the same log."""
     copy = Truth(dict(truth.rows), epoch=truth.epoch)
     copy.reservations.reserve_to(truth.reservations.reserved(), epoch=Epoch(truth.epoch))
     return copy
@@ -89,7 +89,7 @@ def clone(truth: Truth) -> Truth:
 
 @pytest.fixture(scope="module", params=["open", "sealed", "one_segment"])
 def log(request: pytest.FixtureRequest) -> tuple[Truth, MemoryFiles, dict[str, list[int]]]:
-    """With where the frames of each file begin."""
+    """Return a log's truth and files, and where the frames of each file begin."""
     truth, files = Truth(), MemoryFiles()
     fill(truth, files, ONE if request.param == "one_segment" else SMALL, close=request.param == "sealed")
     paths = segments(files, 0) + segments(files, 1)
@@ -102,7 +102,7 @@ def log(request: pytest.FixtureRequest) -> tuple[Truth, MemoryFiles, dict[str, l
 def test_any_damage_is_repaired_by_what_the_plan_says_and_by_nothing_less(
     data: st.DataObject, log: tuple[Truth, MemoryFiles, dict[str, list[int]]]
 ) -> None:
-    """Bytes changed in several places, files cut short, files gone."""
+    """Bytes are changed in several places, files are cut short, files are removed."""
     truth, pristine, begin = log
     files = pristine.crash()
     for _ in range(data.draw(st.integers(1, 3))):
@@ -235,7 +235,7 @@ def test_numbers_name_a_loss_as_well_as_offsets(truth: Truth) -> None:
     path = segments(files, 0)[0]
     frame = frames_of(files, path)[1]
     flip(files, path, frame.position + 20)
-    # Numbers between the frame's belong to the other shard's records of the same transactions.
+    # Numbers between those of the frame belong to the other shard's records of the same transactions.
     with pytest.raises(LossNotAccepted, match="can be read"):
         repair(FOLDER, [AcceptedRange.parse("seq:1-10000")], files=files)
     with pytest.raises(LossNotAccepted):
@@ -364,7 +364,7 @@ def test_a_folder_of_which_nothing_says_whose_it_is_is_refused(truth: Truth) -> 
 
 @pytest.mark.parametrize("numbering", Numbering)
 def test_a_lost_header_is_made_anew_for_the_numbers_that_its_frames_carry(numbering: Numbering) -> None:
-    """The header names the directory's columns: made by the default it would leave other frames without a meaning."""
+    """The header names the directory's columns. One made with the default would leave other frames without a meaning."""
     truth, files = Truth(), MemoryFiles()
     fill(truth, files, replace(SMALL, numbering=numbering, segment_bytes=3_000))
     before = truth.read_by_seq(StreamReader(FOLDER, files=files))

@@ -1,4 +1,4 @@
-"""A follower's log: the leader's bytes, shown as the leader shows them, and nothing else whatever comes."""
+"""A follower's log: the leader's bytes, shown as the leader shows them, and nothing else whatever arrives."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_parts_of_several_shards_may_come_in_turns():
     assert pair.read() == pair.read_leader()
 
 
-# --- what isn't taken -----------------------------------------------------------------------------------------------
+# --- refused shipments ----------------------------------------------------------------------------------------------
 
 
 def test_what_came_already_is_compared_and_passed_over(pair: Pair):

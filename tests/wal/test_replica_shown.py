@@ -24,7 +24,7 @@ from millstream.wal.replica.shipping import ShipSource
 
 
 class Hidden(Pair):
-    """A leader whose readers see what others are said to hold."""
+    """A leader whose readers see what other nodes are reported to hold."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,7 +35,7 @@ class Hidden(Pair):
         self.leader = self.truth.open(self.leader_files, options=self.options, hides=hides)
 
     def held(self, group: int) -> None:
-        """Others hold it up to there."""
+        """Let other nodes hold everything up to a group."""
         assert self.leader.shown is not None
         self.leader.shown.show(GroupNumber(group))
 

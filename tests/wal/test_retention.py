@@ -148,11 +148,11 @@ def test_a_segment_waits_for_every_table_in_it_to_land_whatever_the_pipeline_rea
 def test_a_shard_that_seals_more_often_loses_its_parts_of_groups_that_another_still_holds(
     truth: Truth, clock: ManualClock
 ):
-    """One shard's segments come and go, while the other still writes its first one."""
+    """One shard's segments come and go while the other shard still writes its first one."""
     files = MemoryFiles()
     log = truth.open(files, options=replace(SMALL, segment_bytes=24_000), clock=clock)
     for _ in range(5):
-        truth.commit(log, truth.ops([(1, 2), (2, 1)]))  # on both
+        truth.commit(log, truth.ops([(1, 2), (2, 1)]))  # on both shards
         for _ in range(6):
             truth.commit(log, truth.ops([(1, 8)], size=100))  # on the first shard alone
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_a_shard_that_seals_more_often_loses_its_parts_of_groups_that_another_st
 
 
 def test_what_a_crash_left_of_dropped_segments_is_no_hole(truth: Truth, clock: ManualClock):
-    """Names go one by one, and of those that went before a power cut any may be there again."""
+    """Names go one by one, and after a power cut any of the removed ones may be there again."""
     files = MemoryFiles()
     log = filled(truth, files, clock)
     first = f"{FOLDER}/00000/{0:020d}.wal"

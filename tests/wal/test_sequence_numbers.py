@@ -1,4 +1,4 @@
-"""Sequence numbers by table batch, by operation, or both: none is lost on any way, and the way back stays open."""
+"""Sequence numbers by table batch, by operation, or both: no way of reading loses one, and a rollback is safe."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Written:
     """The contents of a log."""
 
     operations: dict[int, tuple[Operation, SeqRange]] = field(default_factory=dict)
-    """By xid, with the numbers that it was given."""
+    """By xid: the operation, and the numbers that it was given."""
     group_ends: list[Seq] = field(default_factory=list)
     numberings: dict[int, Numbering] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Written:
 
 
 def rows_of(found: Sequence[tuple[int, int, Operation]]) -> tuple[TableRows, ...]:
-    """Rows of (ordinal, xid, operation), an entry for each table and partition."""
+    """Return the rows of (ordinal, xid, operation), with an entry for each table and partition."""
     rows: dict[Batch, list[tuple[int, int, str]]] = {}
     for ordinal, xid, operation in found:
         for index, batch in enumerate(operation):
@@ -100,7 +100,7 @@ def spilled(xid: int, operation: Operation, at_once: int = 3) -> SpilledOp:
 def write(
     files: Files, folder: str, given: Sequence[tuple[Numbering, Sequence[object]]], options: LogOptions
 ) -> Written:
-    """One writer after the other, each under its numbering."""
+    """Run one writer after the other, each under its numbering."""
     written, reservations, xid = Written(), MemoryReservations(), 0
     for epoch, (numbering, some) in enumerate(given, 1):
         reservations.epoch = Epoch(epoch)
@@ -138,7 +138,7 @@ def numbers_by_xid(found: Sequence[TableRecords]) -> dict[int, list[int]]:
 
 
 def decoded(reader: StreamReader) -> dict[int, dict[Batch, list[int]]]:
-    """The numbers of each operation's batches, as frames' directories and rows have them."""
+    """Return the numbers of each operation's batches, from frames' directories and rows."""
     found: dict[int, dict[Batch, list[int]]] = {}
     for group in reader.read_groups(Seq(reader.first_seq() - 1), reader.persisted_upto()):
         for frame in group:
@@ -162,7 +162,7 @@ def decoded(reader: StreamReader) -> dict[int, dict[Batch, list[int]]]:
 
 
 def judge(reader: StreamReader, written: Written) -> None:
-    """Every number of every operation is there, once, whichever way the log is read."""
+    """Check that every number of every operation is there once, by every way of reading."""
     begin, upto = Seq(reader.first_seq() - 1), reader.persisted_upto()
     expected = written.numbers()
     by_batch = decoded(reader)
@@ -180,7 +180,8 @@ def judge(reader: StreamReader, written: Written) -> None:
     for records in replayed:
         seqs = records.batch.column("__seq").to_pylist()
         assert (seqs[0], seqs[-1], seqs) == (records.first_seq, records.last_seq, sorted(seqs))
-        # Partitions have ranges of their own: over the frames of one operation a table's numbers grow in each of them.
+        # Each partition has its own ranges: over the frames of one operation a table's numbers grow
+        # within each partition.
         xids = records.batch.column("__xid").to_pylist()
         assert xids[0] >= last.get(records.schema.table_id, 0), (
             "numbers of a table don't grow from operation to operation"
@@ -225,7 +226,7 @@ def test_a_number_inside_an_operation_stands_for_the_last_whole_one(
 
 def old_reading(files: MemoryFiles) -> list[Found]:
     folders = {shard: shard_folder(FOLDER, shard) for shard in list_shards(files, FOLDER)}
-    # A new writer begins a segment that holds nothing yet.
+    # A new writer begins a segment that is still empty.
     paths = {
         folder: [s.path for s in list_segments(files, folder) if files.size(s.path) > 4096]
         for folder in folders.values()
@@ -239,7 +240,10 @@ def old_reading(files: MemoryFiles) -> list[Found]:
 def test_a_reader_of_operations_numbers_only_reads_what_is_written_in_the_transition_so_that_a_roll_back_is_safe(
     before: list[object], during: list[object], after: list[object]
 ) -> None:
-    """The old program writes, the new one under `both`, the old one again: each reads all of it, to the same cuts."""
+    """The old program writes, then the new one under `both`, then the old one again.
+
+    Each reads everything, to the same cuts.
+    """
     files = MemoryFiles()
     given = [(Numbering.OPERATION, before), (Numbering.BOTH, during), (Numbering.OPERATION, after)]
     written = write(files, FOLDER, given, replace(SMALL, disk_used_max=1.0, frame_bytes_max=300))
@@ -258,7 +262,7 @@ def test_a_reader_of_operations_numbers_only_reads_what_is_written_in_the_transi
     reader = StreamReader(FOLDER, files=files)
     judge(reader, written)
     cut = Seq(0)
-    for end in written.group_ends:  # what either gives up to the same token is the same
+    for end in written.group_ends:  # both give the same up to the same token
         old = {(r.facts["xid"], r.table) for r in found if cut < r.seq <= end}
         new = {
             (xid, records.schema.table_id)

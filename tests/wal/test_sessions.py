@@ -1,4 +1,4 @@
-"""Writes that can be told apart, in a log: appended once, through whatever crash, and answered with what they got the first time."""
+"""Writes with ids in a log: appended once, through any crash, and answered with their first acknowledgement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Keep = Callable[[int], Sequence[float]]
 
 
 def write(*writes: tuple[WriteId | None, int], text: str = "x") -> WriteOps:
-    """Operations of so many rows each, in turn on two shards; each row's text is its operation's id."""
+    """Return operations of so many rows each, alternately on two shards; each row's text is its operation's id."""
     counts = [count for _, count in writes]
     ids = [write_id for write_id, _ in writes]
     rows = [(place, i, f"{write_id}") for place, (write_id, count) in enumerate(writes) for i in range(count)]
@@ -64,7 +64,7 @@ def hash_of(text: str) -> int:
 
 
 class Life:
-    """A log's writers, one after the other, with the numbers' store that outlives them."""
+    """A log's writers, one after the other, with the store of numbers that outlives them."""
 
     def __init__(self, *, every_bytes: int = 1, segment_bytes: int = 2500) -> None:
         self.reservations = MemoryReservations()
@@ -100,7 +100,10 @@ class Life:
         return committer, keyed
 
     def open_with_segments(self, files: MemoryFiles, *, looks: bool = False) -> tuple[GroupCommitter, KeyedCommits]:
-        """Writes 1 to 29 of a session, a segment as soon as one is full; looks: whether its copy is due is asked behind each."""
+        """Commit writes 1 to 29 of a session, with a segment as soon as one is full.
+
+        With `looks`, check after each write whether a copy is due.
+        """
         committer, keyed = self.open(files)
         for number in range(1, 30):
             keyed.commit([write((s(number), 5))])
@@ -116,7 +119,7 @@ def retain(files: MemoryFiles) -> Sweep:
 
 
 def shown(files: MemoryFiles) -> dict[str, list[int]]:
-    """Numbers of the rows in the log, by their text."""
+    """Return the numbers of the rows in the log, by their text."""
     reader = StreamReader(FOLDER, files=files)
     found: dict[str, list[int]] = {}
     for part in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
@@ -220,7 +223,7 @@ def test_the_next_writer_knows_what_the_log_has(every_bytes: int) -> None:
         committer.close()
         assert covered_upto(files, FOLDER) == StreamReader(FOLDER, files=files).persisted_upto()
         if every_bytes > 1:
-            files.remove(session_path(FOLDER))  # what is gone is made from the log
+            files.remove(session_path(FOLDER))  # a missing copy is made from the log
     assert {text: len(seqs) for text, seqs in shown(files).items()} == {str(write_id): 3 for write_id in writes}
 
 
@@ -237,7 +240,7 @@ WRITES = [
 
 
 def play(life: Life, files: MemoryFiles, told: dict[WriteId, Ack]) -> None:
-    """Writes, some of them sent twice, by two writers; what was acknowledged is told."""
+    """Commit writes, some of them sent twice, by two writers, and record the acknowledgements in `told`."""
     committer, keyed = life.open(files)
     for i, one in enumerate(WRITES):
         batch = write(one, WRITES[i - 1]) if i else write(one)
@@ -330,7 +333,7 @@ def test_retention_keeps_what_the_copy_lacks() -> None:
 
 
 def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None:
-    """Copies were made each 64 MiB of log alone: of a stream of some rows an hour nothing went for years."""
+    """Copies were made only each 64 MiB of log: a stream of some rows an hour dropped nothing for years."""
     files, life = MemoryFiles(), Life(every_bytes=1 << 30, segment_bytes=1 << 20)
     committer, keyed = life.open(files)
     for hour in range(1, 4):
@@ -372,7 +375,10 @@ def test_segments_that_fill_up_within_the_hour_make_no_copy_each() -> None:
 
 
 def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgotten() -> None:
-    """Its numbers were taken for ones far ahead of a mark of 0: kept one by one, until there were too many for a copy."""
+    """Its numbers counted as far ahead of a mark of 0.
+
+    They were kept one by one, until there were too many for a copy.
+    """
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
     committer, keyed = life.open_with_segments(files)
     keyed.commit([write((s(30), 1), (s(1, "begun later"), 1), (WriteId(key="k"), 1))])
@@ -390,7 +396,10 @@ def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgott
 
 
 def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no disk for another one, it was taken for the log's own once that had come as far: of writes that aren't there."""
+    """With no disk for another copy, it counted as the log's own once the log had grown as far.
+
+    It then held writes that aren't in the log.
+    """
     files, life = MemoryFiles(), Life()
     committer, keyed = life.open(files)
     keyed.commit([write((s(1), 1))])
@@ -420,7 +429,7 @@ def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkey
 
 
 def test_without_a_copy_each_group_tries_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention goes by the copy: where the first one found no space, it dropped what only the log knew."""
+    """Retention uses the copy: if the first one found no space, retention dropped what only the log knew."""
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
 
     def full(*_: object) -> int:

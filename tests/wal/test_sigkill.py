@@ -1,4 +1,4 @@
-"""A real process, a real disk, SIGKILL at any moment: what it had acknowledged is judged by what it had printed."""
+"""A real process, a real disk, SIGKILL at any moment: its output decides what it had acknowledged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same promises on real file systems that run full: of memory, in a namespace of our own, and ext4 on a loop device."""
+"""The same promises on real file systems that run full: tmpfs in our own namespace, and ext4 on a loop device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A follower becomes the leader, and the old leader a follower: nothing acknowledged is lost, what only the old one has is set aside."""
+"""A follower becomes the leader, and the old leader a follower.
+
+Nothing acknowledged is lost, and what only the old one has is set aside.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ PROMOTED_BEHIND = GroupNumber(5)
 
 
 def at_every_crash(files: MemoryFiles, step: Callable[[MemoryFiles], object], *, stride: int = 1) -> int:
-    """Break a step off at each of its operations by a power cut; repeated, it must end. Returns how many there were."""
+    """Break a step off at each of its operations by a power cut; repeated, the step must finish.
+
+    Return how many operations there were.
+    """
     before = files.plan.operations
     probe = files.crash()
     step(probe)
@@ -52,7 +58,7 @@ def at_every_crash(files: MemoryFiles, step: Callable[[MemoryFiles], object], *,
 
 
 def files_equal(one: MemoryFiles, other: MemoryFiles) -> None:
-    """The same segments with the same bytes, shown alike."""
+    """Check that both have the same segments with the same bytes, shown alike."""
     for folder in (FOLDER, ASIDE):
         assert list_shards(one, folder) == list_shards(other, folder)
         for shard in list_shards(one, folder):
@@ -65,7 +71,7 @@ def files_equal(one: MemoryFiles, other: MemoryFiles) -> None:
 
 
 def torn_apart() -> Pair:
-    """A follower that has everything of some groups, one shard of more; and a leader that has still more."""
+    """Return a follower that has some groups whole, and further ones on one shard only; its leader has still more."""
     pair = Pair()
     pair.append(5)
     pair.ship()
@@ -92,7 +98,7 @@ def test_a_follower_with_half_a_shipment_becomes_a_leader_with_all_that_it_ackno
     assert pair.read() == acknowledged
     for xid in list(pair.truth.acknowledged):
         if xid not in {row[0] for row in acknowledged}:
-            del pair.truth.acknowledged[xid]  # of the old leader alone
+            del pair.truth.acknowledged[xid]  # only the old leader has it
     pair.truth.commit(leader, pair.truth.ops([(1, 3), (2, 2)], [(3, 1)]))
     assert pair.read().items() > acknowledged.items()
     leader.close()
@@ -100,7 +106,7 @@ def test_a_follower_with_half_a_shipment_becomes_a_leader_with_all_that_it_ackno
 
 
 def promoted() -> tuple[Pair, MemoryFiles]:
-    """The follower leads and has written; the old leader's files as it left them."""
+    """Return a pair whose follower leads and has written, and the old leader's files as it left them."""
     pair = torn_apart()
     prepare_promotion(FOLDER, files=pair.files)
     old = pair.leader_files.crash()
@@ -177,7 +183,7 @@ def test_a_reader_that_knew_the_log_before_reads_its_new_history():
     for reader in readers:
         list(reader.read_between(Seq(0), reader.persisted_upto()))
     truncated(old)
-    readers[0].persisted_upto()  # this one has looked in between
+    readers[0].persisted_upto()  # this reader has looked in between
     log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
     ship(ShipSource(FOLDER, files=pair.files), log, 5000)
     fresh = StreamReader(FOLDER, files=old)
@@ -214,7 +220,10 @@ def test_setting_aside_may_be_broken_off_anywhere_and_repeated():
 
 
 def own_shard(*, groups: int = 2, dropped: bool = False) -> tuple[Pair, MemoryFiles]:
-    """As `promoted`; of shard 1, and of one that was just begun, the old leader has nothing but what it alone has. With `dropped`, what was common there is dropped."""
+    """Return a pair as `promoted` does. On two shards the old leader has only groups that no other node has.
+
+    These are shard 1, and one that was just begun. With `dropped`, the common groups there are dropped.
+    """
     pair = Pair(options=replace(SMALL, segment_bytes=1 << 20))
     if dropped:
         pair.append()
@@ -240,7 +249,7 @@ def own_shard(*, groups: int = 2, dropped: bool = False) -> tuple[Pair, MemoryFi
 
 
 def test_a_shard_of_which_nothing_stays_says_so_to_whoever_reads_it():
-    """Its mark went with it: readers took the log for damaged, and were told to start the writer."""
+    """Its mark was removed with it: readers took the log for damaged, and their error advised to start the writer."""
     pair, old = own_shard()
     had = rows(old.crash(), pair.truth)
     group = durable_marks(pair.files, FOLDER)[ShardId(0)].group
@@ -276,7 +285,7 @@ def test_a_shard_of_which_nothing_stays_says_so_to_whoever_reads_it():
 
 
 def test_what_retention_had_dropped_of_a_shard_stays_dropped_though_nothing_else_stays_there():
-    """It was forgotten: until the new leader's records came, a reader from the beginning got those of the other shards alone."""
+    """It was forgotten: until the new leader's records came, a reader from the start got only the other shards' records."""
     pair, old = own_shard(dropped=True)
     first = StreamReader(FOLDER, files=old).first_seq()
     assert first > 1

@@ -1,4 +1,4 @@
-"""Pages that the disk can't give back: damage of that place, for every reader and tool, and never a crash."""
+"""Pages that the disk can't read: damage of that place, for every reader and tool, and never a crash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = 4096
 
 @pytest.fixture
 def bad_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, int]]]:
-    """Pages, as (path, number), that fail with EIO as a disk's bad sectors do: what lies in front of one is read."""
+    """Yield the pages, as (path, number), that fail with EIO like bad sectors; the bytes before one are read."""
     pages: set[tuple[str, int]] = set()
     pread = os.pread
 

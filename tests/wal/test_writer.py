@@ -1,4 +1,4 @@
-"""The writer's queue: groups, order, bounds, answers, and what readers in the meantime see."""
+"""The writer's queue: groups, order, bounds, answers, and what readers see while it works."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_group_that_is_full_a_queue_that_is_full_and_the_end_cut_the_delay_sho
 def test_an_append_broken_off_in_its_midst_leaves_its_outcome_open_and_the_log_sound(
     error: type[BaseException], where: str, told: type[BaseException]
 ):
-    """Ctrl-C in a thread that wrote for itself used to leave half a group, behind which the next one was written."""
+    """Ctrl-C in a thread that wrote its own append left half a group, and the next group was written after it."""
 
     class BreaksOff(MemoryFiles):
         at: str | None = None
@@ -211,7 +211,7 @@ def test_an_append_broken_off_in_its_midst_leaves_its_outcome_open_and_the_log_s
 
 
 def test_a_forked_childs_copy_of_the_writer_is_closed_and_the_parents_goes_on(tmp_path: Path):
-    """A child that appended wrote over the parent's records: both had been told of theirs."""
+    """A child that appended wrote over the parent's records, and both had been acknowledged."""
     with opened(tmp_path) as log:
         log.append(small(1))
         reading, writing = os.pipe()
@@ -240,7 +240,7 @@ def test_a_forked_child_that_lives_on_keeps_no_lock_of_the_log(tmp_path: Path):
     if child == 0:
         os.close(writing)
         os.write(tells, b".")
-        os.read(reading, 1)  # lives until the parent closes its end
+        os.read(reading, 1)  # runs until the parent closes its end
         os._exit(0)
     os.read(lives, 1)
     os.close(lives)
@@ -254,7 +254,7 @@ def test_a_forked_child_that_lives_on_keeps_no_lock_of_the_log(tmp_path: Path):
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
 def test_what_a_callback_of_a_future_raises_stops_nobody(error: type[BaseException]):
-    """The writer's thread ended by it: whoever shared the group waited for ever, and the locks stayed taken."""
+    """The error ended the writer's thread: others in the group waited for ever, and the locks stayed taken."""
 
     def fails(_: object) -> None:
         raise error
@@ -353,7 +353,10 @@ def test_a_full_disk_is_an_answer_and_not_the_end():
 
 
 def test_what_follows_an_append_that_failed_is_refused_however_it_comes():
-    """Space comes back between two groups. The second alone would have the log say that it has reached what it lacks."""
+    """Space returns between two groups.
+
+    If the second alone entered, the log would claim to have reached what it lacks.
+    """
     source, files = SourceId(1), HeldSyncs()
 
     def transaction(number: int) -> WriteOps:

@@ -1,4 +1,4 @@
-"""A log in memory whose truth is known: what was attempted, what was acknowledged, what a log may therefore hold."""
+"""A log in memory whose truth is known: what was attempted, what was acknowledged, and so what it may hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARD_OF = {1: 0, 2: 1, 3: 0}
 SMALL = LogOptions(segment_bytes=9_000, frame_bytes_max=1500, queue_bytes_max=20_000, group_bytes_max=20_000)
 
 Pieces = Sequence[tuple[int, int]]
-"""(table, rows) …"""
+"""(table, row count) …"""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Truth:
     attempted: list[int] = field(default_factory=list)
     acknowledged: dict[int, Ack] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
-    """Told to have failed: must never be there."""
+    """Reported as failed: must never be there."""
     reservations: MemoryReservations = field(default_factory=MemoryReservations)
     epoch: int = 0
     seqs_seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Truth:
         )
 
     def ops(self, *operations: Pieces, size: int = 8) -> WriteOps:
-        """Whole transactions, each of (table, rows) pieces."""
+        """Return whole transactions, each of (table, row count) pieces."""
         made: dict[int, list[tuple[object, int, str]]] = {}
         for pieces in operations:
             xid = self._next_xid(pieces, size)
@@ -75,13 +75,13 @@ class Truth:
         return plain_ops(made, shard_of=SHARD_OF)  # type: ignore[arg-type]
 
     def spilled(self, *chunks: Pieces) -> SpilledOp:
-        """One transaction in chunks."""
+        """Return one transaction in chunks."""
         xid = self._next_xid([piece for chunk in chunks for piece in chunk], 8)
         text = f"{xid}".ljust(8, ".")
         return plain_spilled(xid, [[(TABLES[t], n, text) for t, n in chunk] for chunk in chunks], shard_of=SHARD_OF)
 
     def commit(self, log: GroupCommitter, *group: WriteOps | SpilledOp) -> list[Ack]:
-        """Commit a group and remember what was said of it; then roll as the writer would."""
+        """Commit a group and record the outcome; then roll as the writer would."""
         xids = [self._xids(ops) for ops in group]
         self.attempted += [xid for some in xids for xid in some]
         acks = log.commit(group)
@@ -107,7 +107,7 @@ class Truth:
     # --- judging ---------------------------------------------------------------------------------------------------
 
     def shown(self, files: MemoryFiles, *, without_mark: bool = False, durable: bool = False) -> list[int]:
-        """The xids that a reader finds, after checking that each is whole, right, and numbered as it must be."""
+        """Return the xids that a reader finds, after checking that each is whole, right, and numbered as it must be."""
         by_seq = self.read_by_seq(StreamReader(FOLDER, files=files, without_mark=without_mark, durable=durable))
         found: dict[int, dict[tuple[int, int], str]] = {}
         for (xid, table, index), text in by_seq.items():
@@ -126,7 +126,7 @@ class Truth:
         return shown
 
     def judge_every_way_of_reading(self, files: MemoryFiles) -> None:
-        """By number, by offset and without marks the log shows the same."""
+        """Check that the log shows the same by number, by offset, and without marks."""
         shown = self.shown(files)
         assert shown == self.shown(files, without_mark=True)
         reader = StreamReader(FOLDER, files=files)
@@ -151,7 +151,7 @@ class Truth:
         return found
 
     def read_by_seq(self, reader: StreamReader) -> dict[tuple[int, int, int], str]:
-        """Text by (xid, table, index)."""
+        """Return the texts by (xid, table, index)."""
         found: dict[tuple[int, int, int], str] = {}
         after, upto = reader.first_seq() - 1, reader.persisted_upto()
         last_of_table: dict[int, int] = {}
