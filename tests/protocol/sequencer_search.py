@@ -40,7 +40,7 @@ class Violation(AssertionError):
 
 
 class Ask(NamedTuple):
-    """A draw whose reply hasn't come: what it was given, if anything, and whether the connection is gone."""
+    """A draw without a reply: the range that it was given, if any, and whether the connection is gone."""
 
     given: SeqRange | None
     lost: bool
@@ -66,7 +66,7 @@ class Truth(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How often what the world doesn't do all the time may still happen."""
+    """How often rare events may still happen."""
 
     starts: int
     """Number of process starts, restarts included."""
@@ -75,7 +75,7 @@ class Budget(NamedTuple):
     losses: int = 0
     """Number of replies lost."""
     late: int = 0
-    """Draws that are executed after their sender gave up on them."""
+    """Number of draws that are executed after their sender gave up on them."""
     forgets: int = 0
     looks: int = 1
     """Number of looks at the store by the reader that receives hints. (The other reader looks in every state.)"""
@@ -83,7 +83,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """How large a world is played."""
+    """The size of the world to play."""
 
     writers: int
     numbers: int
@@ -97,13 +97,13 @@ class Scope:
 
 
 class World(NamedTuple):
-    """One state. `processes` and `takeovers` are by writer; a writer may have an old incarnation that hangs, and a new one."""
+    """One state. `processes` and `takeovers` are by writer; a writer may have an old, hung incarnation and a new one."""
 
     ledger: Ledger
     processes: tuple[tuple[Process, ...], ...]
     takeovers: tuple[Registration | None, ...]
     late: tuple[tuple[WriterId, Epoch, Seq], ...]
-    """Draws whose sender gave up on them, and that the store hasn't executed yet."""
+    """Draws whose sender gave up on them, and which the store hasn't executed yet."""
     truth: tuple[Truth, ...]
     reader: Any
     left: Budget
@@ -114,7 +114,7 @@ class World(NamedTuple):
     """Ranges that readers can read, in the order in which they were shown. They don't distinguish states."""
 
     def key(self) -> object:
-        """Equal for equal states."""
+        """A key that is equal for equal states."""
         return (
             (self.ledger, self.processes, self.takeovers, self.late, self.truth, self.reader),
             self.left,
@@ -150,7 +150,7 @@ def _in_flight(frozen: Any) -> int:
 
 @cache
 def _reader(frozen: Any, told: Any) -> Any:
-    """The reader after it saw a ledger, or heard an announcement."""
+    """Return the reader after it saw a ledger or received an announcement."""
     reader: StreamView = _thaw(StreamView, frozen)
     before = reader.token()
     if isinstance(told, Ledger):
@@ -228,7 +228,7 @@ def begin(scope: Scope) -> World:
 
 
 def steps(world: World, scope: Scope) -> Iterator[tuple[str, World]]:
-    """Every step that the world may take next, and the world after it."""
+    """Yield every step that the world may take next, with the world after it."""
     for place in range(scope.writers):
         yield from _writer_steps(world, scope, place)
     yield from _late_draws(world)
@@ -282,7 +282,7 @@ def _process_steps(world: World, scope: Scope, place: int, index: int) -> Iterat
     if not process.is_open:
         others = [other for at, other in enumerate(world.processes[place]) if at != index]
         if others:
-            return  # the shards' locks are another's
+            return  # another process has the shards' locks
         recovered = _recovered(world, place, process.epoch, but=index)
         told = _ledger(recovered.ledger, "recovered", writer, process.epoch, now_us=0, lease_us=0)
         if told is None:
@@ -337,7 +337,7 @@ def _ends(world: World, place: int, index: int, mine: list[Truth]) -> Iterator[t
 
 
 def _reports(world: World, place: int, index: int) -> Iterator[tuple[str, World]]:
-    """A process tells the store where it stands, and learns where the others do."""
+    """Yield the steps in which a process reports its position to the store, and learns the others' positions."""
     process = world.processes[place][index]
     writer = _id(world, place)
     assert writer is not None
@@ -357,7 +357,7 @@ def _reports(world: World, place: int, index: int) -> Iterator[tuple[str, World]
 
 
 def all_report(world: World) -> World:
-    """Every open process tells the store where it stands, twice: what it learns the first time it tells the second time."""
+    """Let every open process report its position to the store twice: the second report has what the first one learnt."""
     for _ in range(2):
         before = world
         for place, running in enumerate(world.processes):
@@ -370,7 +370,7 @@ def all_report(world: World) -> World:
 
 
 def _draws(world: World, scope: Scope, place: int, index: int) -> Iterator[tuple[str, World]]:
-    """A draw is asked for, and executed; or it is lost on its way."""
+    """Yield the steps in which a draw is asked for and executed, or is lost on the way."""
     process = world.processes[place][index]
     writer = _id(world, place)
     assert writer is not None
@@ -398,7 +398,7 @@ def _draws(world: World, scope: Scope, place: int, index: int) -> Iterator[tuple
 
 
 def _resolves(world: World, place: int, index: int) -> Iterator[tuple[str, World]]:
-    """The reply of a draw was lost: the store is asked what it gave."""
+    """Yield the steps in which a writer asks the store for a draw whose reply was lost."""
     process = world.processes[place][index]
     writer = _id(world, place)
     assert writer is not None
@@ -441,7 +441,7 @@ def _recovered(world: World, place: int, epoch: Epoch, *, but: int | None = None
 
 
 def _die(world: World, place: int, index: int) -> World:
-    """A process is gone: what only its memory held, or was to be told to it alone, never will be."""
+    """Remove a process, with everything that only its memory held or that only it was to receive."""
     process = world.processes[place][index]
     writer = _id(world, place)
     truth = tuple(
@@ -525,7 +525,7 @@ def check_step(before: World, after: World) -> None:
 
 
 def undecided(world: World) -> Iterator[Truth]:
-    """The ranges that may still become readable, and aren't."""
+    """Yield the ranges that may still become readable, and aren't."""
     for truth in world.truth:
         if truth.state != ASKED or _can_be_heard_of(world, truth):
             yield truth
@@ -539,14 +539,15 @@ def _can_be_heard_of(world: World, truth: Truth) -> bool:
                 return True
             entry = world.ledger.entry(truth.writer)
             if entry.epoch == truth.epoch and process.ask is not None:
-                # It lost a reply, or will have: it asks for the newest range that it was given.
+                # It lost a reply, or will have lost one: it asks for the newest range that it was
+                # given.
                 found, _ = _numbers(process.numbers, "resolved", entry.last)
                 return bool(found == truth.given)
     return False
 
 
 def check(world: World) -> None:
-    """Everything that must hold in a state; `Violation` where it doesn't."""
+    """Check every invariant of a state; raise `Violation` if one is broken."""
     open_ranges = list(undecided(world))
     for who, upto, token in _cuts(world.reader, world.ledger):
         if upto > world.ledger.newest:
@@ -564,7 +565,10 @@ def check(world: World) -> None:
 
 
 def _check_that_it_catches_up(world: World) -> None:
-    """Where every writer that isn't settled lives and has nothing to do, two reports of each let all readers pass."""
+    """Check that two reports of each writer let all readers pass.
+
+    This holds if every writer that isn't settled is alive and has nothing to do.
+    """
     ledger = world.ledger
     for entry in ledger.writers:
         if entry.phase is WriterPhase.SETTLED:
@@ -572,7 +576,7 @@ def _check_that_it_catches_up(world: World) -> None:
         place = int(entry.name[1:])
         live = [p for p in world.processes[place] if p.epoch == entry.epoch]
         if not live:
-            return  # a dead one waits for its recovery
+            return  # a dead writer waits for its recovery
         numbers = live[0].numbers
         for _ in range(2):
             position = _position(numbers)
@@ -598,13 +602,13 @@ def run(scope: Scope, *, states_max: int | None = None) -> tuple[int, int]:
     """Play a scope whole, or up to a number of states.
 
     Returns:
-        States and steps played.
+        The numbers of states and steps played.
 
     Raises:
         Violation: with the way to it, a shortest one.
     """
     start = begin(scope)
-    gc.disable()  # nothing here goes round in circles, and looking for what does takes most of the time
+    gc.disable()  # the search makes no reference cycles, and looking for them takes most of the time
     try:
         return _run(start, scope, states_max)
     finally:

@@ -1,4 +1,4 @@
-"""Writes of one commit group: they are told what they would be told one by one."""
+"""Writes of one commit group get the answers that they would get one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream.protocol.asked_writes import AskedWrites
 from millstream.protocol.sessions import AHEAD_MAX, SessionLimits, Sessions
 
 FAR = 4
-"""`AHEAD_MAX` in these tests: so that any few numbers come to it."""
+"""`AHEAD_MAX` in these tests: so small that a few numbers reach it."""
 IDS = st.builds(WriteId, st.sampled_from("ab"), st.integers(1, 12)) | st.builds(WriteId, key=st.sampled_from("kl"))
 WRITES = st.lists(st.tuples(IDS, st.integers(0, 1)), max_size=14)
 
@@ -64,7 +64,10 @@ def together(sessions: Sessions, writes: list[tuple[WriteId, int]], first: int) 
 def test_a_group_is_told_what_its_writes_are_told_one_by_one(
     before: list[tuple[WriteId, int]], group: list[tuple[WriteId, int]], cold: bool
 ) -> None:
-    """A number was too far ahead of ones that stood before it in its own group: 1, 3, 2 left the mark at 2, and 1027 was refused."""
+    """A number counted as too far ahead, though earlier ones of its own group came before it.
+
+    Numbers 1, 3, 2 left the mark at 2, and 1027 was refused.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "AHEAD_MAX", FAR)
         patched.setattr(module, "_HOT_MAX", 1 if cold else 1024)
@@ -80,7 +83,7 @@ def test_numbers_in_an_odd_order_leave_no_gap_behind_them() -> None:
     asked = AskedWrites(sessions)
     for place, number in enumerate((1, 3, 2, AHEAD_MAX + 3)):
         assert asked.ask(WriteId("s", number), 7, place) is None
-    with pytest.raises(SessionGap):  # one may come again, as nothing is there yet
+    with pytest.raises(SessionGap):  # number 1 may come again, as nothing is there yet
         asked.ask(WriteId("s", 2 * AHEAD_MAX), 7, 4)
     sessions.note(WriteId("t", 2), 7, ack(1), 1)
     assert asked.ask(WriteId("t", 1), 7, 5) is None

@@ -1,4 +1,4 @@
-"""Which way of reading is chosen, and that the choice comes to rest."""
+"""The choice between the ways of reading, and that the choice comes to rest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def begun(setting: CatchUp = CatchUp.AUTO, *, backlog: int = 100_000 * MIB, now:
 
 
 def streams(choice: ModeChoice, *, first: int, last: int, seconds: float, source_end: int, now: float) -> bool:
-    """Stream between two positions; whether to change then."""
+    """Stream between two positions; return whether to change then."""
     choice.begin(reached=Lsn(first), source_end=Lsn(source_end), now=now)
     assert choice.mode is Mode.STREAMING
     for passed in (first, first + 1):

@@ -1,4 +1,4 @@
-"""The map of who leads what: whatever order words come in, it is the same, and never goes back."""
+"""The map of leaders: it is the same in whatever order messages arrive, and never goes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a node becomes the leader: each rule of `protocol.replication.promotion`, one contest at a time."""
+"""Promotion of a node to leader: each rule of `protocol.replication.promotion`, one contest at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of(kind: type[_T], effects: list[promoting.Effect]) -> list[_T]:
 
 
 class Contest:
-    """B stands against A, who leads, and C, who follows."""
+    """A contest in which B stands against A, who leads, and C, who follows."""
 
     def __init__(
         self, level: str = "durable(1)", *, group: int = 5, accept_loss: bool = False, has_store: bool = False
@@ -55,7 +55,7 @@ class Contest:
         return self.effects
 
     def all_say(self, **groups: int | None) -> list[promoting.Effect]:
-        """Each node that isn't named None answers, with what it has, and what is asked of it."""
+        """Let each node answer that isn't named None, with its standing and what it is asked for."""
         for name, group in groups.items():
             node = NodeName(name)
             if group is None:

@@ -1,4 +1,7 @@
-"""The machines of a log on several nodes, step by step; `tests/replication/simulation.py` plays them against each other."""
+"""The machines of a log on several nodes, step by step.
+
+`tests/replication/simulation.py` plays them against each other.
+"""
 
 from __future__ import annotations
 
@@ -98,21 +101,21 @@ def of(kind: type[_T], effects: list[shipping.Effect] | list[following.Effect]) 
 
 
 class Led:
-    """A leader, with what tests say to it over and over."""
+    """A leader machine, with the events that many tests send it."""
 
     def __init__(self, *, options: ShipOptions | None = None, fact: RoleFact | None = None) -> None:
         self.leader = Leader(STREAM, fact or RoleFact(), frozenset({B, C}), options)
         self.now = 0.0
 
     def counted(self) -> dict[str, int]:
-        """The group of each follower that counts for levels."""
+        """Return the group of each follower that counts for levels."""
         return {place.name: place.group for place in self.leader.holdings.places if not place.is_store}
 
     def step(self, event: shipping.Event) -> list[shipping.Effect]:
         return self.leader.step(event, self.now)
 
     def joined(self, link: int, node: NodeName, position: int = 0) -> list[shipping.Effect]:
-        """A follower that has been greeted, and has said what it has."""
+        """Add a follower that has been greeted and has sent its position."""
         epoch = self.leader.fact.promise.epoch
         self.step(shipping.Joined(LinkId(link), hello(node, at(position))))
         self.step(shipping.Sent(LinkId(link), at(position), 0, is_all=False))
@@ -345,7 +348,7 @@ def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it
 
 
 class Following:
-    """A follower, and a leader's words."""
+    """A follower machine, with a leader's messages."""
 
     def __init__(self, fact: RoleFact | None = None, holding: Holding | None = None) -> None:
         self.fact = fact or RoleFact(Role.FOLLOWS, leader=A)
@@ -411,7 +414,10 @@ def test_a_follower_says_hello_is_greeted_applies_and_acknowledges():
 
 
 def test_sessions_are_kept_once_the_log_has_come_as_far_as_they_know_it():
-    """One that is promoted on the way would have to forget them, and with them what is told of segments that retention has dropped."""
+    """A follower promoted before that would have to forget them.
+
+    With them it would lose the answers of segments that retention has dropped.
+    """
     one = Following()
     one.step(following.Tick())
     one.step(following.Connected())
@@ -473,7 +479,7 @@ def test_other_bytes_stop_it_and_so_does_another_stream():
 
 
 def test_nothing_is_taken_from_a_leader_that_has_less_than_its_follower_until_it_has_found_the_rest():
-    """After a power cut its marks may be older than its log, until its writer has opened that."""
+    """After a power cut the leader's marks may be older than its log, until its writer has opened the log."""
     one = Following(holding=holding(5, 50))
     effects = one.come(4)
     assert not of(following.Say, effects)
@@ -614,7 +620,7 @@ def test_age_grows_from_when_all_that_the_leader_had_was_shown():
 
 @pytest.mark.parametrize("promised", [A, B])
 def test_who_has_all_that_another_one_had_knows_it_also_where_it_is_to_lead_itself(promised: NodeName) -> None:
-    """A candidate that took what it lacked from a node that doesn't lead waited for fifteen seconds, in which nothing came."""
+    """A candidate that took what it lacked from a node that doesn't lead waited fifteen seconds for nothing."""
     one = Following(RoleFact(Role.FOLLOWS, Promise(Epoch(1), promised), A))
     one.promise = one.fact.promise
     assert not one.follower.has_all

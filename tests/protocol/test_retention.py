@@ -31,7 +31,7 @@ NUMBERS = st.integers(1, 80)
 
 
 class RetentionAgainstOracle(RuleBasedStateMachine):
-    """The oracle keeps every record of every segment, and of every holder the set of numbers that it lacks."""
+    """Retention against an oracle that keeps every record of every segment, and the numbers that each holder lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class RetentionAgainstOracle(RuleBasedStateMachine):
         self.cut_off: set[str] = set()
         self.dropped_upto = 0
 
-    # --- what is told ------------------------------------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------------------------------
 
     @rule(
         shard=st.integers(0, 2),
@@ -60,7 +60,7 @@ class RetentionAgainstOracle(RuleBasedStateMachine):
         for table, partition, count in batches:
             told.append(TableBatch(TableId(table), Seq(self.next), Seq(self.next + count - 1), partition))
             self.next += count
-        self.next += 1  # a number that was reserved and never used, or that is another shard's
+        self.next += 1  # a number that was reserved and never used, or that belongs to another shard
         segment = SealedSegment(
             ShardId(shard), Offset(self.next), Offset(self.next), Seq(self.next - 1), size, self.now_ns, tuple(told)
         )
@@ -102,7 +102,7 @@ class RetentionAgainstOracle(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(PIPELINES))
     def land_all(self, name: str) -> None:
-        """A cut of the lake, whose batch began at the end: what usually frees segments."""
+        """Land a cut of the lake whose batch began at the end, which is what usually frees segments."""
         self.needs(name, self.next)
         self.land(name, 1, self.next, None, None)
 
@@ -119,7 +119,7 @@ class RetentionAgainstOracle(RuleBasedStateMachine):
     def wait(self, seconds: int) -> None:
         self.now_ns += seconds * SECOND
 
-    # --- what is asked -----------------------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------------------------------
 
     @rule(age_s=st.integers(0, 40), size=st.integers(0, 40), more=st.integers(0, 30))
     def retain(self, age_s: int, size: int, more: int) -> None:
@@ -280,7 +280,7 @@ def test_consumers_and_followers_are_cut_off_past_the_greatest_size_and_each_by_
 
 
 def test_who_has_bytes_needs_a_segment_up_to_its_end_also_where_its_numbers_are_long_past():
-    """A shard in which nothing happens may be sealed while a follower is away that has all of its records, and lacks its footer."""
+    """An idle shard may be sealed while an absent follower has all its records, but lacks its footer."""
     machine, bounds = Retention(), Bounds(0, 50, 100)
     quiet = replace(segment(5, (1, 1, 5)), base_offset=Offset(10), end_offset=Offset(15))
     busy = replace(segment(20, (1, 6, 20)), base_offset=Offset(15), end_offset=Offset(30))

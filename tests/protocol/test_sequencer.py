@@ -1,4 +1,4 @@
-"""The sequencer's machines: small worlds played whole, large ones at random, and what bad input gets."""
+"""The sequencer's machines: small worlds played whole, large ones at random, and the errors of bad input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_larger_worlds_whole(name: str, capsys: pytest.CaptureFixture[str]):
 
 
 class LargeWorlds(RuleBasedStateMachine):
-    """Walks at random through worlds that are too large to be played whole, with messages that come late, twice or never."""
+    """Random walks through worlds too large to play whole, with messages that arrive late, twice or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class LargeWorlds(RuleBasedStateMachine):
             for truth in search.undecided(self.world):
                 assert truth.given.first > token.of(truth.writer), (token, truth)
             for given, writer in self.world.shown:
-                # The rows between two tokens, as a vector reader asks for them.
+                # The rows between two tokens, as a vector reader reads them.
                 if before.of(writer) < given.last <= token.of(writer):
                     assert given not in self.read[who], f"{given} is read twice"
                     self.read[who].append(given)

@@ -52,7 +52,7 @@ class SequencerAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """Recovery has decided everything: what was in flight will never be, or is durable."""
+        """Recover: each number in flight is either durable now or will never be."""
         upto = self.sequencer.persisted_upto
         self.in_flight.clear()
         self.gave = False

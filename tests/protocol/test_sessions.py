@@ -1,4 +1,4 @@
-"""Sessions: against a plain model, whatever is sent in whatever order, copied and restored in between."""
+"""Sessions against a plain model: any writes in any order, copied and restored in between."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ack(seq: int, shards: int = 1) -> Ack:
 
 
 def sent(sessions: Sessions, write_id: WriteId, given: Ack, digest: int = 7, now_us: int = 0) -> Ack | None:
-    """As a writer does it: what it was given before, or None where it is noted as new."""
+    """Note a write as a writer does; return its earlier acknowledgement, or None if it is new."""
     found = sessions.look(write_id, digest)
     if found is None:
         sessions.note(write_id, digest, given, now_us)
@@ -38,7 +38,7 @@ def sent(sessions: Sessions, write_id: WriteId, given: Ack, digest: int = 7, now
 
 
 class AgainstModel(RuleBasedStateMachine):
-    """All writes that were ever noted stay known, exactly once, with what they were given while that is kept."""
+    """Every write ever noted stays known, exactly once, with its acknowledgement while that is kept."""
 
     @initialize()
     def begin(self) -> None:
@@ -118,7 +118,7 @@ TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 class AgainstModelOfFewObjects(AgainstModel):
-    """The same, where nearly all sessions are bytes."""
+    """The same rules for a state in which nearly all sessions are bytes."""
 
     @initialize()
     def begin(self) -> None:
@@ -144,7 +144,7 @@ def test_numbers_that_come_out_of_order_are_all_taken() -> None:
 
 @pytest.mark.parametrize("shards", [0, 1, 254, 255, 256, 1024])
 def test_a_write_may_lie_on_as_many_shards_as_a_stream_has(shards: int) -> None:
-    """A count of one byte: the first keyed write on more than 255 shards broke the writer, and the copy every one after it."""
+    """With a count of one byte, a keyed write on more than 255 shards broke the writer, and its copy every later one."""
     sessions = Sessions()
     ids = [WriteId(key="k"), WriteId("s", 1), WriteId("s", 3)]
     for n, write_id in enumerate(ids):
@@ -155,7 +155,7 @@ def test_a_write_may_lie_on_as_many_shards_as_a_stream_has(shards: int) -> None:
 
 
 def test_numbers_of_a_log_that_lacks_those_before_are_none_to_go_on_from() -> None:
-    """Noted one by one, seventy thousand of them were more than a copy has room for, and no writer could open the log."""
+    """Seventy thousand of them, noted one by one, were more than a copy has room for: no writer could open the log."""
     sessions = Sessions()
     for number in range(5_000, 75_000):
         sessions.note(WriteId("s", number), 7, ack(number), number)

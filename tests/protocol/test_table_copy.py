@@ -1,7 +1,8 @@
-"""Replay of the log, at every prefix: no key ever goes back to an older version of its row, and at the end all is as at the source.
+"""Replay of the log, at every prefix: no key ever goes back to an older version of its row.
 
-A small PostgreSQL is played: transactions hold the rows that they touch until snapshots see them, their commit record
-comes before that, and anything may happen in between.
+At the end all rows are as at the source. The source is a small simulated PostgreSQL. A transaction
+holds the rows that it touches until snapshots see it. Its commit record comes before that, and anything
+may happen in between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CHUNK_ROWS = 3
 class Row:
     version: int
     toast: int | None
-    """The version that last wrote the large value; None: the log never had it."""
+    """The version that last wrote the large value; None if the log never had it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Transaction:
 
 
 class Source:
-    """Rows by key as every transaction so far left them; who sees what is a matter of snapshots."""
+    """Rows by key as every transaction so far left them; each snapshot sees its own part."""
 
     def __init__(self) -> None:
         self.wal = 1
@@ -59,7 +60,7 @@ class Source:
         self.latest_ended = 2
         self.running: dict[int, Transaction] = {}
         self.waiting: dict[int, Transaction] = {}
-        """Committed in the WAL, not visible yet."""
+        """Transactions that are committed in the WAL, and aren't visible yet."""
         self.rows: dict[str, list[tuple[int, Row | None]]] = {}
         """By key, its versions: (xid, row)."""
         self.version = 0
@@ -119,7 +120,7 @@ class Log:
         self.state[change.key], self.floor[change.key] = row, change.version
 
     def move(self, old: str, change: Change) -> None:
-        """A change of key: the large value comes along from the old row."""
+        """Change a key: the new row takes the large value from the old row."""
         base = self.state.get(old)
         assert change.row is not None
         row = Row(change.row.version, None if base is None else base.toast)
@@ -246,7 +247,7 @@ class Play:
         # void.
         self.log.truncate()
         self.copier = Copier(self.source, self.log)
-        # Above every id given out: what holds a lock on its own id.
+        # Above every id given out, as a running transaction holds a lock on its own id.
         self.copier.bound = self.source.next_xid
         self.copier.passed = self.source.stream[self.logged - 1].lsn if self.logged else 0
         for _ in range(self.chance.randrange(10, 120)):
@@ -430,7 +431,7 @@ def test_a_key_asked_for_by_name_is_asked_for_again_where_its_row_is_not_seen() 
 
 
 def test_what_all_snapshots_see_is_not_remembered() -> None:
-    """However long a backlog is passed while a chunk waits for it."""
+    """However long the backlog is while a chunk waits for it."""
     tracker = CopyTracker()
     tracker.touch(Touch(10, frozenset({("a",)})))
     assert tracker.touch_count == 1, "before it is known who runs, everything counts"
