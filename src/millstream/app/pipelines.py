@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.errors import LogError, MillstreamError, MissingExtra, Retry
-from millstream.home.catalog_watch import watched_catalog
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
 from millstream.leadership.roles import Roles, ending_with_lead
 from millstream.model.ids import StreamId
+from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock

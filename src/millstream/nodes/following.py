@@ -28,7 +28,6 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
-from millstream.home.catalog_watch import watched_catalog
 from millstream.leadership.leaders import note_leaders
 from millstream.leadership.node_calls import (
     NodeState,
@@ -45,6 +44,7 @@ from millstream.nodes.backfill import fill, has_log
 from millstream.nodes.follower_state import FollowingNotes
 from millstream.nodes.instances import instance_of
 from millstream.nodes.stores import store_of
+from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.protocol.replication.roles import Role, RoleFact

@@ -14,9 +14,9 @@ import structlog
 
 from millstream.config.quantities import duration_s, size_bytes
 from millstream.errors import AddressInUse
-from millstream.home.catalog_watch import watched_catalog
 from millstream.home.home import Home
 from millstream.private_files import make_folder
+from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected

@@ -28,13 +28,13 @@ from millstream.errors import (
     UnknownStream,
     WriterClosed,
 )
-from millstream.home.catalog_watch import watched_catalog
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
 from millstream.home.retention import is_for_sessions, sweep
 from millstream.ingest.local import AppendServer
 from millstream.leadership.roles import Roles
 from millstream.model.ids import StreamId
+from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role

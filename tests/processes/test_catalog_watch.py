@@ -10,8 +10,8 @@ from tests.app.homes import make_home, wait_for
 from tests.serving.serving_process import served
 
 from millstream.errors import CatalogReplaced
-from millstream.home.catalog_watch import watched_catalog
 from millstream.home.home import Home
+from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 
 
