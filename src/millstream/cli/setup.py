@@ -241,7 +241,10 @@ def catalog() -> None:
 @catalog.command("move")
 @pass_session
 def catalog_move(session: Session) -> None:
-    """Move the embedded catalog into the PostgreSQL database that [catalog] url names. No process of the home may run."""
+    """Move the embedded catalog into the PostgreSQL database that [catalog] url names.
+
+    No process of the home may run.
+    """
     from millstream.app.catalog_move import move_catalog
 
     home = session.home(needs_source=False)

@@ -2,9 +2,11 @@
 
 A frame is the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer
 begins with `{"hello": …}`, which has its version.
+
 A request is the header of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`,
 `keep_valid_rows`, `acks`) and its rows. The answer is `{"outcomes": […]}`, one per request in their
 order, each `{"appended": …}` or `{"error": …}`; or `{"error": …}` for all of them.
+
 `{"stream", "session"}` asks for the log's facts of a session; the answer is `{"session": …}`. A writer
 that ends sends `{"closed": true}` on each connection: requests that it hasn't answered before were never
 appended.

@@ -3,6 +3,7 @@
 A browser sends a page's requests to this machine's own ports, too. It names the page (`Origin`), and the
 host name that the request was sent to (`Host`). A page whose name was rebound to 127.0.0.1 (DNS
 rebinding) sends its own name there.
+
 If callers need tokens, a page has none, and any host name may be in use. But browsers add client
 certificates and passwords automatically, so pages are checked in that case too.
 """

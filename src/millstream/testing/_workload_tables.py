@@ -1,6 +1,7 @@
-"""The tables of the workload: one for each way in which PostgreSQL identifies rows, and what their rows hold.
+"""The tables of the workload: one for each way in which PostgreSQL identifies rows, and their rows' content.
 
-A table knows which of its rows are there, by what a statement needs to find one; it makes no statement itself.
+A table keeps track of its rows, by the values that a statement needs to find one; it makes no statement
+itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +16,13 @@ from millstream.testing._workload_values import VALUES, Generator, edged, intege
 Identity = Literal["default", "full", "index", "nothing", "none"]
 Key = tuple[str, ...]
 
-_GONE_MAX = 200  # deleted keys that are remembered, so that some of them come back
+_GONE_MAX = 200  # number of deleted keys to remember, so that some of them come back
 _WIDE = (3_000, 9_000)  # characters: above the 2 kB from which values are stored out of line
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its name, its type as SQL, how its values are drawn, and how often it's null."""
+    """A column: its name, its SQL type, the generator of its values, and the frequency of nulls."""
 
     name: str
     type: str
@@ -29,22 +30,22 @@ class Column:
     nulls: float = 0.1
 
     def draw(self, rng: Random) -> str | None:
-        """A value, or None for null."""
+        """Return a value, or None for null."""
         return None if self.nulls and rng.random() < self.nulls else self.values(rng)
 
 
 @dataclass(slots=True)
 class Table:
-    """One table and the rows that are in it.
+    """One table and its current rows.
 
     Attributes:
-        locator: the columns by which statements find a row; all of them unique together but for `identity` full
-            without a key, where equal rows are meant to be.
+        locator: the columns by which statements find a row; they are unique together, except for
+            `identity` full without a key, which has equal rows on purpose.
         fresh: draws a locator's values that no row has had, from a number that only grows.
         identity: as its REPLICA IDENTITY; `none` has no key and identity DEFAULT.
         grows: how columns may be added: not at all, only null in old rows, or also with a default.
-        live: locators of the rows that are there.
-        gone: those of some that are no more.
+        live: locators of the current rows.
+        gone: locators of some deleted rows.
     """
 
     schema: str
@@ -65,21 +66,21 @@ class Table:
     gone: list[Key] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The name as SQL has it, quoted only where it must be."""
+        """Return the name as SQL has it, quoted only where necessary."""
         return ".".join(map(_quoted, (self.schema, self.name)))
 
     @property
     def id(self) -> sql.Identifier:
-        """The name for statements."""
+        """Return the name for statements."""
         return sql.Identifier(self.schema, self.name)
 
     @property
     def has_current(self) -> bool:
-        """Whether its present rows can be told from its changes: not where the source sends no old ones."""
+        """Return whether its changes determine its current rows: not if the source sends no old ones."""
         return self.identity not in ("nothing", "none")
 
     def definition(self) -> list[sql.Composed]:
-        """The statements that make it."""
+        """Return the statements that create it."""
         parts: list[sql.Composable] = [
             sql.SQL(f"{{}} {c.type}{'' if c.nulls else ' NOT NULL'}").format(sql.Identifier(c.name))
             for c in (*self.locator, *self.columns)
@@ -95,26 +96,26 @@ class Table:
         return statements
 
     def new_key(self, rng: Random, *, reuse: float = 0.2) -> Key:
-        """A locator for a row to be inserted; at times one of a row that was deleted."""
+        """Return a locator for a row to insert; at times one of a deleted row."""
         if self.gone and rng.random() < reuse:
             return self.gone.pop(rng.randrange(len(self.gone)))
         self.count += 1
         return self.fresh(rng, self.count)
 
     def take(self, rng: Random) -> Key:
-        """Remove and return the locator of some row that is there."""
+        """Remove and return the locator of a current row."""
         place = rng.randrange(len(self.live))
         self.live[place], self.live[-1] = self.live[-1], self.live[place]
         return self.live.pop()
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Remember some of the keys that are gone."""
+        """Move some keys to the deleted ones."""
         if self.unique:
             self.gone.extend(keys)
             del self.gone[:-_GONE_MAX]
 
     def empty(self) -> None:
-        """All rows are gone."""
+        """Remove all rows."""
         self.forget(self.live[-_GONE_MAX:])
         self.live.clear()
 
@@ -152,10 +153,10 @@ def _composite_key(rng: Random, number: int) -> Key:
 
 
 def tables(types: Sequence[str]) -> list[Table]:
-    """All tables, in the order in which they're made.
+    """Return all tables, in the order of their creation.
 
     Args:
-        types: the SQL names of the types that the server has, in `VALUES`.
+        types: the SQL names of the server's types, in `VALUES`.
     """
     small = ("integer", "text", "timestamptz", "numeric(12,2)")
     wide = [
@@ -226,7 +227,7 @@ def tables(types: Sequence[str]) -> list[Table]:
             _columns("integer"),
             _count,
             key="PRIMARY KEY (id)",
-            # Nothing refers to a row: what is tested is TRUNCATE … CASCADE.
+            # Nothing refers to a row: the purpose is to test TRUNCATE … CASCADE.
             after=("ALTER TABLE {} ADD parent bigint REFERENCES public.parents (id) ON DELETE SET NULL",),
         ),
         Table(
@@ -256,7 +257,7 @@ def tables(types: Sequence[str]) -> list[Table]:
     ]
 
 
-# Types for a table without a key. What matters is that old rows come with each of them.
+# Types for a table without a key. The purpose is that old rows come with each of them.
 _COMPARABLE = ("real", "date", "numeric(12,2)", "bytea", "public.mood", "int4range", "public.spot", "json", "text[]")
 
 
@@ -265,7 +266,7 @@ def _external(columns: Sequence[Column]) -> tuple[str, ...]:
     return tuple(f"ALTER TABLE {{}} ALTER {c.name} SET STORAGE EXTERNAL" for c in columns if c.name.startswith("big_"))
 
 
-# What columns can be added as: type, default. None of the defaults makes PostgreSQL write the table anew.
+# The types and defaults of added columns. None of the defaults makes PostgreSQL rewrite the table.
 ADDED: tuple[tuple[str, str | None], ...] = (
     ("text", None),
     ("integer", "42"),

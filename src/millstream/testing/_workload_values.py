@@ -1,6 +1,7 @@
-"""Values of every PostgreSQL type as the text that PostgreSQL reads, ordinary ones and those at the edges.
+"""Values of every PostgreSQL type as text that PostgreSQL parses, ordinary ones and edge cases.
 
-A generator takes a `random.Random` and returns text to be cast to its type. What it draws depends on nothing else.
+A generator takes a `random.Random` and returns text to be cast to its type. The result depends on nothing
+else.
 """
 
 import json
@@ -9,7 +10,9 @@ from random import Random
 
 Generator = Callable[[Random], str]
 
-_EDGE_SHARE = 0.3  # of the values of each type: enough that a table of some hundred rows has each of them
+_EDGE_SHARE = (
+    0.3  # share of edge cases in each type's values: enough that a table of some hundred rows has each of them
+)
 
 _STRANGE_TEXTS = (
     "",
@@ -57,22 +60,22 @@ _WORDS = [
 
 
 def edged(ordinary: Generator, *edges: str) -> Generator:
-    """Mostly what `ordinary` draws, at times one of the edges."""
+    """Return a generator that mostly draws from `ordinary`, at times one of the edges."""
     return lambda rng: rng.choice(edges) if edges and rng.random() < _EDGE_SHARE else ordinary(rng)
 
 
 def integers(low: int, high: int) -> Generator:
-    """Whole numbers between two bounds, these and zero among them."""
+    """Return a generator of integers between two bounds, with these and zero among them."""
     return edged(lambda rng: str(rng.randint(low, high)), str(low), str(high), "0")
 
 
 def words(count: int = 4) -> Generator:
-    """A few words."""
+    """Return a generator of a few words."""
     return lambda rng: " ".join(rng.choices(_WORDS, k=rng.randint(1, count)))
 
 
 def wide_text(low: int, high: int) -> Generator:
-    """Text of that many characters that doesn't compress: so wide that it's stored out of line."""
+    """Return a generator of incompressible text of that many characters: wide enough to be stored out of line."""
     return lambda rng: f"{rng.getrandbits(4 * rng.randint(low, high)):x}"
 
 
@@ -128,12 +131,12 @@ def _range(one: Generator, order: Callable[[str], float]) -> Generator:
 
 
 def quoted(text: str) -> str:
-    """An element of an array (or field of a row) in quotes."""
+    """Return an element of an array (or field of a row) in quotes."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def array_of(one: Generator, *edges: str) -> Generator:
-    """Arrays of one dimension, some elements null."""
+    """Return a generator of arrays of one dimension, with some null elements."""
 
     def draw(rng: Random) -> str:
         items = ("NULL" if rng.random() < 0.15 else quoted(one(rng)) for _ in range(rng.randrange(5)))

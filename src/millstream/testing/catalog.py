@@ -1,13 +1,14 @@
-"""What every catalog must do, whatever it lies in: one suite for all backends.
+"""The requirements for every catalog, in any database: one suite for all backends.
 
-Subclass it in a test module of yours and say where a new, empty catalog may be made:
+Subclass it in a test module and provide the place for a new, empty catalog:
 
     class TestOurs(CatalogConformance):
         @pytest.fixture
         def place(self, tmp_path):
             return tmp_path / "catalog.db"  # or the address of an empty PostgreSQL database
 
-`CatalogConformance` holds the promises of single calls; `catalog_races.CatalogRaces`, used alike, lets calls race.
+`CatalogConformance` tests the promises of single calls; `catalog_races.CatalogRaces`, used the same way,
+lets calls race.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _LSN_MAX: Final = 2**63 - 1
 
 
 def example_schema(table: TableId, source: SourceId, *names: str) -> TableSchema:
-    """A schema with columns of these names, the first of them its key."""
+    """Return a schema with columns of these names, the first of them its key."""
     columns = tuple(Column(name, pa.int64(), PgType(20, -1, "bigint")) for name in names)
     return TableSchema(table, SchemaVersion(0), source, "public", "orders", columns, names[:1], names[:1])
 
@@ -71,28 +72,28 @@ class WithCatalog:
 
     @pytest.fixture
     def place(self) -> Place:
-        """Where a new catalog may be made: a path or an address. For subclasses to say."""
+        """Return the place for a new catalog: a path or an address. Subclasses override it."""
         raise NotImplementedError
 
     @pytest.fixture
     def catalog(self, place: Place) -> Iterator[Catalog]:
-        """A new catalog."""
+        """Yield a new catalog."""
         with Catalog(place) as catalog:
             yield catalog
 
     @pytest.fixture
     def stream(self, catalog: Catalog) -> StreamId:
-        """A stream in it."""
+        """Return a stream in it."""
         return catalog.resolve_stream("shop")
 
     @pytest.fixture
     def source(self, catalog: Catalog, stream: StreamId) -> SourceId:
-        """A source of the stream."""
+        """Return a source of the stream."""
         return catalog.resolve_source(stream, 2**64 - 1, "shop", 1)
 
 
 def back_to_the_first_schema(connection: Connection) -> None:
-    """Make a catalog as the first release made it."""
+    """Turn a catalog into one of the first release."""
     later = {
         "pipelines": ("kind", "cut_off_at", "position"),
         "writers": (
@@ -116,7 +117,7 @@ def back_to_the_first_schema(connection: Connection) -> None:
 
 
 def back_to_tokens_of_one_home(connection: Connection) -> None:
-    """The schema of before homes could share a token, with the tokens that there are."""
+    """Turn the schema into the one from before homes could share a token, with the existing tokens."""
     kept = [dict(row) for row in connection.execute(select(tables.access_tokens)).mappings()]
     connection.execute(text("DROP TABLE access_tokens"))
     as_it_was = sa.Table(
@@ -154,7 +155,7 @@ class CatalogConformance(WithCatalog):
         assert [row.name for row in catalog.streams()] == ["clicks", "shop"]
 
     def test_homes_see_their_own_streams_and_share_no_name(self, place: Place) -> None:
-        """Of homes that share a catalog, each has its own streams; the second of one name is told of both."""
+        """Each home that shares a catalog has its own streams; a second one of a name gets an error with both."""
         north, south = HomeIdentity("n", "north:/shop"), HomeIdentity("s", "south:/shop")
         with Catalog(place, home=north) as first, Catalog(place, home=south) as second:
             stream = first.resolve_stream("shop")
@@ -179,7 +180,7 @@ class CatalogConformance(WithCatalog):
             assert [row.id for row in catalog.streams()] == [stream]
 
     def test_a_writer_keeps_its_id_and_gets_a_higher_epoch_each_time(self, catalog: Catalog, stream: StreamId) -> None:
-        """An epoch is above every one before it in the stream, and above what the log bears."""
+        """An epoch is above every earlier one in the stream, and above the log's."""
         assert catalog.register_writer(stream, "a") == (WriterId(1), Epoch(1))
         assert catalog.register_writer(stream, "b") == (WriterId(2), Epoch(2))
         assert catalog.register_writer(stream, "a") == (WriterId(1), Epoch(3))
@@ -191,7 +192,7 @@ class CatalogConformance(WithCatalog):
     def test_reservations_only_grow_and_a_fenced_writer_reserves_nothing(
         self, catalog: Catalog, stream: StreamId
     ) -> None:
-        """What was reserved is never taken back."""
+        """A reservation is never taken back."""
         _, old = catalog.register_writer(stream)
         reservations = catalog.reservations(stream)
         reservations.reserve_to(Seq(_LSN_MAX - 9), epoch=old)
@@ -207,7 +208,7 @@ class CatalogConformance(WithCatalog):
     def test_a_position_is_the_greatest_it_was_moved_to(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """Of a source and of a pipeline."""
+        """For a source and for a pipeline."""
         moves = [5, 3, 5, 2**40, 7, _LSN_MAX, 0]
         for count, lsn in enumerate(moves, 1):
             assert catalog.move_reached(source, Lsn(lsn)) == max(moves[:count]) == catalog.reached(source)
@@ -224,7 +225,7 @@ class CatalogConformance(WithCatalog):
     def test_a_stream_follows_one_source_at_a_time_from_where_the_log_stands(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """A new timeline never passes for a source of which nothing was captured, and an old one may be gone back to."""
+        """A new timeline never passes for a source without captured records, and an old one may come back."""
         current = catalog.current_source(stream)
         assert current is not None
         assert (current.id, catalog.source_history(stream)) == (source, None)
@@ -246,7 +247,7 @@ class CatalogConformance(WithCatalog):
     def test_a_table_survives_rename_and_a_new_timeline_but_not_drop_and_recreate(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """A relation is told by its OID within a database, and its id is never given again."""
+        """A relation is identified by its OID within a database, and its id is never reused."""
         first = catalog.table_for(stream, source, 2**32 - 1, "public", "orders")
         promoted = catalog.resolve_source(stream, 2**64 - 1, "shop", 2)
         assert promoted != source
@@ -263,7 +264,7 @@ class CatalogConformance(WithCatalog):
     def test_a_table_that_applications_write_is_made_with_its_first_columns_and_grows(
         self, catalog: Catalog, stream: StreamId
     ) -> None:
-        """What fails in the midst of it makes nothing; what changes nothing is no new version."""
+        """A failure in the middle of it makes nothing; a call without changes makes no new version."""
 
         def put(name: str, *columns: str) -> TableSchema:
             return catalog.application_table(
@@ -290,7 +291,7 @@ class CatalogConformance(WithCatalog):
     def test_a_name_is_an_applications_or_a_captured_tables(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """Whoever comes first has it: the other is refused, or set aside with the reason."""
+        """The first one has the name: the other is refused, or set aside with the reason."""
 
         def write(name: str) -> TableSchema:
             return catalog.application_table(
@@ -315,7 +316,7 @@ class CatalogConformance(WithCatalog):
     def test_names_of_any_kind_come_back_sorted_by_code_point(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """What a database holds for the order of text doesn't matter."""
+        """The database's collation doesn't matter."""
         names = [
             "Zebra",
             "apple",
@@ -336,7 +337,7 @@ class CatalogConformance(WithCatalog):
         assert [p.name for p in catalog.pipelines(stream)] == ["lake/Z", "lake/_", "lake/a"]
 
     def test_a_state_is_compared_and_set(self, catalog: Catalog, stream: StreamId, source: SourceId) -> None:
-        """And says whether it was."""
+        """The call returns whether it was set."""
         table = catalog.table_for(stream, source, 16400, "public", "orders")
         assert table.state is TableState.COPY_REQUESTED
         assert catalog.set_state(table.id, "copying", copy_id="c1", only_from=[TableState.COPY_REQUESTED])
@@ -352,7 +353,7 @@ class CatalogConformance(WithCatalog):
     def test_a_copy_is_paused_while_there_is_one_whatever_state_it_passes_through(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """And a pause is lifted once."""
+        """A pause is lifted once."""
         table = catalog.table_for(stream, source, 16400, "public", "orders").id
         assert catalog.pause_copy(stream, table)
         assert catalog.pause_copy(stream, table), "said twice it's no mistake"
@@ -367,7 +368,7 @@ class CatalogConformance(WithCatalog):
     def test_the_same_facts_are_the_same_schema_version(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """New ones are the next."""
+        """Other facts are the next version."""
         table = catalog.table_for(stream, source, 16400, "public", "orders").id
         one = catalog.put_schema(stream, example_schema(table, source, "id"))
         two = catalog.put_schema(stream, example_schema(table, source, "id", "total"))
@@ -382,7 +383,7 @@ class CatalogConformance(WithCatalog):
     def test_chunks_are_written_all_or_none_and_come_back_as_they_were(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """New ones and those there were, in one call."""
+        """New and existing ones, in one call."""
         table = catalog.table_for(stream, source, 16400, "public", "orders").id
         chunks = [CopyChunk(table, "c1", 1, None, "[5]"), CopyChunk(table, "c1", 2, "[5]", None, facts={"x": [1]})]
         catalog.put_chunks(chunks)
@@ -411,7 +412,7 @@ class CatalogConformance(WithCatalog):
     def test_who_was_cut_off_holds_nothing_and_is_told_so_until_it_is_released(
         self, catalog: Catalog, stream: StreamId
     ) -> None:
-        """Each kind of holder in its own words, as often as it asks."""
+        """Each kind of holder gets its own error, as often as it asks."""
         catalog.set_needed_from(stream, "lake", Seq(50))
         for name, kind in (("mail", HolderKind.CONSUMER), ("copy", HolderKind.FOLLOWER)):
             catalog.set_needed_from(stream, name, Seq(5), kind=kind)
@@ -435,7 +436,7 @@ class CatalogConformance(WithCatalog):
         assert catalog.needed_from(stream) == {"lake": 50, "mail": 31}
 
     def test_who_came_on_in_time_is_not_cut_off(self, catalog: Catalog, stream: StreamId) -> None:
-        """Nor is somebody who was never there."""
+        """Nor is a holder that never registered."""
         gone = CutOff("mail", HolderKind.CONSUMER, Seq(5), Seq(31))
         assert not catalog.cut_off(stream, gone)
         catalog.set_needed_from(stream, "mail", Seq(5), kind=HolderKind.CONSUMER)
@@ -446,7 +447,7 @@ class CatalogConformance(WithCatalog):
     def test_a_follower_holds_by_where_it_stands_on_each_shard_as_it_said_last(
         self, catalog: Catalog, stream: StreamId
     ) -> None:
-        """And isn't cut off once it stands somewhere else."""
+        """It isn't cut off once its position has changed."""
         early, late = (
             {ShardId(0): ByteEnd(Offset(10), 5000), ShardId(1): ByteEnd(Offset(base), place)}
             for base, place in ((7, 4200), (9, 0))
@@ -493,7 +494,7 @@ class CatalogConformance(WithCatalog):
         assert catalog.fact("a", "x") == 3
 
     def test_of_a_token_the_hash_is_kept_and_its_text_is_given_once(self, catalog: Catalog) -> None:
-        """With its rights and its end; by name or by id it is taken away."""
+        """With its rights and its expiry; it can be revoked by name or by id."""
         rights = Rights.parse(["shop=read", "shop=write", "*=admin"])
         made, held = catalog.create_access_token(rights, name="grafana", expires_us=5)
         other, _ = catalog.create_access_token(Rights.parse(["shop=write"]))
@@ -518,7 +519,7 @@ class CatalogConformance(WithCatalog):
         catalog.create_access_token(rights, name="grafana")
 
     def test_a_home_has_tokens_of_its_own(self, place: Place) -> None:
-        """Where several share a catalog, none opens another's door."""
+        """If several homes share a catalog, no home accepts another's token."""
         with (
             Catalog(place, home=HomeIdentity("one", "a:/one")) as one,
             Catalog(place, home=HomeIdentity("two", "b:/two")) as two,
@@ -530,7 +531,7 @@ class CatalogConformance(WithCatalog):
                 two.revoke_access_token(made.id)
 
     def test_homes_may_know_one_token_each_with_rights_of_its_own(self, place: Place) -> None:
-        """What one of them takes away holds at the other."""
+        """Revoking it in one home doesn't affect the other."""
         with (
             Catalog(place, home=HomeIdentity("one", "a:/one")) as one,
             Catalog(place, home=HomeIdentity("two", "b:/two")) as two,
@@ -545,7 +546,7 @@ class CatalogConformance(WithCatalog):
             assert two.access_tokens() == [given]
 
     def test_tokens_outlast_the_schema_of_before_homes_could_share_them(self, place: Place) -> None:
-        """Each in its home, and then to be known in another, too."""
+        """Each in its home, and afterwards it can be added to another, too."""
         with Catalog(place, home=HomeIdentity("one", "a:/one")) as one:
             made, held = one.create_access_token(EVERYTHING, name="nodes", expires_us=2**60)
             with one.database.write() as connection:
@@ -558,7 +559,7 @@ class CatalogConformance(WithCatalog):
             two.create_access_token(EVERYTHING, name="nodes", given=held)
 
     def test_a_catalog_of_the_first_schema_is_brought_up(self, place: Place) -> None:
-        """With what it held."""
+        """With its content."""
         with Catalog(place) as catalog:
             stream = catalog.resolve_stream("shop")
             catalog.set_needed_from(stream, "lake", Seq(5))
@@ -571,7 +572,7 @@ class CatalogConformance(WithCatalog):
         assert kinds == {"lake": HolderKind.PIPELINE, "lake/7": HolderKind.BACKLOG}
 
     def test_a_newer_schema_is_refused_and_left_alone(self, place: Place) -> None:
-        """By the number that it says."""
+        """By its version number."""
         with Catalog(place) as catalog, catalog.database.write() as connection:
             connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
         for _ in range(2):
@@ -580,7 +581,7 @@ class CatalogConformance(WithCatalog):
             assert caught.value.details["found"] == "9999"
 
     def test_the_migrations_make_the_tables_that_the_code_expects(self, catalog: Catalog) -> None:
-        """Alembic finds nothing to add, to take away or to change, and the newest of them is the revision asked for."""
+        """Alembic finds nothing to add, to remove or to change, and the newest migration is the required revision."""
         from alembic.autogenerate import compare_metadata
         from alembic.migration import MigrationContext
         from alembic.script import ScriptDirectory

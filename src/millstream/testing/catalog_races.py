@@ -1,4 +1,4 @@
-"""What must hold when calls of a catalog race: one suite for all backends, with real processes and threads.
+"""The requirements for racing calls of a catalog: one suite for all backends, with real processes and threads.
 
 Subclass `CatalogRaces` as `millstream.testing.catalog.CatalogConformance`.
 """
@@ -36,11 +36,12 @@ _ROUNDS: Final = 12
 _PATIENCE_S: Final = 120.0
 
 Race = Callable[[Catalog, int, Callable[[], object]], Any]
-"""What one racer does: the catalog, shared by the threads of its process; its number; what waits for all others."""
+"""One racer's work: gets the catalog, shared by the threads of its process; its number; a function that
+waits for all others."""
 
 
 def _work(pipe: Pipe, started: Barrier, rounds: Barrier) -> None:
-    """One process of racers: runs what it is sent, until it is sent nothing."""
+    """Run one process of racers: run each race it is sent, until it is sent nothing."""
 
     def run(race: Race, catalog: Catalog, racer: int, answers: list[Any]) -> None:
         try:
@@ -54,7 +55,7 @@ def _work(pipe: Pipe, started: Barrier, rounds: Barrier) -> None:
         answers: list[Any] = []
         started.wait(_PATIENCE_S)
         try:
-            # All open it at once: the first race is about who makes its tables.
+            # All open it at once: the first race is about creating its tables.
             with Catalog(place) as catalog:
                 threads = [
                     threading.Thread(target=run, args=(race, catalog, number * _THREADS + n, answers))
@@ -75,7 +76,7 @@ class _Racers:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        # Kept: a semaphore that its maker forgets is gone before the processes have found it.
+        # Kept: a semaphore that its maker drops is gone before the processes have found it.
         self._started, self._rounds = context.Barrier(_PROCESSES), context.Barrier(_RACERS)
         self._racers = []
         for _ in range(_PROCESSES):
@@ -85,7 +86,7 @@ class _Racers:
             self._racers.append((ours, process))
 
     def run(self, place: Place, race: Race) -> list[Any]:
-        """What the racers returned, in no order; raises what one of them raised."""
+        """Return the racers' results, in no order; raises the error of one of them."""
         for number, (pipe, _) in enumerate(self._racers):
             pipe.send((place, number, race))
         answers: list[Any] = []
@@ -95,7 +96,7 @@ class _Racers:
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if errors:
             self._rounds.reset()
-            # Those that waited for the one that failed only say that.
+            # Racers that waited for a failed one only report that.
             raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return answers
 
@@ -121,7 +122,7 @@ def _same_stream(catalog: Catalog, racer: int, wait: Callable[[], object]) -> li
 
 
 def _own_log(catalog: Catalog, racer: int, wait: Callable[[], object]) -> list[str | None]:
-    """Each comes with a log of its own, under one name."""
+    """Each racer comes with a log of its own, under one name."""
     told: list[str | None] = []
     for number in range(_ROUNDS):
         own = StreamId(UUID(int=(number + 1) * 100 + racer))
@@ -145,13 +146,13 @@ def _register(catalog: Catalog, racer: int, wait: Callable[[], object]) -> list[
 
 
 def _take_numbers(catalog: Catalog, racer: int, wait: Callable[[], object]) -> list[tuple[int, int]]:
-    """As the embedded sequencer does: resume at the reservation's end, give out what is reserved before anybody else."""
+    """As the embedded sequencer does: resume at the reservation's end, and hand out the reserved numbers first."""
     stream = catalog.resolve_stream("shop")
     reservations = catalog.reservations(stream)
     taken = []
     for number in range(_ROUNDS):
         wait()
-        # One by one they fence each other, while those before still reserve.
+        # One by one they fence each other, while earlier ones still reserve.
         _, epoch = catalog.register_writer(stream, "w")
         at = reservations.reserved()
         for _ in range(1 + (racer + number) % 4):
@@ -218,7 +219,7 @@ def _move_up(catalog: Catalog, racer: int, wait: Callable[[], object]) -> list[i
 
 
 def _cut_off_while_moving(catalog: Catalog, racer: int, wait: Callable[[], object]) -> int:
-    """One cuts off, the others come on: either it is cut off where it stood, or it has come on."""
+    """One racer cuts off, the others advance: the holder is either cut off at its old position, or has advanced."""
     stream = catalog.resolve_stream("shop")
     cut = 0
     for number in range(_ROUNDS):
@@ -267,12 +268,12 @@ def _chunks_in_any_order(catalog: Catalog, racer: int, wait: Callable[[], object
 
 
 class CatalogRaces(WithCatalog):
-    """What must hold when several processes, of several threads each, do the same at once in a new catalog."""
+    """The requirements if several processes, of several threads each, do the same at once in a new catalog."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def racers(cls) -> Iterator[_Racers]:
-        """The processes."""
+        """Yield the processes."""
         racers = _Racers()
         try:
             yield racers
@@ -280,14 +281,14 @@ class CatalogRaces(WithCatalog):
             racers.close()
 
     def test_a_stream_is_made_once(self, place: Place, racers: _Racers) -> None:
-        """All get its one id. The catalog itself is made by one of them."""
+        """All get its one id. One of them creates the catalog itself."""
         found = racers.run(place, _same_stream)
         assert len(found) == _RACERS
         assert all(ids == found[0] for ids in found)
         assert len(set(found[0])) == _ROUNDS
 
     def test_of_several_logs_one_gets_the_name(self, place: Place, racers: _Racers) -> None:
-        """The others are told."""
+        """The others get an error."""
         for told in zip(*racers.run(place, _own_log), strict=True):
             assert len([one for one in told if one is not None]) == 1
 
@@ -301,14 +302,14 @@ class CatalogRaces(WithCatalog):
         assert sorted([*shared, *own]) == list(range(1, len(own) + 2))
 
     def test_no_number_is_reserved_for_two(self, place: Place, racers: _Racers) -> None:
-        """A writer that is fenced in the middle reserves nothing that a newer one takes for free."""
+        """A writer fenced in the middle reserves nothing that a newer one takes for free."""
         taken = sorted(block for blocks in racers.run(place, _take_numbers) for block in blocks)
         assert taken
         for (_, end), (start, _) in itertools.pairwise(taken):
             assert start >= end, taken
 
     def test_a_source_and_a_table_are_made_once(self, place: Place, racers: _Racers) -> None:
-        """Also when they are called differently meanwhile."""
+        """Also if they are renamed at the same time."""
         found = racers.run(place, _same_source_and_table)
         assert all(ids == found[0] for ids in found)
         with Catalog(place) as catalog:
@@ -325,7 +326,7 @@ class CatalogRaces(WithCatalog):
     def test_a_table_that_applications_write_gets_every_column_that_any_of_them_brings(
         self, place: Place, racers: _Racers
     ) -> None:
-        """And is made once: a version holds all columns of those before it."""
+        """It is made once: a version has all columns of earlier ones."""
         versions = [version for told in racers.run(place, _grow_a_table) for version in told]
         assert sorted(versions) == list(range(1, _RACERS * _ROUNDS + 1))
         with Catalog(place) as catalog:
@@ -336,7 +337,7 @@ class CatalogRaces(WithCatalog):
         assert all(count == version for version, count in by_version.items())
 
     def test_positions_only_grow(self, place: Place, racers: _Racers) -> None:
-        """Whoever moves them, and in whatever order."""
+        """From any writer, and in any order."""
         for stood in racers.run(place, _move_up):
             assert stood == sorted(stood)
         with Catalog(place) as catalog:
@@ -345,11 +346,11 @@ class CatalogRaces(WithCatalog):
         assert stands == (_ROUNDS * 3 * _RACERS - 1,) * 2
 
     def test_a_holder_is_cut_off_or_has_come_on(self, place: Place, racers: _Racers) -> None:
-        """Never both: it would believe that it holds what has gone."""
+        """Never both: it would rely on dropped records."""
         racers.run(place, _cut_off_while_moving)
 
     def test_one_of_several_sets_a_state(self, place: Place, racers: _Racers) -> None:
-        """The others are told that they didn't."""
+        """The others get False."""
         for told in zip(*racers.run(place, _compare_and_set), strict=True):
             assert sum(told) == 1
 

@@ -1,4 +1,4 @@
-"""A clock under a test's control: time passes when the test says so, sleepers wake in order."""
+"""A clock under a test's control: time passes on the test's command, sleepers wake in order."""
 
 import threading
 import time
@@ -11,10 +11,11 @@ class ManualClock:
 
     Args:
         start_ns: the wall clock's first reading.
-        sleeping_advances: a `sleep` moves the time itself and returns at once: for code of one thread that waits.
+        sleeping_advances: a `sleep` moves the time itself and returns at once: for code of one thread
+            that waits.
 
-    `sleep` otherwise blocks its thread until `advance` has moved the time far enough; `wait_for_sleepers` lets a test
-    know that the others have come to rest.
+    Otherwise `sleep` blocks its thread until `advance` has moved the time far enough. `wait_for_sleepers`
+    lets a test wait until the others sleep.
 
     Concurrency: any number of threads may call anything.
     """
@@ -27,17 +28,17 @@ class ManualClock:
         self._moved = threading.Condition()
 
     def now_ns(self) -> int:
-        """Wall clock: nanoseconds since 1970-01-01 UTC."""
+        """Return the wall clock: nanoseconds since 1970-01-01 UTC."""
         with self._moved:
             return self._wall_ns
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds since this clock was made."""
+        """Return nanoseconds since this clock was made."""
         with self._moved:
             return self._monotonic_ns
 
     def sleep(self, seconds: float) -> None:
-        """Return once that much time has been passed by `advance`, or at once where sleeping advances."""
+        """Return once `advance` has passed that much time, or at once if sleeping advances."""
         with self._moved:
             wake_ns = self._monotonic_ns + _duration_ns(seconds)
             if self._sleeping_advances:
@@ -56,12 +57,12 @@ class ManualClock:
             self._move(_duration_ns(seconds))
 
     def step_wall(self, seconds: float) -> None:
-        """Set the wall clock forward or back, as NTP or a person would; the monotonic one doesn't notice."""
+        """Set the wall clock forward or back, as NTP or an operator would; the monotonic one doesn't change."""
         with self._moved:
             self._wall_ns += round(seconds * _NS)
 
     def wait_for_sleepers(self, count: int = 1, *, timeout_s: float = 10.0) -> None:
-        """Return once at least so many threads sleep on this clock.
+        """Return once at least that many threads sleep on this clock.
 
         Raises:
             TimeoutError: they didn't, in that much real time.

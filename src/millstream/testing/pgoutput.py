@@ -1,7 +1,7 @@
 """Messages of pgoutput as a source would send them, made by hand, and a catalog's side of decoding in memory.
 
-Each function gives one message, without the XLogData header. `xid` is the (sub)transaction's id that messages inside a
-streamed block carry. A value of a row is its text, None for NULL, or `UNCHANGED`.
+Each function returns one message, without the XLogData header. `xid` is the (sub)transaction's id that
+messages inside a streamed block carry. A value of a row is its text, None for NULL, or `UNCHANGED`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from millstream.model.schema import TableKind, TableSchema
 
 RowValues = Sequence[str | bytes | Unchanged | None]
 ColumnFacts = tuple[str, int, int, bool]
-"""Name, type oid, modifier, whether it is part of the replica identity."""
+"""Name, type oid, modifier, and whether it is part of the replica identity."""
 
 START_TS_US: Final = 1_700_000_000_000_000
 
 
 def begin(commit_lsn: int, xid: int, *, ts_us: int = START_TS_US) -> bytes:
-    """Begin."""
+    """Return a Begin message."""
     return b"B" + struct.pack(">QqI", commit_lsn, ts_us - POSTGRES_EPOCH_US, xid)
 
 
 def commit(commit_lsn: int, end_lsn: int, *, ts_us: int = START_TS_US) -> bytes:
-    """Commit."""
+    """Return a Commit message."""
     return b"C" + struct.pack(">BQQq", 0, commit_lsn, end_lsn, ts_us - POSTGRES_EPOCH_US)
 
 
 def relation(
     oid: int, namespace: str, name: str, columns: Sequence[ColumnFacts], *, identity: str = "d", xid: int | None = None
 ) -> bytes:
-    """Relation."""
+    """Return a Relation message."""
     parts = [b"R", _xid(xid), struct.pack(">I", oid), _text(namespace), _text(name), identity.encode()]
     parts.append(struct.pack(">H", len(columns)))
     for column, type_oid, modifier, in_identity in columns:
@@ -44,17 +44,17 @@ def relation(
 
 
 def type_(oid: int, namespace: str, name: str, *, xid: int | None = None) -> bytes:
-    """Type."""
+    """Return a Type message."""
     return b"Y" + _xid(xid) + struct.pack(">I", oid) + _text(namespace) + _text(name)
 
 
 def origin(commit_lsn: int, name: str) -> bytes:
-    """Origin."""
+    """Return an Origin message."""
     return b"O" + struct.pack(">Q", commit_lsn) + _text(name)
 
 
 def insert(oid: int, values: RowValues, *, xid: int | None = None) -> bytes:
-    """Insert."""
+    """Return an Insert message."""
     return b"I" + _xid(xid) + struct.pack(">I", oid) + b"N" + row(values)
 
 
@@ -66,7 +66,7 @@ def update(
     old_row: RowValues | None = None,
     xid: int | None = None,
 ) -> bytes:
-    """Update."""
+    """Return an Update message."""
     old = b"" if old_key is None else b"K" + row(old_key)
     old = old if old_row is None else b"O" + row(old_row)
     return b"U" + _xid(xid) + struct.pack(">I", oid) + old + b"N" + row(values)
@@ -75,26 +75,26 @@ def update(
 def delete(
     oid: int, *, old_key: RowValues | None = None, old_row: RowValues | None = None, xid: int | None = None
 ) -> bytes:
-    """Delete."""
+    """Return a Delete message."""
     old = b"K" + row(old_key) if old_key is not None else b"O" + row(old_row or ())
     return b"D" + _xid(xid) + struct.pack(">I", oid) + old
 
 
 def truncate(oids: Sequence[int], *, flags: int = 0, xid: int | None = None) -> bytes:
-    """Truncate."""
+    """Return a Truncate message."""
     return b"T" + _xid(xid) + struct.pack(">IB", len(oids), flags) + b"".join(struct.pack(">I", oid) for oid in oids)
 
 
 def logical_message(
     lsn: int, prefix: str, content: bytes, *, transactional: bool = True, xid: int | None = None
 ) -> bytes:
-    """What pg_logical_emit_message sends."""
+    """Return the message of pg_logical_emit_message."""
     head = struct.pack(">BQ", transactional, lsn)
     return b"M" + _xid(xid) + head + _text(prefix) + struct.pack(">I", len(content)) + content
 
 
 def row(values: RowValues) -> bytes:
-    """TupleData."""
+    """Return a TupleData."""
     parts = [struct.pack(">H", len(values))]
     for value in values:
         if value is None:
@@ -133,7 +133,7 @@ class TablesByOid:
         self._versions: dict[int, list[object]] = {}
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
-        """The table's schema, numbered."""
+        """Return the table's schema, numbered."""
         if relation.oid in self.ignored:
             return None
         known = self._versions.setdefault(relation.oid, [])
@@ -146,7 +146,7 @@ class TablesByOid:
         return table_schema(relation, source=self.source, table_id=table, version=version)
 
     def messages_schema(self) -> TableSchema | None:
-        """The schema of logical messages."""
+        """Return the schema of logical messages."""
         if not self._messages:
             return None
         table, version = TableId(1), SchemaVersion(1)

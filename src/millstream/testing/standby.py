@@ -1,7 +1,7 @@
-"""Copies of an embedded PostgreSQL: a physical standby that follows it, a backup that goes on by itself, as of an earlier moment if wanted.
+"""Copies of an embedded PostgreSQL: a physical standby, or an independent backup, of an earlier moment if wanted.
 
-A copy is made as any base backup is, by `pg_backup_start`, the files, `pg_backup_stop`: the server runs on meanwhile. That takes
-no `pg_basebackup`, which the packaged servers of some versions lack.
+A copy is made like any base backup, by `pg_backup_start`, the files, `pg_backup_stop`: the server runs
+on. That needs no `pg_basebackup`, which the packaged servers of some versions lack.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ __all__ = ["archiving", "back_up", "make_standby", "promote", "recover_to", "wai
 
 _LEFT_OUT: Final = ("postmaster.pid", "postmaster.opts", "pg_internal.init")
 _EMPTIED: Final = ("pg_replslot", "pg_dynshmem", "pg_notify", "pg_serial", "pg_snapshots", "pg_stat_tmp", "pg_subtrans")
-"""As pg_basebackup does: what of them is in a copy means nothing there."""
+"""As in pg_basebackup: their content means nothing in a copy."""
 _WAIT_S: Final = 120.0
 
 
 def back_up(
     server: EmbeddedPostgres, *, settings: Mapping[str, str] | None = None, slots: bool = False
 ) -> EmbeddedPostgres:
-    """A copy of a running server, not started yet: every row that was committed before the call is in it. The caller closes it.
+    """Return a copy of a running server, not started yet, with every row committed before the call.
+
+    The caller closes it.
 
     Args:
         server: runs; the copy is made with pg_backup_start and pg_backup_stop.
@@ -45,7 +47,7 @@ def back_up(
             row = connection.execute(f"SELECT labelfile FROM {stop}").fetchone()
             assert row is not None
             (copy.data_dir / "backup_label").write_text(str(row[0]))
-            # What was written until the end is needed for the copy to be whole.
+            # The WAL until the end is needed for a complete copy.
             shutil.copytree(
                 server.data_dir / "pg_wal", copy.data_dir / "pg_wal", copy_function=_copy_file, dirs_exist_ok=True
             )
@@ -68,7 +70,7 @@ def _copy(data: Path, folder: Path, emptied: list[str]) -> None:
 def _copy_file(source: str, target: str) -> None:
     with contextlib.suppress(
         FileNotFoundError
-    ):  # a running server deletes files as it likes, and renames what it has begun
+    ):  # a running server deletes files at any time, and renames unfinished ones
         shutil.copyfile(source, target)
 
 
@@ -79,7 +81,7 @@ def make_standby(
     settings: Mapping[str, str] | None = None,
     slots: bool = False,
 ) -> EmbeddedPostgres:
-    """A hot standby of a server, running, that streams from it by the physical slot `name`, which is made; the caller closes it.
+    """Return a running hot standby that streams by the physical slot `name`, which is made; the caller closes it.
 
     Args:
         primary: runs; may be a standby itself.
@@ -113,7 +115,7 @@ def promote(standby: EmbeddedPostgres) -> None:
 
 
 def wait_for_replay(primary: EmbeddedPostgres, standby: EmbeddedPostgres) -> None:
-    """Return once a standby has replayed all that its primary had flushed at the call."""
+    """Return once a standby has replayed everything that its primary had flushed at the call."""
     with primary.connect() as connection:
         end = connection.execute("SELECT pg_current_wal_flush_lsn()::text").fetchone()
     assert end is not None
@@ -129,7 +131,7 @@ def wait_for_replay(primary: EmbeddedPostgres, standby: EmbeddedPostgres) -> Non
 
 
 def archiving(folder: Path) -> dict[str, str]:
-    """Settings of a server that archives its WAL in a folder, which it can write, for `recover_to`."""
+    """Return the settings of a server that archives its WAL in a folder it can write, for `recover_to`."""
     return {"archive_mode": "on", "archive_command": f'cp "%p" "{folder}/%f"'}
 
 
@@ -137,9 +139,9 @@ def recover_to(backup: EmbeddedPostgres, archive: Path, **target: str) -> Embedd
     """Start a backup that recovers to a point in time, and goes on alone on a new timeline; return it once it does.
 
     Args:
-        backup: of `back_up`, not started; a second recovery of one backup takes another copy.
-        archive: where the backed-up server's WAL lies.
-        target: settings that say up to where (`recovery_target_name` …).
+        backup: from `back_up`, not started; a second recovery of one backup needs another copy.
+        archive: the folder of the backed-up server's WAL.
+        target: settings of the target (`recovery_target_name` …).
     """
     recovery = {"restore_command": f'cp "{archive}/%f" "%p"', "recovery_target_action": "promote", **target}
     (backup.data_dir / "recovery.signal").touch()

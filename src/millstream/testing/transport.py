@@ -1,14 +1,15 @@
-"""What every transport between a leader and its followers must do, whatever carries it: one suite for all of them.
+"""The requirements for every transport between a leader and its followers: one suite for all of them.
 
-Subclass one of the two in a test module of yours, and say how both ends are made:
+Subclass one of the two in a test module, and provide both ends:
 
     class TestOurs(LinkConformance):
         @pytest.fixture
         def stage(self):
             return OurStage()  # a TransportStage
 
-`LinkConformance` is for those that join two processes; `TransportConformance`, which it contains, for those that keep what is sent, too, and
-answer for themselves. Nothing is known here of how a transport works but its port (`millstream.ports.Transport`) and this stage.
+`LinkConformance` is for transports that join two processes. `TransportConformance`, which it contains, is
+also for those that store shipments and answer on their own. The suite uses only a transport's port
+(`millstream.ports.Transport`) and this stage.
 """
 
 from __future__ import annotations
@@ -48,28 +49,28 @@ NODE: Final = NodeName("north-2")
 _PATIENCE_S: Final = 60.0
 _HEAD_BYTES: Final = 4096
 _RECORDS_OFFSETS: Final = 1000
-"""From one made-up segment's base offset to the next."""
+"""Distance of the base offsets of two made-up segments."""
 
 
 class TransportStage(Protocol):
-    """Where a test's leader and followers live. Each stage begins with nothing on its way; all that it gave is closed with it."""
+    """The place of a test's leader and followers. Each stage begins empty; everything from it is closed with it."""
 
     window_bytes: int
-    """How much the transport lets be on its way to a follower; less than 16 MiB, so that it is found out soon."""
+    """Limit in bytes on the way to a follower; less than 16 MiB, so that tests reach it soon."""
 
     def leader(self) -> Transport:
-        """The leader's end; the same one at each call, until it was closed."""
+        """Return the leader's end; the same one at each call, until it was closed."""
 
     def follower(self) -> Transport:
-        """A follower's end, of a follower of its own."""
+        """Return the end of a new follower."""
 
     def spoil(self, link: FollowerLink) -> None:
-        """Have something reach the follower, behind what was sent, that is no shipment."""
+        """Send the follower something that is no shipment, after the earlier shipments."""
 
 
 @dataclass(slots=True)
 class Arrived:
-    """What came out at a follower, put together as its files would be."""
+    """The data that a follower received, put together as in its files."""
 
     segments: dict[tuple[ShardId, Offset], bytearray] = field(default_factory=dict)
     ended: set[tuple[ShardId, Offset]] = field(default_factory=set)
@@ -78,10 +79,10 @@ class Arrived:
     first_kept: Mapping[ShardId, DroppedMark] = field(default_factory=dict)
     leader_end: Seq = Seq(0)
     sizes: list[int] = field(default_factory=list)
-    """Of the shipments, in bytes."""
+    """Sizes of the shipments, in bytes."""
 
     def add(self, shipment: Shipment, begun: ReplicaPosition | None = None) -> None:
-        """One more. Each part must begin where the one before it on its shard has ended."""
+        """Add a shipment. Each part must begin at the end of the previous one on its shard."""
         for part in shipment.parts:
             key = (part.shard, part.base_offset)
             start = 0
@@ -106,7 +107,7 @@ class Arrived:
         self.sizes.append(shipment.size_bytes)
 
     def same_as(self, other: Arrived) -> bool:
-        """Whether the same came, however it was cut into shipments."""
+        """Return whether the same data arrived, however it was cut into shipments."""
         return (self.segments, self.ended, dict(self.marks), self.documents, dict(self.first_kept), self.leader_end) == (
             other.segments, other.ended, dict(other.marks), other.documents, dict(other.first_kept), other.leader_end,
         )  # fmt: skip
@@ -121,11 +122,14 @@ def shipments_of(
     is_sealed: bool = True,
     seed: int = 1,
 ) -> list[Shipment]:
-    """A made-up log on its way: the segments of each shard in parts, marks behind each round, documents with the first and the last.
+    """Return a made-up log in transit.
+
+    It has the segments of each shard in parts, marks after each round, and documents with the first and
+    the last.
 
     Args:
-        segments: of each shard.
-        shards: how many.
+        segments: per shard.
+        shards: their number.
         segment_bytes: of each segment.
         part_bytes: of each part.
         is_sealed: whether the last segments have their ends.
@@ -162,7 +166,7 @@ def shipments_of(
 
 
 def whole_position(shipments: Sequence[Shipment]) -> ReplicaPosition:
-    """Where somebody is who has them all."""
+    """Return the position of a follower that has them all."""
     found: dict[ShardId, ByteEnd] = {}
     for part in (part for shipment in shipments for part in shipment.parts):
         found[part.shard] = max(part.end, found.get(part.shard, part.end))
@@ -170,7 +174,7 @@ def whole_position(shipments: Sequence[Shipment]) -> ReplicaPosition:
 
 
 def arrived(shipments: Sequence[Shipment]) -> Arrived:
-    """What comes out where nothing is lost."""
+    """Return the result if nothing is lost."""
     found = Arrived()
     for shipment in shipments:
         found.add(shipment)
@@ -178,7 +182,7 @@ def arrived(shipments: Sequence[Shipment]) -> Arrived:
 
 
 def take_until(link: LeaderLink, done: Callable[[Arrived], bool], begun: ReplicaPosition | None = None) -> Arrived:
-    """What comes until it is enough."""
+    """Take what comes until it is enough."""
     found = Arrived()
     deadline = time.monotonic() + _PATIENCE_S
     while not done(found):
@@ -190,13 +194,13 @@ def take_until(link: LeaderLink, done: Callable[[Arrived], bool], begun: Replica
 
 
 def take_all(link: LeaderLink, sent: Sequence[Shipment]) -> None:
-    """Take what comes until all of it has come, as it was sent."""
+    """Take what comes until all of it has arrived, as it was sent."""
     wanted = arrived(sent)
     take_until(link, lambda found: found.same_as(wanted))
 
 
 def next_word(link: FollowerLink) -> Acknowledgement | Hello:
-    """The next thing that a follower says, which must come soon."""
+    """Return a follower's next message, which must come soon."""
     deadline = time.monotonic() + _PATIENCE_S
     while (word := link.recv(0.5)) is None:
         assert time.monotonic() < deadline, f"the follower has said nothing within {_PATIENCE_S} s"
@@ -204,7 +208,7 @@ def next_word(link: FollowerLink) -> Acknowledgement | Hello:
 
 
 def next_error(receive: Callable[[float], object]) -> MillstreamError:
-    """What a link's `recv` raises, soon."""
+    """Return the error that a link's `recv` raises, soon."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         try:
@@ -217,34 +221,34 @@ def next_error(receive: Callable[[float], object]) -> MillstreamError:
 def hello_of(
     node: NodeName = NODE, position: ReplicaPosition | None = None, documents: Mapping[str, int] | None = None
 ) -> Hello:
-    """A follower's first word; one that has nothing, where no position is given."""
+    """Return a follower's hello; with nothing, if no position is given."""
     return Hello(STREAM if position else None, node, Epoch(2), position or {}, documents or {})
 
 
 class TransportConformance:
-    """The promises of `ports.Transport` that hold for all of them, those that keep what is sent too."""
+    """The promises of every `ports.Transport`, including those that store shipments."""
 
     large_bytes: ClassVar = 100_000_000
-    """Of one large shipment; a server that isn't made for it may be spared."""
+    """Size in bytes of one large shipment; a subclass may lower it for its server."""
 
     @pytest.fixture
     def stage(self) -> TransportStage:
-        """Where both ends live. For subclasses to say."""
+        """Return the stage of both ends. Subclasses override it."""
         raise NotImplementedError
 
     @pytest.fixture
     def links(self, stage: TransportStage) -> tuple[FollowerLink, LeaderLink]:
-        """Both ends of a link to a follower that has nothing."""
+        """Return both ends of a link to a follower that has nothing."""
         return linked(stage, hello_of())
 
     @pytest.fixture
     def pool(self) -> Iterator[ThreadPoolExecutor]:
-        """Threads for those who wait."""
+        """Yield threads for waiting calls."""
         with ThreadPoolExecutor(4) as pool:
             yield pool
 
     def test_what_is_sent_arrives_in_order_and_whole(self, links: tuple[FollowerLink, LeaderLink]) -> None:
-        """Parts, marks, documents, what was dropped, and how far the leader is."""
+        """Parts, marks, documents, the dropped number, and the leader's position."""
         leader, follower = links
         sent = shipments_of()
         for shipment in sent:
@@ -262,14 +266,14 @@ class TransportConformance:
         assert sorted({int(base) for _, base in found.segments}) == list(range(0, 10_000, _RECORDS_OFFSETS))
 
     def test_a_tail_of_one_record_arrives(self, links: tuple[FollowerLink, LeaderLink]) -> None:
-        """By itself: nothing has to come behind it, and its segment needs no end."""
+        """Alone: nothing has to follow it, and its segment needs no end."""
         leader, follower = links
         (sent,) = shipments_of(segments=1, shards=1, segment_bytes=200, is_sealed=False)
         leader.send(sent)
         take_all(follower, [sent])
 
     def test_a_shipment_may_be_large(self, links: tuple[FollowerLink, LeaderLink], pool: ThreadPoolExecutor) -> None:
-        """In one piece, much larger than what may be on its way."""
+        """In one piece, much larger than the limit in transit."""
         leader, follower = links
         (sent,) = shipments_of(segments=1, shards=1, segment_bytes=self.large_bytes, part_bytes=self.large_bytes)
         sending = pool.submit(leader.send, sent)
@@ -277,7 +281,7 @@ class TransportConformance:
         sending.result(_PATIENCE_S)
 
     def test_nothing_comes_in_time(self, stage: TransportStage, links: tuple[FollowerLink, LeaderLink]) -> None:
-        """None is an answer, at both ends, and for who waits for followers."""
+        """None is an answer, at both ends, and for a wait for followers."""
         leader, follower = links
         assert follower.recv(0.05) is None
         assert leader.recv(0.05) is None
@@ -285,7 +289,7 @@ class TransportConformance:
         assert follower.recv(0.0) is None
 
     def test_what_is_no_shipment_is_told_of_as_that(self, stage: TransportStage) -> None:
-        """What came before is given out; then the link is of no use. A new one goes on."""
+        """Earlier shipments are returned; then the link is unusable. A new one continues."""
         leader, follower = linked(stage, hello_of())
         sent = shipments_of(segments=1)
         leader.send(sent[0])
@@ -314,7 +318,7 @@ class TransportConformance:
     def test_a_closed_transport_breaks_its_links(
         self, stage: TransportStage, links: tuple[FollowerLink, LeaderLink], pool: ThreadPoolExecutor
     ) -> None:
-        """And nobody is accepted any more; who waits for somebody gets nobody."""
+        """No new link is accepted; a wait for one returns none."""
         transport = stage.leader()
         waiting = pool.submit(transport.accept, _PATIENCE_S)
         transport.close()
@@ -326,10 +330,11 @@ class TransportConformance:
 class LinkConformance(TransportConformance):
     """The promises of a transport between two processes."""
 
-    # --- the follower's words --------------------------------------------------------------------------------------
+    # --- the follower's messages
+    # -----------------------------------------------------------------------------------
 
     def test_the_first_word_arrives_as_it_was_said(self, stage: TransportStage) -> None:
-        """What the follower has, and which documents."""
+        """The follower's position, and its documents."""
         position = {ShardId(0): ByteEnd(Offset(1000), 7), ShardId(300): ByteEnd(Offset(2**40), 2**35)}
         hello = hello_of(position=position, documents={"catalog": 7, "sessions": 2**40})
         leader, _ = linked(stage, hello)
@@ -337,7 +342,7 @@ class LinkConformance(TransportConformance):
         assert linked(stage, hello_of())[0].hello == hello_of()
 
     def test_words_arrive_in_order(self, links: tuple[FollowerLink, LeaderLink]) -> None:
-        """Acknowledgements, and the hello of one that lacks something."""
+        """Acknowledgements, and the hello of a follower that lacks something."""
         leader, follower = links
         said: list[Acknowledgement | Hello] = [
             acknowledgement(1),
@@ -350,7 +355,7 @@ class LinkConformance(TransportConformance):
         assert [next_word(leader) for _ in said] == said
 
     def test_both_talk_at_once(self, links: tuple[FollowerLink, LeaderLink], pool: ThreadPoolExecutor) -> None:
-        """Each end sends from one thread and hears in another one, and nobody waits for the other."""
+        """Each end sends on one thread and receives on another, and neither waits for the other."""
         leader, follower = links
         sent = shipments_of(segments=4, segment_bytes=200_000, part_bytes=2_000)
         sending = pool.submit(_each, leader.send, sent)
@@ -362,7 +367,7 @@ class LinkConformance(TransportConformance):
         saying.result(_PATIENCE_S)
 
     def test_the_error_of_a_follower_that_stops_reaches_the_leader(self, stage: TransportStage) -> None:
-        """By its type, with its details, behind what was said before, though the follower closes at once."""
+        """By its type, with its details, after earlier messages, though the follower closes at once."""
         leader, follower = linked(stage, hello_of())
         follower.send(acknowledgement(1))
         follower.send(Diverged("other bytes", hint="look", shard=1, offset=7))
@@ -409,7 +414,7 @@ class LinkConformance(TransportConformance):
         assert isinstance(sending.exception(_PATIENCE_S), LinkLost)
 
     def test_a_follower_that_comes_back_says_where_it_is(self, stage: TransportStage) -> None:
-        """The link breaks in the midst; the next one begins where the follower has got to, and nothing is missing."""
+        """The link breaks in the middle; the next one begins at the follower's position, and nothing is missing."""
         sent = shipments_of(segments=3)
         leader, follower = linked(stage, hello_of())
         for shipment in sent[:5]:
@@ -431,7 +436,7 @@ class LinkConformance(TransportConformance):
     def test_bytes_on_their_way_are_bounded(
         self, stage: TransportStage, links: tuple[FollowerLink, LeaderLink], pool: ThreadPoolExecutor
     ) -> None:
-        """Who sends to a follower that takes nothing waits; when it takes, it goes on, and all arrives."""
+        """A sender waits while the follower takes nothing, and continues when it takes; everything arrives."""
         leader, follower = links
         counted, sending = flooding(stage, leader, pool, times=4)
         on_way = still(counted)
@@ -464,7 +469,7 @@ _FLOOD_BYTES: Final = 1 << 20
 
 
 def linked(stage: TransportStage, hello: Hello) -> tuple[FollowerLink, LeaderLink]:
-    """Both ends of a new link."""
+    """Return both ends of a new link."""
     transport = stage.leader()
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(stage.follower().connect, hello, _PATIENCE_S)
@@ -475,7 +480,7 @@ def linked(stage: TransportStage, hello: Hello) -> tuple[FollowerLink, LeaderLin
 
 
 def acknowledgement(number: int) -> Acknowledgement:
-    """What a follower says; each number's differs."""
+    """Return a follower's acknowledgement; each number's differs."""
     position = {ShardId(0): ByteEnd(Offset(0), _HEAD_BYTES + number)}
     return Acknowledgement(
         NODE, EPOCH, position, GroupNumber(number), Seq(number), 17 + number, number, 2 * number, 0.5
@@ -485,7 +490,7 @@ def acknowledgement(number: int) -> Acknowledgement:
 def flooding(
     stage: TransportStage, link: FollowerLink, pool: ThreadPoolExecutor, times: int = 2
 ) -> tuple[list[int], Future[None]]:
-    """More than has room, sent by a thread; the list grows by each shipment's size once it has been handed over."""
+    """Send more than there is room for, on a thread; the list gets each shipment's size once it was handed over."""
     counted: list[int] = []
 
     def flood() -> None:
@@ -498,7 +503,7 @@ def flooding(
 
 
 def still(counted: list[int]) -> int:
-    """Wait until something has moved and nothing does any more; how many bytes have been handed over by then."""
+    """Wait until something has moved and then stopped; return how many bytes have been handed over."""
     deadline = time.monotonic() + _PATIENCE_S
     seen, since = -1, time.monotonic()
     waiting = threading.Event()

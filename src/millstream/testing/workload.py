@@ -1,8 +1,9 @@
 """A workload that uses every operation and every type of PostgreSQL, the same for the same seed.
 
-`Workload` makes its tables and then runs one transaction a step: rows inserted, changed, moved to another key, deleted
-and brought back; truncates, savepoints rolled back, messages, columns added, transactions of ten thousand rows.
-Each step says what it left behind, so that a test can hold a log against it.
+`Workload` makes its tables and then runs one transaction per step: rows inserted, changed, moved to
+another key, deleted and brought back; truncates, savepoints rolled back, messages, columns added,
+transactions of ten thousand rows. Each step returns its effects, so that a test can compare a log with
+them.
 """
 
 import math
@@ -25,7 +26,7 @@ __all__ = ["StepInfo", "Workload", "WorkloadTable", "run_paced"]
 WorkloadTable = Table
 Connection = psycopg.Connection[Any]
 
-# How often each kind of transaction comes, after each has come once.
+# Relative frequency of each kind of transaction, after each has come once.
 _KINDS = {
     "mixed": 60,
     "savepoints": 8,
@@ -49,15 +50,16 @@ _MESSAGES = "_messages"
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What one transaction did.
+    """The effects of one transaction.
 
     Attributes:
-        number: which step it was, from 1.
-        kind: what it was meant to exercise.
-        xid: its 64-bit id; None where it wrote nothing.
-        committed: False where it was rolled back on purpose.
-        events: by table (quoted as SQL has it) and operation (`c u d t`), how many changes the source sends of it;
-            `_messages` counts transactional messages (`m`). A table without an identity sends no `u` and `d`.
+        number: the step's number, from 1.
+        kind: the feature that it exercises.
+        xid: its 64-bit id; None if it wrote nothing.
+        committed: False if it was rolled back on purpose.
+        events: by table (quoted as in SQL) and operation (`c u d t`), how many changes the source sends;
+            `_messages` counts transactional messages (`m`). A table without an identity sends no `u` and
+            `d`.
         ddl: the statement that changed a table, if one did.
     """
 
@@ -70,7 +72,7 @@ class StepInfo:
 
     @property
     def changes(self) -> int:
-        """How many changes in all."""
+        """Return the total number of changes."""
         return sum(sum(ops.values()) for ops in self.events.values())
 
 
@@ -81,8 +83,9 @@ class Workload:
         seed: decides everything, given a fresh database and a server of the same version.
         tables: names of the tables to use (without schemas); all by default.
         transaction_rows_max: the rows of the largest transactions.
-        rows_max: a table with more rows than this rather loses some.
-        add_defaults: whether added columns may have a default: old rows then hold a value that was never written.
+        rows_max: a table with more rows than this tends to lose some.
+        add_defaults: whether added columns may have a default: old rows then have a value that was never
+            written.
 
     Concurrency: steps of one workload come one after the other. Several need different databases.
     """
@@ -143,7 +146,7 @@ class Workload:
     def step(self, connection: Connection) -> StepInfo:
         """Run exactly one transaction, committed unless it's one that is rolled back on purpose.
 
-        After an error (a server that was stopped) the next step first looks which rows are there.
+        After an error (a server that was stopped) the next step first looks which rows exist.
         """
         if self._stale:
             self._look(connection)
@@ -175,7 +178,7 @@ class Workload:
         tx_per_second: float | None = None,
         stop: threading.Event | None = None,
     ) -> list[StepInfo]:
-        """Run steps for so long, or until `stop` is set, as fast as they go or at a steady rate."""
+        """Run steps for that long, or until `stop` is set, as fast as possible or at a steady rate."""
         return run_paced(lambda: self.step(connection), seconds=seconds, tx_per_second=tx_per_second, stop=stop)
 
     # Kinds of transactions
@@ -211,7 +214,7 @@ class Workload:
         table.live.append(key)
 
     def _do_return(self, connection: Connection) -> None:
-        """A row is deleted and one of its key inserted, at times more than once."""
+        """Delete a row and insert one with its key, at times more than once."""
         table = self._table(changes=True)
         if not table.live:
             self._insert(connection, table, 1)
@@ -239,7 +242,7 @@ class Workload:
         self._shrink(connection, table)
 
     def _do_large_aborted(self, connection: Connection) -> None:
-        """A large transaction of which a large part is rolled back: after that part was streamed."""
+        """Run a large transaction, and roll back a large part of it after that part was streamed."""
         table, size = self._table(), self._size(self._transaction_rows_max // 4)
         self._insert(connection, table, size)
         events, rows = {name: Counter(ops) for name, ops in self._events.items()}, self._remember()
@@ -297,7 +300,7 @@ class Workload:
             self._change(connection, table)
 
     def _prepared(self, connection: Connection) -> int | None:
-        """A transaction in two phases: its changes arrive with the second."""
+        """Run a transaction in two phases: its changes arrive with the second."""
         name = sql.Literal(f"{connection.info.dbname} {self._number}")
         connection.execute("BEGIN")
         self._do_mixed(connection)
@@ -414,7 +417,7 @@ class Workload:
             cursor.executemany(statement, rows)
             assert cursor.rowcount == len(rows), f"{statement.as_string(connection)}: {cursor.rowcount} of {len(rows)}"
 
-    # What to do it to
+    # Choosing rows and tables
 
     def _table(self, *, changes: bool = False, truncatable: bool = False, wide: bool = True) -> Table:
         chosen = [
@@ -444,7 +447,7 @@ class Workload:
             table.live, table.gone = live, gone
 
     def _look(self, connection: Connection) -> None:
-        """Ask the server which rows and columns there are: a transaction ended nobody knows how."""
+        """Ask the server which rows and columns exist: a transaction ended with unknown outcome."""
         if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             connection.rollback()
         for table in self.tables:
@@ -465,14 +468,14 @@ def run_paced(
     tx_per_second: float | None = None,
     stop: threading.Event | None = None,
 ) -> list[StepInfo]:
-    """Run steps for so long, or until `stop` is set; where they can't keep the rate, as fast as they go."""
+    """Run steps for that long, or until `stop` is set; if they can't keep the rate, as fast as possible."""
     stop = stop or threading.Event()
     start = time.monotonic()
     done: list[StepInfo] = []
     while not stop.is_set() and time.monotonic() - start < seconds:
         done.append(step())
         if tx_per_second is not None:
-            # Counted from the start: a slow step is made up for.
+            # Counted from the start: later steps make up for a slow one.
             stop.wait(min(start + len(done) / tx_per_second, start + seconds) - time.monotonic())
     return done
 
@@ -481,7 +484,7 @@ def _where(table: Table) -> sql.Composable:
     same = sql.SQL(" AND ").join(sql.SQL(f"{{}} = %s::{c.type}").format(sql.Identifier(c.name)) for c in table.locator)
     if table.unique:
         return same
-    # Of rows that are equal in what they hold, whichever comes first: where rows lie is the server's business.
+    # Any of several equal rows: the server decides where rows are stored.
     one = "ctid = (SELECT ctid FROM {} AS t WHERE {} ORDER BY t::text, ctid LIMIT 1)"
     return sql.SQL(one).format(table.id, same)
 
@@ -492,7 +495,7 @@ def _xid(connection: Connection) -> int | None:
 
 
 def _types_of(connection: Connection) -> list[str]:
-    """The types that this server has: it may have been built without XML."""
+    """Return the types that this server has: it may have been built without XML."""
     query = "SELECT '<a/>'::xml"
     try:
         with connection.transaction():

@@ -1,13 +1,13 @@
-"""What every write buffer must do, whatever it lies in: one suite for all of them.
+"""The requirements for every write buffer: one suite for all of them.
 
-Subclass it in a test module of yours and say how a buffer is made, and what may befall it:
+Subclass it in a test module and provide a buffer, and its possible faults:
 
     class TestOurs(WriteBufferConformance):
         @pytest.fixture
         def stage(self):
             return OurStage()  # a BufferStage
 
-Nothing is known here of how a buffer works but its port (`millstream.ports.WriteBuffer`) and this stage.
+The suite uses only a buffer's port (`millstream.ports.WriteBuffer`) and this stage.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ _COLUMNS: Final = (
 
 
 class BufferStage(Protocol):
-    """Where a test's buffer lives, and what may happen to it there. Each stage begins without one."""
+    """The place of a test's buffer, and the faults that can happen there. Each stage begins without a buffer."""
 
     def open(self, *, create: bool = True, shards: int = 2) -> WriteBuffer:
-        """A client of the stage's one buffer; closed with the stage. With `create` the buffer is made where it isn't there."""
+        """Return a client of the stage's one buffer; closed with the stage. With `create` a missing buffer is made."""
 
     def put_garbage(self, shard: ShardId, data: bytes) -> None:
-        """Store bytes that no client of ours has written, as an item behind the others."""
+        """Store bytes that no client of ours has written, as an item after the others."""
 
     def drop_before(self, shard: ShardId, offset: BufferOffset) -> None:
-        """What retention does: what lies before an offset goes, at which an item lies or the end is; the last item may stay there."""
+        """Apply retention: items before an offset go, at which there is an item or the end; the last item may stay."""
 
     def remake(self) -> None:
         """Delete the buffer and make another one, of two shards, under its name."""
@@ -88,7 +88,7 @@ def application_op(
     partition: str | None = None,
     said: dict[str, Any] | None = None,
 ) -> WriteOps:
-    """One request of an application: a row for each text, in a table `(id bigint, text text)` with a key.
+    """Return one request of an application: a row per text, in a table `(id bigint, text text)` with a key.
 
     Args:
         name: the table's, in schema public.
@@ -104,7 +104,7 @@ def application_op(
 
 
 def every_kind_op() -> WriteOps:
-    """One operation with every type, nulls, two tables, two partitions, and every column of its own row filled."""
+    """Return one operation with every type, nulls, two tables, two partitions, and every operation column filled."""
     columns = tuple(Column(name, kind) for name, kind, _ in _COLUMNS)
     values = {name: given for name, _, given in _COLUMNS}
     wide = TableSchema(TableId(3), SchemaVersion(4), SourceId(0), "odd schema", 'ta"ble', columns, ("id",))
@@ -128,7 +128,7 @@ def every_kind_op() -> WriteOps:
 
 
 def same_op(one: WriteOps, other: WriteOps) -> bool:
-    """Whether two operations are the same to the bit, but for the shard that they lie on."""
+    """Return whether two operations are the same to the bit, except their shards."""
     if not one.operations.equals(other.operations, check_metadata=True) or one.reached != other.reached:
         return False
     mine, theirs = ([(t.schema, t.partition) for t in op.tables] for op in (one, other))
@@ -136,7 +136,7 @@ def same_op(one: WriteOps, other: WriteOps) -> bool:
 
 
 def next_op(reader: ShardReader, *, within_s: float = _PATIENCE_S) -> BufferedOp:
-    """The next operation of a reader, which must come within that many seconds."""
+    """Return the next operation of a reader, which must come within that many seconds."""
     deadline = time.monotonic() + within_s
     while True:
         found = reader.read(wait_s=0.2)
@@ -147,7 +147,7 @@ def next_op(reader: ShardReader, *, within_s: float = _PATIENCE_S) -> BufferedOp
 
 
 def texts_of(found: BufferedOp) -> list[str]:
-    """The texts of an `application_op`."""
+    """Return the texts of an `application_op`."""
     return [text for table in found.op.tables for text in table.rows.column("text").to_pylist()]
 
 
@@ -156,19 +156,20 @@ class WriteBufferConformance:
 
     @pytest.fixture
     def stage(self) -> BufferStage:
-        """Where the buffer lives. For subclasses to say."""
+        """Return the stage of the buffer. Subclasses override it."""
         raise NotImplementedError
 
     @pytest.fixture
     def buffer(self, stage: BufferStage) -> Iterator[WriteBuffer]:
-        """A buffer of two shards, empty."""
+        """Yield a buffer of two shards, empty."""
         with stage.open() as buffer:
             yield buffer
 
-    # --- what is stored --------------------------------------------------------------------------------------------
+    # --- storage
+    # -------------------------------------------------------------------------------------------------
 
     def test_an_operation_comes_back_to_the_bit(self, buffer: WriteBuffer) -> None:
-        """Types, nulls, signs of zero, partitions, keys, session, trace and time are what they were."""
+        """Types, nulls, signs of zero, partitions, keys, session, trace and time are unchanged."""
         ops = [every_kind_op(), application_op(), application_op(said={"session": "other", "trace_id": "t"})]
         metas = [buffer.append(NORTH, op) for op in ops]
         reader = buffer.reader(NORTH)
@@ -185,7 +186,7 @@ class WriteBufferConformance:
         assert same_op(op, next_op(buffer.reader(NORTH)).op)
 
     def test_what_is_no_single_operation_is_refused(self, buffer: WriteBuffer) -> None:
-        """Neither rows of two operations nor none: whose time and trace would they have."""
+        """Neither rows of two operations nor none: their time and trace would be ambiguous."""
         op = application_op()
         with pytest.raises(InvalidValue):
             buffer.append(
@@ -196,7 +197,7 @@ class WriteBufferConformance:
         assert buffer.reader(NORTH).end_offset() == 0
 
     def test_offsets_grow_by_the_order_of_calls_and_times_are_now(self, buffer: WriteBuffer) -> None:
-        """Each answer names the shard, and a place above that of the one before."""
+        """Each answer names the shard, and an offset above the previous one."""
         before_us = time.time_ns() // 1000
         metas = [buffer.append(NORTH, application_op(texts=[str(number)])) for number in range(20)]
         offsets = [meta.offset for meta in metas]
@@ -209,7 +210,7 @@ class WriteBufferConformance:
     # --- shards ----------------------------------------------------------------------------------------------------
 
     def test_the_caller_names_the_shard(self, buffer: WriteBuffer) -> None:
-        """What goes to one isn't on the other; a shard that there isn't is refused by name, and nothing of it is stored."""
+        """An operation on one shard isn't on the other; a missing shard is refused by name, and nothing is stored."""
         assert buffer.shards() == (NORTH, SOUTH)
         buffer.append(SOUTH, application_op(texts=["south"]))
         buffer.append(NORTH, application_op(texts=["north"]))
@@ -225,7 +226,7 @@ class WriteBufferConformance:
         assert (north.read(), south.read()) == (ReadPause.PENDING, ReadPause.PENDING)
 
     def test_batching_keeps_shards_partitions_times_and_traces_apart(self, buffer: WriteBuffer) -> None:
-        """Whatever travels together: each operation is an item of its own, in the order of its shard."""
+        """However they are batched: each operation is an item of its own, in the order of its shard."""
         wanted: dict[ShardId, list[WriteOps]] = {NORTH: [], SOUTH: []}
         futures = []
         for number in range(200):
@@ -248,7 +249,7 @@ class WriteBufferConformance:
             assert [got.meta.offset for got in found] == offsets
 
     def test_what_is_acknowledged_is_there_for_others(self, stage: BufferStage, buffer: WriteBuffer) -> None:
-        """Stored means stored: another client reads it at once."""
+        """Another client reads an acknowledged operation at once."""
         other = stage.open(create=False)
         reader = other.reader(SOUTH)
         for number in range(5):
@@ -258,7 +259,7 @@ class WriteBufferConformance:
     # --- readers ---------------------------------------------------------------------------------------------------
 
     def test_readers_share_nothing(self, buffer: WriteBuffer) -> None:
-        """Each begins at the smallest offset that there is, and moves by itself."""
+        """Each begins at the smallest existing offset, and moves independently."""
         for number in range(4):
             buffer.append(NORTH, application_op(texts=[str(number)]))
         first, second = buffer.reader(NORTH), buffer.reader(NORTH)
@@ -269,7 +270,7 @@ class WriteBufferConformance:
         assert texts_of(next_op(buffer.reader(NORTH))) == ["0"]
 
     def test_every_shard_is_read_from_its_own_smallest_offset(self, stage: BufferStage, buffer: WriteBuffer) -> None:
-        """Retention may have been at one shard and not at the other."""
+        """Retention may have dropped items of one shard and not of the other."""
         metas = [buffer.append(shard, application_op(texts=[str(n)])) for n in range(3) for shard in (NORTH, SOUTH)]
         south = [meta.offset for meta in metas if meta.shard == SOUTH]
         stage.drop_before(SOUTH, south[2])
@@ -279,7 +280,7 @@ class WriteBufferConformance:
         assert texts_of(next_op(reader)) == ["2"]
 
     def test_nothing_is_pending_not_the_end(self, buffer: WriteBuffer) -> None:
-        """An empty shard, and one read to its end, wait for what comes; a reader that waits gets it."""
+        """An empty shard, and one read to its end, wait for new items; a waiting reader gets them."""
         reader = buffer.reader(NORTH)
         for text in ("one", "two"):
             assert reader.read() is ReadPause.PENDING
@@ -290,7 +291,7 @@ class WriteBufferConformance:
             teller.join()
 
     def test_the_end_is_the_next_offset_and_0_where_there_is_nothing(self, buffer: WriteBuffer) -> None:
-        """Of each shard its own."""
+        """For each shard its own."""
         reader = buffer.reader(NORTH)
         assert (reader.place, reader.end_offset()) == (0, 0)
         meta = buffer.append(NORTH, application_op())
@@ -334,10 +335,11 @@ class WriteBufferConformance:
         assert caught.value.details["end"] == end
         assert texts_of(next_op(reader)) == ["0"]
 
-    # --- what goes wrong -------------------------------------------------------------------------------------------
+    # --- errors
+    # --------------------------------------------------------------------------------------------------
 
     def test_what_cannot_be_decoded_is_said_and_passed(self, stage: BufferStage, buffer: WriteBuffer) -> None:
-        """A typed error for each, and the next item after it: no reader goes round and round."""
+        """A typed error for each, and the next item after it: no reader loops."""
         buffer.append(NORTH, application_op(texts=["before"]))
         stage.put_garbage(NORTH, b"no operation")
         stage.put_garbage(NORTH, b"")
@@ -356,7 +358,7 @@ class WriteBufferConformance:
     def test_an_offset_that_is_gone_is_said_once_and_ends_the_reader_until_it_seeks(
         self, stage: BufferStage, buffer: WriteBuffer
     ) -> None:
-        """It isn't taken for an end, nor for a wait; what is still there can be had."""
+        """It isn't taken for an end, nor for a wait; the remaining items can be read."""
         metas = [buffer.append(NORTH, application_op(texts=[str(number)])) for number in range(4)]
         reader = buffer.reader(NORTH)
         stage.drop_before(NORTH, metas[2].offset)
@@ -375,7 +377,7 @@ class WriteBufferConformance:
         assert [texts_of(next_op(reader)) for _ in range(3)] == [["2"], ["3"], ["4"]]
 
     def test_a_shard_that_was_emptied_keeps_its_end(self, stage: BufferStage, buffer: WriteBuffer) -> None:
-        """Offsets go on where they were; who was to read what is gone hears of it."""
+        """Offsets continue where they were; a reader of dropped items gets an error."""
         metas = [buffer.append(NORTH, application_op(texts=[str(number)])) for number in range(3)]
         stage.drop_before(NORTH, BufferOffset(metas[-1].offset + 1))
         reader = buffer.reader(NORTH)
@@ -392,7 +394,7 @@ class WriteBufferConformance:
         assert texts_of(next_op(reader)) == ["3"]
 
     def test_a_buffer_made_anew_is_another_one(self, stage: BufferStage, buffer: WriteBuffer) -> None:
-        """Its identity says so; who read the old one further than the new one goes isn't left waiting."""
+        """Its identity changes; a reader that was beyond the new one's end isn't left waiting."""
         identity = buffer.identity()
         other = stage.open(create=False)
         assert other.identity() == identity
@@ -406,13 +408,13 @@ class WriteBufferConformance:
             reader.seek(BufferOffset(metas[-1].offset + 1))
 
     def test_one_that_is_not_there_is_said(self, stage: BufferStage) -> None:
-        """Nothing is made unless that was asked for."""
+        """Nothing is created unless that was requested."""
         for _ in range(2):
             with pytest.raises(BufferMissing):
                 stage.open(create=False).reader(NORTH)
 
     def test_creators_may_race(self, stage: BufferStage) -> None:
-        """All of them get the one buffer, and what each stores is in it."""
+        """All of them get the one buffer, and it has each client's items."""
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda _: stage.open(create=True), range(4)))
         assert len({buffer.identity() for buffer in found}) == 1
@@ -423,7 +425,7 @@ class WriteBufferConformance:
         assert sorted(texts_of(next_op(reader))[0] for _ in found) == ["0", "1", "2", "3"]
 
     def test_a_closed_buffer_takes_no_more(self, stage: BufferStage) -> None:
-        """What was on its way has its answer by then."""
+        """Operations in transit have their answers by then."""
         buffer = stage.open()
         futures = [buffer.submit(NORTH, application_op(texts=[str(number)])) for number in range(10)]
         buffer.close()
@@ -436,7 +438,7 @@ class WriteBufferConformance:
     # --- together --------------------------------------------------------------------------------------------------
 
     def test_writers_and_readers_side_by_side(self, buffer: WriteBuffer) -> None:
-        """Each reader gets everything once, in the order of the answers; a writer's own operations stay in their order."""
+        """Each reader gets everything once, in the order of the answers; each writer's operations stay in order."""
         answers: list[tuple[BufferMeta, str]] = []
 
         def write(writer: int) -> None:
@@ -462,7 +464,7 @@ class WriteBufferConformance:
             assert own == list(range(25))
 
     def test_a_truncated_buffer_is_not_a_quiet_one(self, stage: BufferStage, buffer: WriteBuffer) -> None:
-        """A reader beyond the end of what there is now hears so, again and again."""
+        """A reader beyond the current end gets an error, at each call."""
         for number in range(3):
             buffer.append(NORTH, application_op(texts=[str(number)]))
         reader = buffer.reader(NORTH)
@@ -502,5 +504,5 @@ def _rows(
 
 
 def _bits(batch: pa.RecordBatch) -> tuple[object, ...]:
-    """The values to the bit: by their printed form, that tells -0.0 from 0.0, and types."""
+    """Return the values to the bit: by their printed form, which distinguishes -0.0 from 0.0, and types."""
     return (str(batch.schema), repr(batch.to_pylist()))

@@ -3,6 +3,7 @@
 The log's place in the buffer is durable with the rows themselves. Each shard of the buffer is a *source*
 of the stream. Each operation records, as capture's transactions do, that the log has reached the offset
 after it (`WriteOps.reached`). So no two stores have to agree.
+
 An item that puts no row into the log (dropped by a rule, a repeated write, no operation) moves no
 position there. The catalog notes that it was passed (`passed`), together with the position that the log
 had reached; the note holds for a log that has reached as much. Without it, a buffer that has dropped such

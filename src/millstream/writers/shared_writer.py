@@ -4,6 +4,7 @@ Several processes of a home may each write to its streams, each to its own shard
 share the catalog, which is in PostgreSQL then. Each writer has a thread that publishes its position, lets
 readers pass numbers given to others while it is idle, and recovers the shards of this folder's writers
 whose leases have expired.
+
 A writer announces to the others when it has made something readable, so that an idle one asks the catalog
 at once and not at its next turn. Announcements may get lost.
 """

@@ -1,1 +1,1 @@
-"""Servers of the test kit: where their programs come from, their ports, and how their processes end."""
+"""Servers of the test kit: the origin of their programs, their ports, and the end of their processes."""

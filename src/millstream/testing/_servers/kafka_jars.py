@@ -1,4 +1,4 @@
-"""The jars of a Kafka broker and what it runs on, as Maven resolves them: group, artifact, version, SHA-256."""
+"""The jars of a Kafka broker and its dependencies, as Maven resolves them: group, artifact, version, SHA-256."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Artifacts of Maven's repositories, for tests: fetched by `jgo`, pinned by SHA-256, cached outside the project.
 
-`fetch` promises a file whose bytes have the given digest. Which repository serves it is the client's business: jgo
-knows the default one and the user's mirrors. The download runs in a process of its own, so that nothing of an HTTP
-client stays in the caller and its environment isn't touched.
+`fetch` promises a file whose bytes have the given digest. The choice of the repository is the client's:
+jgo knows the default one and the user's mirrors. The download runs in a process of its own, so that
+nothing of an HTTP client stays in the caller and its environment isn't touched.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _DOWNLOAD_TIMEOUT_S = 300
 
 
 class ArtifactUnavailable(MillstreamError):
-    """The artifact isn't in the cache and couldn't be fetched, or isn't the one that was pinned."""
+    """The artifact isn't in the cache and couldn't be fetched, or differs from the pinned one."""
 
     code = "artifact_unavailable"
     retry = Retry.OPERATOR
@@ -28,7 +28,8 @@ class ArtifactUnavailable(MillstreamError):
 def cache_dir() -> Path:
     """Return a writable folder for things that can be fetched again; HOME isn't needed.
 
-    `MILLSTREAM_CACHE_DIR` if set, else `millstream` in the user's cache folder, else in the temporary one.
+    `MILLSTREAM_CACHE_DIR` if set, otherwise `millstream` in the user's cache folder, or in the temporary
+    one.
     """
     explicit = os.environ.get("MILLSTREAM_CACHE_DIR")
     candidates = [Path(explicit)] if explicit else []
@@ -42,7 +43,7 @@ def cache_dir() -> Path:
             candidate.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
-        # A folder in a shared temporary directory may have been put there by somebody else.
+        # Another user may have made a folder in a shared temporary directory.
         if os.access(candidate, os.W_OK | os.X_OK) and candidate.stat().st_uid == os.geteuid():
             return candidate
     raise ArtifactUnavailable(f"no writable cache folder among {[str(c) for c in candidates]}")
@@ -52,9 +53,11 @@ def fetch(group: str, artifact: str, version: str, *, sha256: str) -> Path:
     """Return the path of a jar with exactly this digest, from the cache or fetched now.
 
     Raises:
-        ArtifactUnavailable: it isn't cached and can't be fetched (no `jgo`, no network), or its bytes are others.
+        ArtifactUnavailable: it isn't cached and can't be fetched (no `jgo`, no network), or its bytes
+            differ.
 
-    Concurrency: any number of processes; each download goes to a folder of its own and is moved into place.
+    Concurrency: any number of processes; each download goes to a folder of its own and is moved into
+    place.
     """
     target = cache_dir() / "maven" / group / f"{artifact}-{version}.jar"
     if target.is_file() and _sha256(target) == sha256:
@@ -71,7 +74,8 @@ def fetch(group: str, artifact: str, version: str, *, sha256: str) -> Path:
 
 def _download(group: str, artifact: str, version: str, folder: Path) -> Path:
     env = dict(os.environ)
-    # requests, which jgo uses, doesn't know SSL_CERT_FILE: how a machine names its own certificate authority.
+    # requests, which jgo uses, doesn't know SSL_CERT_FILE, the variable for a machine's own certificate
+    # authority.
     if "SSL_CERT_FILE" in env:
         env.setdefault("REQUESTS_CA_BUNDLE", env["SSL_CERT_FILE"])
     command = [sys.executable, "-m", __name__, group, artifact, version, str(folder)]
@@ -93,7 +97,7 @@ def _sha256(path: Path) -> str:
 
 
 def _main() -> None:
-    """The process that downloads: `group artifact version folder`; prints the file's path."""
+    """Download `group artifact version folder` in a process of its own; print the file's path."""
     try:
         from jgo.config import GlobalSettings
         from jgo.maven import MavenContext

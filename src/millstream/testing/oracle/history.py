@@ -1,7 +1,8 @@
 """A history table's records, replayed from the first, and the order of all records of a stream.
 
-The replay applies records in the order of `__seq` as their definition says and keeps a list of what no correct history
-can contain: a copied row that is older than what came before it, a delete of a row that was never there.
+The replay applies records in the order of `__seq` by their definition, and lists everything that no
+correct history can contain: a copied row that is older than earlier records, a delete of a row that never
+existed.
 """
 
 import os
@@ -22,7 +23,7 @@ Events = Mapping[str, Mapping[str, int]]
 
 @dataclass(slots=True)
 class Replay:
-    """What a replay came to: the rows at the end, how many records there were, and what can't be right among them."""
+    """The result of a replay: the rows at the end, the number of records, and the violations among them."""
 
     rows: TableRows
     records: int = 0
@@ -36,15 +37,16 @@ def replay_history(
 
     Args:
         path: the table's folder.
-        like: the source's rows: they say which columns in which order, and the key.
-        recopied: the table was copied more than once on purpose: a copied row may then bring back or change a row.
+        like: the source's rows: they define the columns and their order, and the key.
+        recopied: the table was copied more than once on purpose: a copied row may then bring back or
+            change a row.
         added: columns that came later: a copied row may fill them in.
     """
     return replay_records(read_delta(path), like, recopied=recopied, added=added)
 
 
 def replay_records(records: pa.Table, like: TableRows, *, recopied: bool = False, added: Sequence[str] = ()) -> Replay:
-    """Replay records that are at hand as an Arrow table; as `replay_history`."""
+    """Replay records from an Arrow table; as `replay_history`."""
     records = records.sort_by("__seq")
     columns = zip(*text_columns(records, like.columns), strict=True)
     own = list(columns) if like.columns else [()] * len(records)
@@ -61,7 +63,7 @@ def replay_records(records: pa.Table, like: TableRows, *, recopied: bool = False
 
 
 class _Player:
-    """The state of a replay: rows so far, and which keys anything was said about."""
+    """The state of a replay: the rows so far, and the keys that records have named."""
 
     def __init__(self, like: TableRows, *, recopied: bool, added: Sequence[str]) -> None:
         self.rows = TableRows(like.columns, like.key)
@@ -91,7 +93,7 @@ class _Player:
             self.violations.append(f"{where}: no operation of a table")
 
     def begin_copy(self) -> None:
-        """Forget all that was said: a copy begins, and the source may have any row, which may go before it was copied."""
+        """Forget the named keys: a copy begins, and the source may have any row, which may go before it was copied."""
         self.rows.rows.clear()
         self.rows.bag.clear()
         self._gone.clear()
@@ -107,7 +109,8 @@ class _Player:
             if not self._recopied and self.rows.key and (self._truncated or self.rows.key_of(row) in self._gone):
                 self.violations.append(f"{where}: copied row resurrected: {row}")
         elif not self._recopied:
-            # What the log already says of this row is what the copy saw, or newer; then the copy must not be here.
+            # The log's earlier records of this row are as new as the copy's view, or newer; then the copy
+            # must not be here.
             pairs = enumerate(zip(old, row, strict=True))
             if any(a != b for i, (a, b) in pairs if a is not Unknown.VALUE and i not in self._added):
                 self.violations.append(f"{where}: copied row {row} is not what it had become: {old}")
@@ -160,11 +163,11 @@ class _Player:
 
 
 def check_order(histories: Mapping[str, str | os.PathLike[str]]) -> list[str]:
-    """Say what is wrong with the numbers of all records of a stream; empty when nothing is.
+    """Return the faults in the numbers of all records of a stream; empty if there are none.
 
-    Every `seq` is there once. Of each source, `(commit_lsn, commit_index)` of records that aren't a copy's is there
-    once, the indices of a commit run from 0 without gaps, and order by `seq` is the order of commits, inside one table
-    also that of indices.
+    Every `seq` exists once. For each source, `(commit_lsn, commit_index)` of records that aren't a copy's
+    exists once. The indices of a commit run from 0 without gaps. Order by `seq` is the order of commits,
+    and inside one table also that of indices.
 
     Args:
         histories: by name, the folders of all history tables of the stream, `_messages` among them.
@@ -173,7 +176,7 @@ def check_order(histories: Mapping[str, str | os.PathLike[str]]) -> list[str]:
 
 
 def check_records(tables: Mapping[str, pa.Table]) -> list[str]:
-    """Check the order of records that are at hand as Arrow tables; as `check_order`."""
+    """Check the order of records from Arrow tables; as `check_order`."""
     problems: list[str] = []
     seqs: Counter[int] = Counter()
     places: Counter[tuple[int, int, int]] = Counter()
@@ -213,12 +216,12 @@ def check_records(tables: Mapping[str, pa.Table]) -> list[str]:
 def check_transactions(
     histories: Mapping[str, str | os.PathLike[str]], expected: Iterable[tuple[int, Events]]
 ) -> list[str]:
-    """Say which transactions aren't whole in the histories; empty when each is there exactly as it was.
+    """Return which transactions are incomplete in the histories; empty if each is there exactly as it was.
 
     Args:
         histories: by name, the folders of history tables.
-        expected: of each transaction its xid and, by a history's name and operation, how many records it must have
-            left; transactions that aren't named here must not be there. Copied rows don't count.
+        expected: for each transaction its xid and, by a history's name and operation, how many records it
+            must have left; other transactions must not be there. Copied rows don't count.
     """
     found: dict[int, Counter[tuple[str, str]]] = defaultdict(Counter)
     for name, path in histories.items():

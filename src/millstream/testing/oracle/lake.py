@@ -1,4 +1,4 @@
-"""What a lake table of current rows holds, as text, and whether its columns have the types that were promised."""
+"""The current rows of a lake table, as text, and the check that its columns have the promised types."""
 
 import os
 import re
@@ -38,16 +38,16 @@ _TEXTS = ("text", "character", "bpchar", "uuid", "json", "jsonb")
 
 
 def current_rows(path: str | os.PathLike[str], like: TableRows, *, version: int | None = None) -> TableRows:
-    """Read a Delta table of one row a key, as text.
+    """Read a Delta table of one row per key, as text.
 
     Args:
         path: the table's folder.
-        like: the source's rows: they say which columns in which order, and the key.
+        like: the source's rows: they define the columns and their order, and the key.
         version: the Delta table's version; the newest by default.
 
     Raises:
         KeyError: the table lacks a column of the source.
-        AssertionError: it holds two rows of one key.
+        AssertionError: it has two rows of one key.
     """
     table = read_delta(path, version=version)
     result = TableRows(like.columns, like.key)
@@ -64,7 +64,7 @@ def read_delta(
 
 
 def text_columns(table: pa.Table, names: Sequence[str]) -> list[list[str | None]]:
-    """Return columns as text; a null whose name stands in its row's `__exact` map is that text."""
+    """Return columns as text; a null whose name is in its row's `__exact` map is that text."""
     columns = {name: texts(table.column(name)) for name in names}
     if "__exact" in table.column_names:
         for index, exact in enumerate(table.column("__exact").to_pylist()):
@@ -76,7 +76,7 @@ def text_columns(table: pa.Table, names: Sequence[str]) -> list[list[str | None]
 
 
 def check_types(path: str | os.PathLike[str], connection: "psycopg.Connection[Any]", table: str) -> list[str]:
-    """Say which of a lake table's columns don't have the type that their PostgreSQL type asks for.
+    """Return the columns of a lake table without the type that their PostgreSQL type requires.
 
     Domains are left out: whether one keeps its base type isn't promised.
     """
@@ -119,7 +119,7 @@ def _lake_type(kind: str, element: str) -> pa.DataType:
 
 
 def _scalar(kind: str) -> pa.DataType | None:
-    """The type of a value that keeps its type; None for one that is PostgreSQL's text because nothing else fits."""
+    """Return the type of a value that keeps its type; None for one that is stored as PostgreSQL's text."""
     bare = re.sub(r"^(timestamp|time)\(\d\)", r"\1", kind)
     if bare in _SCALARS:
         return _SCALARS[bare]
@@ -132,7 +132,7 @@ def _scalar(kind: str) -> pa.DataType | None:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type without what a reader chose: large and view layouts, names of list items."""
+    """Return the type without a reader's choices: large and view layouts, names of list items."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return pa.list_(_plain(kind.value_type))
     if pa.types.is_large_string(kind) or kind == pa.string_view():

@@ -1,6 +1,6 @@
-"""Line protocol in plain Python, a line and a value at a time: what the machine code is compared with, and measured against.
+"""Line protocol in plain Python, a line and a value at a time: the reference for the machine code's results and speed.
 
-It shares the words of reasons with the product, and what a column's name may be.
+It shares the texts of reasons with the product, and the rules for a column's name.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlainLine:
-    """A line that is right."""
+    """A valid line."""
 
     number: int
-    """Where it begins, in lines of the text, from 1."""
+    """Number of its first text line, from 1."""
     measurement: str
     tags: list[tuple[str, str]]
     fields: list[Field]
     """In their order; a key may come several times."""
     time: int | None
-    """In the precision that it came in."""
+    """In the precision of the input."""
     span: tuple[int, int]
-    """Where it lies in the body."""
+    """Its range in the body."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainFault:
-    """A line that is wrong."""
+    """An invalid line."""
 
     number: int
     fault: Fault
@@ -94,11 +94,11 @@ _UNESCAPE_STRING: Final = re.compile(rb'\\(["\\])')
 
 
 def parse_plain(body: bytes, *, time_min: int, time_max: int) -> Iterator[PlainLine | PlainFault]:
-    """The lines of a body that say something, in their order.
+    """Yield the lines of a body that aren't empty or comments, in their order.
 
     Args:
         body: lines.
-        time_min: the earliest timestamp that a line may have, in the precision that they come in.
+        time_min: the earliest timestamp that a line may have, in the precision of the input.
         time_max: the latest.
     """
     at, number = 0, 1
@@ -207,7 +207,7 @@ def _value(body: bytes, at: int) -> tuple[Kind, Value, int]:
         end = found.end()
         if end < len(body) and body[end] not in b", " and not _LINE_END.match(body, end):
             raise _WrongError(Fault.BEHIND_A_STRING)
-        # What isn't UTF-8 is told of the whole line.
+        # Invalid UTF-8 is reported for the whole line.
         return Kind.STRING, _UNESCAPE_STRING.sub(rb"\1", found[1]).decode("utf-8", "replace"), end
     end = _end(_WORD, body, at)
     if body.endswith(b"\r", at, end) and _LINE_END.match(body, end - 1):
@@ -236,14 +236,14 @@ def _value(body: bytes, at: int) -> tuple[Kind, Value, int]:
 
 
 def _whole(digits: bytes) -> int:
-    """A whole number; one of very many digits is one beyond 64 bits."""
+    """Return an integer; one of very many digits is returned as one beyond 64 bits."""
     kept = digits.lstrip(b"-").lstrip(b"0") or b"0"
     value = 10**30 if len(kept) > 30 else int(kept)  # int() refuses digits by the thousand
     return -value if digits.startswith(b"-") else value
 
 
 def _time(body: bytes, at: int, time_min: int, time_max: int) -> tuple[int | None, int]:
-    """The timestamp, and where the line ends but for its end."""
+    """Return the timestamp, and where the line's content ends."""
     at = _end(_BLANKS, body, at)
     if _LINE_END.match(body, at):
         return None, at
@@ -257,7 +257,10 @@ def _time(body: bytes, at: int, time_min: int, time_max: int) -> tuple[int | Non
 
 
 def line_end(body: bytes, start: int) -> int:
-    """Where the line that begins at `start` ends, right or wrong: at the next newline that is in no string, or with the body."""
+    """Return the end of the line that begins at `start`, valid or not.
+
+    It is the next newline outside of strings, or the body's end.
+    """
     at, in_fields = start, False
     while at < len(body) and body[at : at + 1] != b"\n":
         if body.startswith(b" ", at) and body[at - 1 : at] != b"\\":
@@ -279,7 +282,7 @@ _TYPES: Final = {
 
 
 def tables_of_lines_plain(body: bytes, *, precision: str, now_ns: int, columns_max: int, rejected_max: int) -> Lines:
-    """What `ingest.lines.tables_of_lines` gives, without its bounds on the whole."""
+    """Return the result of `ingest.lines.tables_of_lines`, without its limits for the whole."""
     unit = PRECISIONS[precision]
     tables: dict[str, _Table] = {}
     rejected: list[RejectedLine] = []
@@ -306,7 +309,7 @@ class _Table:
         self.rows: list[tuple[int, int | None, dict[str, Any]]] = []
 
     def add(self, line: PlainLine, columns_max: int) -> str | None:
-        """Take a line, or say why not."""
+        """Take a line, or return why not."""
         why = measurement_fault(line.measurement)
         if why is not None:
             return why

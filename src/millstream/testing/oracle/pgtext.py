@@ -1,7 +1,7 @@
-"""Typed columns of a lake table as PostgreSQL's text: an Arrow array in, what PostgreSQL would print out.
+"""Typed columns of a lake table as PostgreSQL's text: from an Arrow array to PostgreSQL's output.
 
-Written from PostgreSQL's documentation of its output formats and checked against it value by value; it knows nothing of
-how the values came into the lake.
+Written from PostgreSQL's documentation of its output formats and checked against it value by value; it
+doesn't depend on how the values came into the lake.
 """
 
 import re
@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 _DAY_US = 86_400_000_000
-_NEEDS_QUOTES = re.compile(r'[{}",\\ \t\n\r\v\f]|^$|^null$', re.IGNORECASE)  # white space of ASCII only
-# Where floats change to an exponent: from 10**15 for double precision, from 10**6 for real.
+_NEEDS_QUOTES = re.compile(r'[{}",\\ \t\n\r\v\f]|^$|^null$', re.IGNORECASE)  # ASCII white space only
+# The power of ten from which floats have an exponent: 10**15 for double precision, 10**6 for real.
 _EXPONENT_FROM = {"double": 15, "float": 6}
 
 
@@ -93,16 +93,16 @@ def _float(value: float, kind: str) -> str:
 
 
 def _shortest(number: "np.floating[Any]") -> str:
-    """The shortest digits that read back as the same value, as PostgreSQL prints since version 12.
+    """Return the shortest digits that read back as the same value, as PostgreSQL prints since version 12.
 
-    Between the halfway points to the value's neighbours, these left out: what is exactly half way reads back as the
-    value only where halves are rounded to even, and PostgreSQL doesn't rely on it.
+    They lie between the halfway points to the value's neighbours, exclusive. A halfway point reads back
+    as the value only if halves are rounded to even, and PostgreSQL doesn't rely on it.
     """
     text = np.format_float_scientific(number, unique=True, trim="-")
     value = Fraction(float(number))
     infinity = type(number)(np.inf)
     below = Fraction(float(np.nextafter(number, -infinity)))
-    with np.errstate(over="ignore"):  # of the greatest value
+    with np.errstate(over="ignore"):  # for the greatest value
         above = np.nextafter(number, infinity)
     highest = Fraction(float(above)) if np.isfinite(above) else 2 * value - below
     digits = len(text.split("e")[0].replace(".", ""))
@@ -113,7 +113,7 @@ def _shortest(number: "np.floating[Any]") -> str:
 
 
 def _civil(days: int) -> tuple[int, int, int]:
-    """Year (0 is 1 BC), month and day of a day counted from 1970-01-01, in the proleptic Gregorian calendar.
+    """Return year (0 is 1 BC), month and day of a day counted from 1970-01-01, in the proleptic Gregorian calendar.
 
     Howard Hinnant's `civil_from_days`: Python's own dates end at the year 9999.
     """

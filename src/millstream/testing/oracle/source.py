@@ -15,7 +15,7 @@ from psycopg import sql
 
 
 class Unknown(Enum):
-    """A value that can't be told: of a record that says `unchanged` where nothing came before."""
+    """An undetermined value: of a record with an `unchanged` value and no earlier record."""
 
     VALUE = "unknown"
 
@@ -56,9 +56,9 @@ class TableRows:
 
     Attributes:
         columns: names, in the source's order; a row is a tuple in this order.
-        key: names of the key's columns, in its index's order; empty where there is none.
+        key: names of the key's columns, in its index's order; empty if there is none.
         rows: by the key's values, for a table that has a key.
-        bag: how often each row is there, for one that hasn't.
+        bag: how often each row occurs, for a table without one.
     """
 
     columns: tuple[str, ...]
@@ -70,11 +70,11 @@ class TableRows:
         return len(self.rows) + self.bag.total()
 
     def key_of(self, row: RowText) -> RowText:
-        """The key's values in a row of these columns."""
+        """Return the key's values in a row of these columns."""
         return tuple(row[self.columns.index(name)] for name in self.key)
 
     def add(self, row: RowText) -> bool:
-        """Put a row in; False where a row of that key was there (it's replaced)."""
+        """Add a row; return False if a row of that key existed (it's replaced)."""
         if not self.key:
             self.bag[row] += 1
             return True
@@ -89,12 +89,12 @@ def source_rows(connection: "psycopg.Connection[Any]", table: str) -> TableRows:
 
     Args:
         connection: to the database; its settings are left as they were.
-        table: as SQL names it, quoted where it must be: `public.orders`, `"Mixed Case".t`.
+        table: as SQL names it, quoted where necessary: `public.orders`, `"Mixed Case".t`.
 
     Returns:
         Its rows. Virtual generated columns are left out, and before version 18 stored ones: they aren't replicated.
     """
-    # Rolled back to before the settings, also where this is a part of the caller's transaction.
+    # Rolled back to before the settings, also if this is a part of the caller's transaction.
     with connection.transaction(force_rollback=True):
         oid, namespace, name = _relation(connection, table)
         for setting, value in _PINNED.items():
@@ -114,7 +114,7 @@ def source_rows(connection: "psycopg.Connection[Any]", table: str) -> TableRows:
 
 
 def difference(ours: TableRows, source: TableRows, *, limit: int = 10) -> list[str]:
-    """Say how rows differ from the source's: one line a key (or row), at most `limit` of them; empty when equal."""
+    """Describe how rows differ from the source's: one line per key (or row), at most `limit`; empty if equal."""
     if (ours.columns, ours.key) != (source.columns, source.key):
         return [f"columns {ours.columns} key {ours.key}, but {source.columns} key {source.key} in the source"]
     lines = []
