@@ -30,7 +30,7 @@ from millstream.private_files import make_folder, open_private
 _VARIABLE: Final = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _MAY_STAND: Final = frozenset({"password", "options", "oauth_client_id", "oauth_issuer", "oauth_scope"})
-"""Keywords that are masked elsewhere, but are no secrets next to the password that is taken out."""
+"""Secret-looking keywords that may stay: the password is taken out, and the others are no secrets."""
 _HOW: Final = (
     "%-encode special characters in user and password (@ is %40, / is %2F, : is %3A), or leave the password out and name the "
     "variable that holds it: --password-env NAME."

@@ -86,7 +86,7 @@ class OpenHome:
         return reader.vector_token() if vector else reader.token()
 
     def check_age(self, stream: str) -> None:
-        """Return if this node's data of a stream is as new as `[replication] max_staleness` asks.
+        """Check that a stream's data here is as new as `[replication] max_staleness` asks.
 
         Reads of the stream here check this themselves: it is for readers that open the log's files in
         other ways.

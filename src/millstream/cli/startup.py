@@ -34,7 +34,7 @@ class _WithoutPandas(MetaPathFinder):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection for a command's imports: their objects stay until the end.
+    """Import without garbage collection, and freeze the imported objects: they stay until the end.
 
     Collecting them took a sixth of the start, and as long once more at the end.
     """

@@ -474,7 +474,7 @@ def _unequal(
 
 
 def differences_of(texts: RowTexts, lake: Sequence[RowText], source: Sequence[RowText]) -> Iterator[Difference]:
-    """Return the differences between some rows of both sides, all others being equal.
+    """Yield the differences between some rows of both sides, all others being equal.
 
     Args:
         texts: has columns and key.

@@ -107,7 +107,7 @@ def export_arrow(
     is_whole = tables is None and after < reader.first_seq()
     try:
         for group in reader.read_groups(after, upto):
-            if is_whole:  # positions don't apply to a partial log
+            if is_whole:  # a partial log has reached no source position
                 reached.update({str(source): int(lsn) for source, lsn in group[-1].header.reached.items()})
             writer.write_group(group)
         files = writer.close()

@@ -76,7 +76,7 @@ class Roles:
         return sorted(file.parent.name for file in (self._home.data / "replication").glob("*/role.json"))
 
     def check_leads(self, stream: str) -> None:
-        """Return if this node may write the stream.
+        """Check that this node may write the stream.
 
         Raises:
             ReadOnly: it follows; `leader` names the node.

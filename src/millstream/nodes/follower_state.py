@@ -117,7 +117,7 @@ class FollowingNotes:
         self._report(found)
 
     def _forget_sessions(self, first: Seq) -> None:
-        """Drop the sessions that know writes of the tail set aside: other writes will get those numbers."""
+        """Drop the sessions document if it covers the tail set aside: other writes will get those numbers."""
         data = self.document(SESSIONS)
         if data is None or (covered_in(data) or Seq(0)) < first:
             return

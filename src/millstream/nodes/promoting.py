@@ -403,7 +403,7 @@ def _refuse_two_leaders(home: Home, stream: str) -> None:
         try:
             theirs = state_of_node(home, node, stream, timeout_s=_SURVEYS_S).fact
         except MillstreamError:
-            continue  # it is no evidence against it
+            continue  # an unreachable node doesn't count as a leader
         if theirs.role is Role.LEADS:
             raise two_leaders(stream, node)
 

@@ -57,7 +57,7 @@ def has_followed_since_boot(home: Home, stream: str) -> bool:
 
 
 def check_age(home: Home, stream: str) -> None:
-    """Return if this node's data of a stream is as new as `[replication] max_staleness` asks; a leader's always is.
+    """Check that a stream's data here is as new as `[replication] max_staleness` asks; a leader's always is.
 
     The age is unknown for a fenced node until it follows, as others may write since. It is also unknown
     for another region's log (`shop@2`) that hasn't been followed yet.

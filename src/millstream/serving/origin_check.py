@@ -38,7 +38,7 @@ class Origins:
         self._right: set[tuple[bytes, bytes | None]] = set()
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Return if the request can't come from another site's page.
+        """Refuse a request that another site's page may have made.
 
         Args:
             headers: ASGI's.

@@ -390,7 +390,7 @@ def facts_scope(stream: StreamId, buffer: str) -> str:
 def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
     """Request a held table; return False if it isn't held.
 
-    A running reader takes the missing rows within seconds, others at their start.
+    A running reader takes the missing rows within seconds; otherwise the next start does.
 
     Args:
         catalog: the home's.

@@ -105,7 +105,7 @@ class OwnedStream:
         """When capture began to make progress, on the monotonic clock."""
         self._kept = KeptVectors(home)
         self._unheard: str | None = None
-        """Why a region couldn't be heard, as last reported."""
+        """Message of the last logged error about a region's log."""
 
     def run(
         self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
@@ -362,7 +362,7 @@ def _replication_now(home: Home) -> ReplicationConfig:
 
 @contextlib.contextmanager
 def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator[threading.Event]:
-    """Return an event that is set with `stop`, and once this node no longer leads the stream."""
+    """Yield an event that is set with `stop`, and once this node no longer leads the stream."""
     if not home.config.replication.nodes:
         yield stop
         return
