@@ -1,8 +1,9 @@
-"""A workload on a table without a key, one change after the other, and a check of every prefix of a log against it.
+"""A workload on a table without a key, one change after the other, and a check of every prefix of a log.
 
-As `serial_history` does it, for rows that can't be told apart: of a prefix of the log it is known up to which step the stream is
-in it. Before the table's copy has entered, it may show fewer rows than the source had at that step and none that it hadn't; from
-then on exactly the same ones, each as often as there.
+It works like `serial_history`, for rows that can't be told apart. For a prefix of the log it is known
+up to which step the stream is in it. Before the table's copy has entered, the prefix may show fewer
+rows than the source had at that step, and no other rows. From then on it shows exactly the source's
+rows, each as often as there.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class BagHistory:
     definitions: bool = False
     """Whether columns come and go."""
     pause_s: float = 0.0
-    """Between two steps."""
+    """Seconds between two steps."""
     states: list[Counter[Row]] = field(default_factory=list)
-    """By step: how often there is a row of that `a` and `version`."""
+    """By step: the number of rows with each `a` and `version`."""
 
     def begin(self, connection: psycopg.Connection[Any]) -> None:
-        """Make the table and its first rows, of which some are equal."""
+        """Create the table and its first rows, some of which are equal."""
         connection.execute(BAG)
         connection.execute(
             f"INSERT INTO bag SELECT i % {self.rows // 2}, 0, repeat('first', {self.wide // 5})"
@@ -57,7 +58,7 @@ class BagHistory:
         self.states.append(Counter((str(i % (self.rows // 2)), "0") for i in range(self.rows)))
 
     def step(self, connection: psycopg.Connection[Any]) -> None:
-        """One transaction."""
+        """Run one transaction."""
         number = len(self.states)
         state = Counter(self.states[-1])
         with connection.transaction():
@@ -79,7 +80,7 @@ class BagHistory:
             )
             state[a, version] += copies
         elif what < 60:
-            # Without its body, which isn't sent again; where equal rows are meant, all of them change.
+            # The body doesn't change, so it isn't sent again. If rows are equal, all of them change.
             body = ", body = repeat('u', 10)" if what < 40 else ""
             connection.execute(
                 f"UPDATE bag SET version = %s{body} WHERE (a, version) = (%s::int, %s::bigint)", [version, *old]
@@ -104,13 +105,13 @@ class BagHistory:
             connection.execute("TRUNCATE bag")
             state.clear()
         elif self.definitions and self.chance.randrange(2) == 0:
-            # A default makes no event of the rows that there are.
+            # A default makes no event for existing rows.
             default = self.chance.choice(["", " DEFAULT 7"])
             connection.execute(f"ALTER TABLE bag DROP COLUMN IF EXISTS more, ADD COLUMN more int{default}")
 
     @contextmanager
     def going_on(self, stage: Stage) -> Iterator[None]:
-        """Steps one after the other on a thread, until the block ends."""
+        """Run steps one after the other on a thread, until the block ends."""
 
         def work(stop: threading.Event) -> None:
             with stage.connect() as connection:
@@ -121,7 +122,7 @@ class BagHistory:
             yield
 
     def check(self, log: MemoryLog) -> int:
-        """Every prefix of the log, operation by operation. Gives how often the table was copied."""
+        """Check every prefix of the log, operation by operation; return how often the table was copied."""
         shown: Counter[Row] = Counter()
         step = copies = 0
         for looked, (kind, records) in enumerate(operations(log), 1):
@@ -145,7 +146,7 @@ class BagHistory:
 
 
 def settle(stage: Stage, history: BagHistory) -> int:
-    """Catch up, and hold every prefix against the history, and the end against the source."""
+    """Catch up; check every prefix against the history, and the end against the source."""
     stage.catch_up()
     copies = history.check(stage.log)
     assert bag_in_log(stage) == bag_at_source(stage)
@@ -158,7 +159,7 @@ def bag_in_log(stage: Stage, name: str = "bag") -> Counter[tuple[tuple[str, str 
 
 
 def bag_at_source(stage: Stage, name: str = "bag") -> Counter[tuple[tuple[str, str | None], ...]]:
-    """All rows, every value as PostgreSQL prints it."""
+    """Return all rows, every value as PostgreSQL prints it."""
     with stage.connect(options="-c TimeZone=UTC -c extra_float_digits=3") as connection:
         result = connection.pgconn.exec_(f"SELECT * FROM {name}".encode())
     names = [(result.fname(n) or b"").decode() for n in range(result.nfields)]

@@ -16,7 +16,7 @@ DEADLINE_S = 60
 
 
 class Beside(threading.Thread):
-    """A thread that is started with its making. It ends with the process, whatever it waits for."""
+    """A thread that starts when it is constructed. It ends with the process, whatever it waits for."""
 
     def __init__(self, target: Callable[..., object], *arguments: Any) -> None:
         super().__init__(daemon=True, name=f"beside-{getattr(target, '__name__', 'test')}")
@@ -32,21 +32,24 @@ class Beside(threading.Thread):
             self.error = error
 
     def ended(self, deadline_s: float = DEADLINE_S) -> None:
-        """Return when it has ended; raises what it raised."""
+        """Return when the thread has ended; raise what it raised."""
         joined(self, self.name, deadline_s)
         if self.error is not None:
             raise self.error
 
 
 def joined(thread: threading.Thread, what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Return when a thread has ended; a failure tells what all threads do."""
+    """Return when a thread has ended; a failure reports what all threads do."""
     thread.join(deadline_s)
     assert not thread.is_alive(), f"after {deadline_s:g} s it hasn't ended: {what}\n{stacks()}"
 
 
 @contextmanager
 def until_done(*works: Callable[[threading.Event], object]) -> Iterator[None]:
-    """Each on a thread of its own, told by the event that the block has ended; what one raises is raised behind the block."""
+    """Run each on its own thread, until its event reports that the block has ended.
+
+    An error of one is raised after the block.
+    """
     stop = threading.Event()
     threads = [Beside(work, stop) for work in works]
     try:
@@ -60,7 +63,7 @@ def until_done(*works: Callable[[threading.Event], object]) -> Iterator[None]:
 
 
 def stacks() -> str:
-    """Where every thread of this process is."""
+    """Return the stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"--- thread {names.get(number, number)}\n{''.join(traceback.format_stack(frame))}"
@@ -89,7 +92,7 @@ def activity(dsn: str) -> str:
 
 
 def wait_until(true: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Return once it's true."""
+    """Return once the condition holds."""
     end = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < end, f"never: {what}"

@@ -1,4 +1,4 @@
-"""A capture that runs in a thread of the test, into a log in memory that can be slow, fail and be replayed."""
+"""A capture that runs in a thread of the test, into a log in memory that can be slow, can fail, and can be replayed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from millstream.model.schema import TableKind
 from millstream.wal.writing.submissions import follow
 
 CATCH_UP_S = 180
-"""Longer than capture itself goes on without a connection, or with a disk that is full."""
+"""Seconds: longer than capture itself continues without a connection, or with a full disk."""
 BEHIND_BYTES = 64 << 10
 BREATH_S = 0.2
 STATEMENT_S = 120
-"""How long a statement of a test may take."""
+"""Seconds that a statement of a test may take."""
 
 
 class MemoryLog:
-    """A `LogAppender` in memory. Operations become durable one by one on a thread of its own, after `delay_s`."""
+    """A `LogAppender` in memory. Operations become durable one by one on its own thread, after `delay_s`."""
 
     def __init__(self) -> None:
         self.entries: list[WriteOps | SpilledOp] = []
@@ -44,7 +44,7 @@ class MemoryLog:
         """Whether one operation alone fails."""
         self.failures = 0
         self.gate = threading.Event()
-        """Nothing becomes durable while it is closed."""
+        """Operations become durable only while it is set."""
         self.gate.set()
         self._reached: dict[SourceId, Lsn] = {}
         self._queue: list[tuple[WriteOps | SpilledOp, Future[Ack]]] = []
@@ -64,7 +64,7 @@ class MemoryLog:
         return answer
 
     def held(self) -> int:
-        """How many operations it was given and hasn't answered; the first of them is being written, or stands at the gate."""
+        """Return the number of operations without an answer; the first is being written, or waits at the gate."""
         return len(self._queue)
 
     def reached(self) -> dict[SourceId, Lsn]:
@@ -119,11 +119,11 @@ class MemoryLog:
                 answer.set_exception(OutOfOrder("what it follows failed"))
 
     def _write(self, ops: WriteOps | SpilledOp) -> bool:
-        """Take an operation in, unless what it follows isn't there."""
+        """Take an operation in, unless the one that it follows is missing."""
         if not all(follow([ops], self._reached)):
             return False
         if isinstance(ops, SpilledOp):
-            # Read it now: its file goes once it is durable.
+            # Read it now: its spill file is removed once it is durable.
             pieces = list(ops.chunks())
             ops = replace(ops, chunks=lambda: iter(pieces))
         self.entries.append(ops)
@@ -133,7 +133,7 @@ class MemoryLog:
     # --- replay
 
     def records(self) -> Iterator[tuple[TableRows, dict[str, Any], dict[str, Any]]]:
-        """Every record in order: its table, its operation, itself with values as PostgreSQL's texts."""
+        """Yield every record in order: its table, its operation, and its values as PostgreSQL's texts."""
         for entry in list(self.entries):
             operations = (entry.operations if isinstance(entry, WriteOps) else entry.operation).to_pylist()
             pieces = [entry.tables] if isinstance(entry, WriteOps) else entry.chunks()
@@ -143,13 +143,13 @@ class MemoryLog:
                     yield table, operations[operation], row
 
     def replay(self, table: TableId | None = None) -> dict[str, dict[Any, dict[str, str | None]]]:
-        """The tables that the log makes, by name and key (tables without one: a list under the key None).
+        """Return the tables that the log makes, by name and key (tables without one: a list under the key None).
 
-        Given a table, its rows alone, whatever it was called: by the name "".
+        With a table id, only that table's rows, under the name "" whatever the table was called.
         """
         state: dict[str, dict[Any, Any]] = {}
         found = list(self.records())
-        # As a fold does it: what stands before a table's last `t` may be keyed otherwise, and counts for nothing.
+        # As a fold does it: records before a table's last `t` may have another key, and don't count.
         emptied = {t.schema.table_id: at for at, (t, _, row) in enumerate(found) if chr(row["__op"]) == "t"}
         for at, (piece, _, row) in enumerate(found):
             schema = piece.schema
@@ -189,7 +189,7 @@ class MemoryLog:
 
 
 def as_texts(table: TableRows) -> list[dict[str, Any]]:
-    """Rows as dicts, their values as PostgreSQL's texts."""
+    """Return rows as dicts, their values as PostgreSQL's texts."""
     if table.schema.kind is not TableKind.TABLE:
         return table.rows.to_pylist()
     rows = table.rows.select(range(6)).to_pylist()
@@ -202,7 +202,7 @@ def as_texts(table: TableRows) -> list[dict[str, Any]]:
 
 @dataclass
 class Stage:
-    """A database, a catalog, a log, and captures that run on them."""
+    """A database, a catalog, a log, and the captures that run on them."""
 
     dsn: str
     folder: Path
@@ -212,7 +212,7 @@ class Stage:
     running: list[Running] = field(default_factory=list)
 
     def connect(self, *, options: str = "", **more: Any) -> psycopg.Connection[Any]:
-        """A connection whose statements end, in an error at worst."""
+        """Return a connection whose statements end, with an error at worst."""
         options += f" -c statement_timeout={STATEMENT_S}s"
         return psycopg.connect(self.dsn, options=options, **{"autocommit": True, "connect_timeout": 30} | more)
 
@@ -222,9 +222,10 @@ class Stage:
                 connection.execute(statement)
 
     def breathe(self, connection: psycopg.Connection[Any], stop: threading.Event) -> None:
-        """For who writes all the time: a moment's pause while the log is far behind.
+        """Pause a writer that writes all the time for a moment, while the log is far behind.
 
-        On a machine with much else to do it would fall behind for ever, and a chunk enters when the stream has come to where it was read.
+        On a busy machine the log would fall behind for ever. A chunk enters when the stream has reached
+        the position where it was read.
         """
         end = time.monotonic() + BREATH_S
         behind = "SELECT pg_current_wal_insert_lsn() - %s::pg_lsn > %s"
@@ -253,7 +254,7 @@ class Stage:
         return made
 
     def end(self) -> None:
-        """Have every capture that was started stop, at an open gate."""
+        """Stop every capture that was started, with the gate open."""
         self.log.gate.set()
         for running in self.running:
             running.ask_to_end()
@@ -265,14 +266,14 @@ class Stage:
         return self.catalog.find_table(stream, *name.split("."))
 
     def state(self, name: str) -> TableState | None:
-        """A table's state; None before the catalog has it."""
+        """Return a table's state; None before the catalog has it."""
         try:
             return self.table(name).state
         except UnknownTable:
             return None
 
     def source_rows(self, name: str, key: Sequence[str]) -> dict[Any, dict[str, str | None]]:
-        """A table of the source, every value as PostgreSQL prints it."""
+        """Return the rows of a table of the source, every value as PostgreSQL prints it."""
         with self.connect(options="-c TimeZone=UTC -c extra_float_digits=3") as connection:
             result = connection.pgconn.exec_(f"SELECT * FROM {name}".encode())
             names = [result.fname(n).decode() for n in range(result.nfields)]
@@ -291,7 +292,7 @@ class Stage:
         return row is not None and bool(row[0])
 
     def slot_confirmed(self) -> int:
-        """Where the slot stands; 0 while there is none or it is still being made."""
+        """Return the slot's confirmed position; 0 while there is no slot, or it is still being created."""
         with self.connect() as connection:
             row = connection.execute(
                 "SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots WHERE slot_name = %s", [self.config.slot]
@@ -323,15 +324,15 @@ class Running:
         return not self._thread.is_alive()
 
     def wait(self, deadline_s: float) -> None:
-        """Return when it has ended, or the time is over."""
+        """Return when the capture has ended, or after the deadline."""
         self._thread.join(deadline_s)
 
     def ask_to_end(self) -> None:
-        """It is to stop."""
+        """Ask the capture to stop."""
         self._stop.set()
 
     def end(self) -> None:
-        """Ask it to stop; return when it has."""
+        """Ask the capture to stop; return when it has."""
         self.ask_to_end()
         try:
             joined(self._thread, "a capture that was asked to stop")
@@ -363,7 +364,7 @@ def make_config(dsn: str, folder: Path, slot: str, **more: Any) -> CaptureConfig
 
 @contextmanager
 def staged(dsn: str, folder: Path, slot: str) -> Iterator[Stage]:
-    """A stage for one test, on a database of its own."""
+    """Yield a stage for one test, on its own database."""
     catalog = Catalog(folder / "catalog.db")
     catalog.resolve_stream("shop")
     made = Stage(dsn, folder, catalog, make_config(dsn, folder, slot))

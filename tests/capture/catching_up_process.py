@@ -1,6 +1,9 @@
-"""A capture as a process of its own, until it has caught up: `python -m tests.capture.catching_up_process FOLDER FACTS`.
+"""A capture in its own process, until it has caught up.
 
-Into a log on disk, so that it can be killed. FACTS are those of `CaptureConfig`, as JSON. It prints its largest resident memory, in KiB.
+    python -m tests.capture.catching_up_process FOLDER FACTS
+
+It captures into a log on disk, so that it can be killed. FACTS are those of `CaptureConfig`, as JSON.
+It prints its largest resident memory, in KiB.
 """
 
 from __future__ import annotations

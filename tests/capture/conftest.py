@@ -1,4 +1,7 @@
-"""A database, a catalog, a log in memory, and captures that run on them; which tests another version of the server has a say in."""
+"""A database, a catalog, a log in memory, and captures that run on them.
+
+Also the choice of tests that run on other versions of the server.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from millstream.testing.postgres import EmbeddedPostgres
 
 HERE = Path(__file__).parent
 DEFAULT_VERSION = 18
-"""On which the whole suite runs."""
+"""PostgreSQL's version on which the whole suite runs."""
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def stage(postgres: Any, tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.fixture
 def ascii_stage(postgres_server: EmbeddedPostgres, stage: Stage) -> Iterator[Stage]:
-    """A database whose texts may hold any bytes."""
+    """Yield a stage on a database whose texts may hold any bytes."""
     name = f"ascii_{stage.config.slot}"
     with postgres_server.connect() as connection:
         connection.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' TEMPLATE template0 LOCALE 'C'")
@@ -36,7 +39,10 @@ def ascii_stage(postgres_server: EmbeddedPostgres, stage: Stage) -> Iterator[Sta
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On another version than the default one leave out tests that start servers of versions of their own, or none: they run with the whole suite."""
+    """Leave tests out on a version other than the default one.
+
+    Those that start servers of fixed versions, or no server, run with the whole suite.
+    """
     if config.getoption("--millstream-postgres") == DEFAULT_VERSION:
         return
     ours = [item for item in items if item.path.is_relative_to(HERE)]

@@ -40,7 +40,7 @@ ODD_SETTINGS: Final = {
 }
 """Settings that a database may have, and on which a value's text mustn't depend."""
 
-# Types of our own, shaped like those of applications and of extensions that no server here has.
+# Types of our own, shaped like those of applications, and of extensions that no server here has.
 TYPES: Final = (
     "CREATE TYPE mood AS ENUM ('sad', 'ok', 'very happy', 'quo\"te', 'NULL', 'a,b', '{}', 'ü\\')",
     "CREATE DOMAIN amount AS numeric(10,2) CHECK (VALUE > -1e7)",
@@ -55,7 +55,8 @@ TYPES: Final = (
     "CREATE TYPE mood_range AS RANGE (subtype = mood)",
     "CREATE DOMAIN short_range AS int4range",
     'CREATE TABLE a_table (id int, "Odd name" text, tags text[])',
-    # As an extension makes its types; this one by the functions of text and, like PostGIS, with a modifier and ':' between elements.
+    # A base type like an extension's. It uses the functions of text and, like PostGIS, has a modifier
+    # and ':' between elements.
     "CREATE TYPE geometry",
     "CREATE FUNCTION geometry_in(cstring, oid, integer) RETURNS geometry AS 'textin' LANGUAGE internal IMMUTABLE STRICT",
     "CREATE FUNCTION geometry_out(geometry) RETURNS cstring AS 'textout' LANGUAGE internal IMMUTABLE STRICT",
@@ -72,7 +73,7 @@ TYPES: Final = (
 )  # fmt: skip
 EXTENSIONS: Final = ("citext", "cube", "hstore", "isn", "lo", "ltree", "seg", "vector")
 
-# Types of which no value exists outside of an index.
+# Types that have values only inside an index.
 VALUELESS: Final = frozenset(
     {"gtsvector", "pg_brin_bloom_summary", "pg_brin_minmax_multi_summary", "public.ghstore", "public.ltree_gist"}
 )
@@ -91,7 +92,7 @@ def _one_of(*texts: str) -> Generator:
 
 
 def _long_number(rng: Random) -> str:
-    """Digits without end, on either side of the point."""
+    """Return a very long number, with many digits on either side of the point."""
     whole, part = rng.choice(((131_072, 0), (1, 16_383), (39, 0), (38, 1), (20, 20), (0, 40)))
     digits = "".join(rng.choices("123456789", k=whole)) or "0"
     return rng.choice(("", "-")) + digits + ("." + "".join(rng.choices("0123456789", k=part)) if part else "")
@@ -120,7 +121,7 @@ def _hstore(rng: Random) -> str:
 
 
 def _ewkb(rng: Random) -> str:
-    """A point as PostGIS prints one: little endian, with its reference system."""
+    """Return a point as PostGIS prints one: little endian, with its reference system."""
     return "0101000020E6100000" + rng.randbytes(16).hex().upper()
 
 
@@ -202,7 +203,7 @@ BASE: Mapping[str, Generator] = {
     "public.sparsevec": _one_of("{1:1,3:2.5}/5", "{}/3"),
 }  # fmt: skip
 
-# Domains with a check that few of their base's values pass.
+# Domains with a check that only few of their base's values pass.
 _DOMAINS: Mapping[str, Generator] = {
     "information_schema.yes_or_no": _one_of("YES", "NO"),
     "information_schema.cardinal_number": integers(0, 2**31 - 1),
@@ -226,7 +227,7 @@ MODIFIED: Mapping[str, str] = {
     "interval year to month": "interval",
     "bit(5)": "bit(5)",
 }
-"""By the type as it's declared, whose values of `testing._workload_values` it has."""
+"""By declared type: the type of `testing._workload_values` whose values it takes."""
 MODIFIED_15: Mapping[str, Generator] = {
     "numeric(3,-2)": _one_of("0", "99900", "-100", "NaN"),
     "numeric(2,4)": _one_of("0", "0.0099", "-0.0001", "NaN"),
@@ -250,7 +251,7 @@ class ServerType:
     labels: tuple[str, ...]
     attributes: tuple[int, ...]
     system_row: bool
-    """Whether it's the row type of a table or view of PostgreSQL's own, or an array of one."""
+    """Whether it is the row type of a table or view of PostgreSQL itself, or an array of such a type."""
 
 
 _TYPES: Final = """
@@ -282,7 +283,7 @@ class ServerTypes:
         return iter(self._types.values())
 
     def get(self, oid: int) -> ServerType | None:
-        """The type; None for a pseudo-type."""
+        """Return the type; None for a pseudo-type."""
         return self._types.get(oid)
 
     def generator(self, type_: ServerType | None) -> Generator | None:
@@ -318,12 +319,12 @@ class ServerTypes:
         return found
 
     def modified(self) -> dict[str, Generator]:
-        """Types with a modifier."""
+        """Return the types with a modifier."""
         newer = MODIFIED_15 if self._connection.info.server_version >= 150000 else {}
         return {**{name: WORKLOAD.get(of) or BASE[of] for name, of in MODIFIED.items()}, **newer}
 
     def expression(self, type_: ServerType, rng: Random) -> sql.Composable:
-        """A value, or NULL, as an expression."""
+        """Return a value, or NULL, as an expression."""
         if type_.name in FROM_CATALOGS:
             return sql.SQL(FROM_CATALOGS[type_.name])
         generator = self.generator(type_)
@@ -334,13 +335,13 @@ class ServerTypes:
         return _cast(generator, type_.name, rng)
 
     def draw(self, expression: Callable[[Random], sql.Composable], rng: Random) -> sql.Composable:
-        """An expression that the server can make a value of: bounds of a range may have come in the wrong order."""
+        """Return an expression that the server accepts: bounds of a range may be drawn in the wrong order."""
         for _ in range(50):
             found = expression(rng)
             try:
                 self._connection.execute(sql.SQL("SELECT ({}) IS NULL").format(found))
             except psycopg.errors.FeatureNotSupported:
-                return sql.NULL  # xml, where the server was built without it
+                return sql.NULL  # xml, if the server was built without it
             except psycopg.DataError:
                 continue
             return found

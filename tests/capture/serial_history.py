@@ -1,8 +1,9 @@
-"""A workload of one change after the other, and a check of every prefix of a log against what the source was at each step.
+"""A workload of one change after the other, and a check of every prefix of a log against the source at each step.
 
-Every transaction is numbered, and says its number in a logical message; every version of a row carries the number of the one that
-made it. So of a prefix of the log it is known up to which step the stream is in it, and of each row whether the source had
-it like that at that very step: not an older version, not at a key that it had before, not after it was deleted.
+Every transaction is numbered, and sends its number in a logical message. Every version of a row has the
+number of the transaction that made it. So for a prefix of the log it is known up to which step the
+stream is in it. For each row it is known whether the source had it like that at that very step: not an
+older version, not at a former key, not after its deletion.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class History:
     keys: int
     wide: int = 900
     many: int = 40
-    """Rows of a change of many."""
+    """Number of rows in a change of many rows."""
     truncates: bool = False
     states: list[dict[Key, str]] = field(default_factory=list)
     """By step: the version of every row, by key (`b`, `a`)."""
 
     def begin(self, connection: psycopg.Connection[Any], rows: int) -> None:
-        """Make the table and its first rows."""
+        """Create the table and its first rows."""
         connection.execute(ROWS)
         connection.execute(
             f"INSERT INTO rows_ SELECT i, 'k' || i % 7, repeat('first', {self.wide // 5}), 0 FROM generate_series(0, {rows - 1}) i"
@@ -50,7 +51,7 @@ class History:
         self.states.append({(f"k{i % 7}", str(i)): "0" for i in range(rows)})
 
     def step(self, connection: psycopg.Connection[Any]) -> None:
-        """One transaction."""
+        """Run one transaction."""
         number = len(self.states)
         state = dict(self.states[-1])
         with connection.transaction():
@@ -98,7 +99,7 @@ class History:
 
     @contextmanager
     def going_on(self, stage: Stage) -> Iterator[None]:
-        """Steps one after the other on a thread, until the block ends."""
+        """Run steps one after the other on a thread, until the block ends."""
 
         def work(stop: threading.Event) -> None:
             with stage.connect() as connection:
@@ -110,10 +111,10 @@ class History:
             yield
 
     def check(self, log: MemoryLog) -> dict[str, int]:
-        """Every prefix of the log, operation by operation: each row that it shows is one that the source had then.
+        """Check every prefix of the log, operation by operation: the source had each row that it shows.
 
         Returns:
-            How many operations of each kind were looked at.
+            How many operations of each kind were checked.
         """
         shown: dict[Key, str] = {}
         step = 0
@@ -154,7 +155,7 @@ def _apply(shown: dict[Key, str], row: dict[str, Any]) -> None:
 
 
 def operations(log: MemoryLog) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """Each operation of a log: its kind, its records in their order with their tables' names."""
+    """Yield each operation of a log: its kind, and its records in order with their tables' names."""
     for entry in list(log.entries):
         operations = (entry.operations if isinstance(entry, WriteOps) else entry.operation).column("kind").to_pylist()
         found: list[list[tuple[int, str, dict[str, Any]]]] = [[] for _ in operations]

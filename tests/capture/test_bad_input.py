@@ -1,4 +1,4 @@
-"""Each thing that can be wrong with a source has its own error, and a hint; what can't be mended loses nothing."""
+"""Each fault of a source has its own error, and a hint; a fault that can't be repaired loses nothing."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_database_that_is_not_there(stage: Stage, poor_server: EmbeddedPostgre
 def test_a_server_that_does_not_answer(stage: Stage) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]  # which stays its own, and on which it never listens
+        port = listener.getsockname()[1]  # reserved, and without a listener
         error = failing(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"), stage)
     assert isinstance(error, SourceUnreachable)
     assert error.retry is Retry.BACKOFF
@@ -124,7 +124,7 @@ def test_patterns_that_match_nothing(stage: Stage) -> None:
 
 @pytest.fixture
 def reader(stage: Stage) -> Iterator[str]:
-    """A role that may replicate and nothing else; the DSN under which it connects."""
+    """Yield the DSN of a role that may only replicate."""
     name = f"reader_{stage.config.slot}"
     stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')", f"CREATE ROLE {name} LOGIN REPLICATION")
     yield stage.dsn.replace("postgres@", f"{name}@")

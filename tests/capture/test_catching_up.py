@@ -1,4 +1,4 @@
-"""A backlog that is read in chunks gives the log that the stream would have given, and the slot moves no further than the log."""
+"""A backlog that is read in chunks gives the same log as the stream, and the slot never moves beyond the log."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Said = list[MutableMapping[str, Any]]
 
 
 def in_chunks(stage: Stage, **more: Any) -> None:
-    """Have the stage's captures read chunks, whatever the backlog; small ones, and to the end."""
+    """Let the stage's captures read small chunks, whatever the backlog, up to the end."""
     facts: dict[str, Any] = {"catch_up": CatchUp.ALWAYS, "catch_up_bytes": 4096} | SMALL_CHUNKS
     stage.config = replace(stage.config, **facts | more)
 
@@ -49,7 +49,7 @@ def orders(first: int, last: int, text: str = "x") -> str:
 
 
 def modes(said: Said) -> list[str]:
-    """How the source was read, session by session."""
+    """Return how the source was read, session by session."""
     return [line["event"] for line in said if line["event"] in set(Mode)]
 
 
@@ -58,7 +58,7 @@ def chunks_read(said: Said) -> int:
 
 
 def whole_once(stage: Stage, *tables: str) -> None:
-    """The log makes the source's tables, and has every record once, in order."""
+    """Check that the log makes the source's tables, and has every record once, in order."""
     for table in tables:
         assert stage.log.replay().get(f"public.{table}", {}) == stage.source_rows(table, ["id"])
     positions = stream_positions(stage)
@@ -69,7 +69,7 @@ def whole_once(stage: Stage, *tables: str) -> None:
 
 @contextmanager
 def twin(stage: Stage, folder: Path) -> Iterator[Stage]:
-    """A stage of the same source whose log, catalog and slot stand where the other's do."""
+    """Yield a stage of the same source whose log, catalog and slot stand where the other's do."""
     slot = "twin_" + stage.config.slot
     with stage.connect() as connection:
         connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [stage.config.slot, slot])
@@ -85,11 +85,11 @@ def twin(stage: Stage, folder: Path) -> Iterator[Stage]:
 
 
 def records(stage: Stage) -> list[tuple[Any, ...]]:
-    """Everything that isn't copied: schemas, operations, and values as they lie in the columns."""
+    """Return every record that isn't a copied one: schemas, operations, and the columns' values."""
     found: list[tuple[Any, ...]] = []
     for table, operation, row in stage.log.records():
         if operation["kind"] != OperationKind.COPY_CHUNK:
-            # Which of a run's operations it is depends on how many came together.
+            # A record's operation in a run depends on how many came together.
             found.append((table.schema, operation, {name: row[name] for name in row if name != "__operation"}))
     return found
 
@@ -322,7 +322,10 @@ def test_a_transaction_across_many_chunks_is_left_to_the_stream(stage: Stage) ->
 
 
 def test_a_transaction_that_is_open_when_a_chunk_ends_comes_once(stage: Stage) -> None:
-    """Its first pieces come with several chunks; it commits, gives a part back, or is given up altogether, in a later one."""
+    """Its first pieces arrive with several chunks.
+
+    In a later chunk it commits, rolls a part back, or aborts as a whole.
+    """
     stage.sql(ORDERS, f"ALTER DATABASE {stage.config.slot} SET logical_decoding_work_mem = '64kB'")
     stage.catch_up()
     with stage.connect() as kept, stage.connect() as gone:
@@ -401,7 +404,7 @@ def test_somebody_elses_reading_of_the_slot_is_noticed(stage: Stage) -> None:
 
 
 def test_a_new_publication_is_taken_up(stage: Stage) -> None:
-    """A table without an identity needs a publication of its own, with which the chunks weren't begun."""
+    """A table without an identity needs its own publication, which the chunks weren't begun with."""
     stage.sql(ORDERS)
     stage.catch_up()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(20)))
@@ -433,7 +436,7 @@ def test_progress_says_the_mode_and_what_the_slot_holds(stage: Stage) -> None:
     assert dataclasses.asdict(first)["mode"] == "catching up"
 
 
-# --- as a process of its own ------------------------------------------------------------------------------------------
+# --- in its own process -----------------------------------------------------------------------------------------------
 
 
 def facts_of(stage: Stage, more: dict[str, Any]) -> dict[str, Any]:
@@ -451,7 +454,7 @@ def run_here(stage: Stage, **more: Any) -> None:
 
 
 def run_process(stage: Stage, failpoints: str = "", **more: Any) -> tuple[int, str]:
-    """Its exit code, and what it printed."""
+    """Run the process; return its exit code, and what it printed."""
     facts = facts_of(stage, more)
     command = [sys.executable, "-m", "tests.capture.catching_up_process", str(stage.folder / "home"), json.dumps(facts)]
     done = subprocess.run(
@@ -466,7 +469,7 @@ def run_process(stage: Stage, failpoints: str = "", **more: Any) -> tuple[int, s
 
 
 def rows_in_log(stage: Stage) -> list[tuple[int, int, int]]:
-    """Positions (commit LSN, index) and ids of all records, in the log's order."""
+    """Return positions (commit LSN, index) and ids of all records, in the log's order."""
     reader = StreamReader(str(stage.folder / "home" / "wal"))
     found: list[tuple[int, int, int]] = []
     for some in reader.read_between(Seq(0), reader.persisted_upto()):
@@ -492,7 +495,7 @@ SMALL: dict[str, Any] = {"catch_up": "always", "catch_up_bytes": 4096} | SMALL_C
 def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: str) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()
-    run_here(stage)  # the slot is made
+    run_here(stage)  # the slot is created
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(40)))
     begin = stage.slot_confirmed()
     assert run_process(stage, failpoints=point, **SMALL)[0] == -9
@@ -518,4 +521,4 @@ def test_memory_is_bounded_whatever_the_backlog(stage: Stage) -> None:
         assert code == 0
         peaks.append(int(printed.split()[-1]) / 1024)
     assert peaks[1] < 512
-    assert peaks[1] - peaks[0] < 100, "it holds what it should have handed on"  # of 190 MB more in one chunk
+    assert peaks[1] - peaks[0] < 100, "it holds what it should have handed on"  # with 190 MB more in one chunk

@@ -54,7 +54,7 @@ ICU_KEYS = {
 
 @pytest.fixture(scope="module")
 def icu_server() -> Iterator[EmbeddedPostgres]:
-    """A server that knows ICU's collations: the one from pip doesn't."""
+    """Yield a server with ICU's collations, which the server from pip lacks."""
     with EmbeddedPostgres(17, fsync=False) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""A copy that a person pauses: nothing more is read, changes go on, and it ends exact whenever it is let go on."""
+"""A copy that a person pauses: reading stops, changes go on, and the copy ends exact whenever it is resumed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_rows_that_move_incomplete_into_what_was_copied_before_a_pause_come_whol
     pause_table(stage.catalog, shop(stage), "public.docs")
     stands_still(stage, lambda: copied_rows(stage, "docs"))
     stage.log.delay_s = 0.0
-    # While it waits in this session, while no session runs, and while it waits in another one.
+    # While it waits in this session, while no session runs, and while it waits in another session.
     stage.sql("UPDATE docs SET id = -1 WHERE id = 998")
     wait_until(lambda: any(r.get("id") == "-1" for _, _, r in stage.log.records()), "the row moves")
     running.stop()

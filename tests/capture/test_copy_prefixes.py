@@ -23,7 +23,7 @@ def streams(stage: Stage) -> bool:
 
 
 def settle(stage: Stage, history: History) -> dict[str, int]:
-    """Catch up, and hold every prefix against the history."""
+    """Catch up, and check every prefix against the history."""
     stage.catch_up()
     looked = history.check(stage.log)
     assert stage.log.replay()[TABLE] == stage.source_rows("rows_", ["a", "b"])
@@ -48,7 +48,7 @@ def test_every_prefix_shows_rows_as_the_source_had_them(stage: Stage, workers: i
 @pytest.mark.parametrize("seed", [4, 5])
 @pytest.mark.siege
 def test_every_prefix_does_so_where_capture_breaks_down_at_any_chunk(stage: Stage, seed: int) -> None:
-    """Whatever was in memory is gone each time, what was in flight may or may not be in the log."""
+    """Each time, everything in memory is lost; what was in flight may or may not be in the log."""
     chance = random.Random(seed)
     history = History(chance, keys=700)
     with stage.connect() as connection:

@@ -1,4 +1,4 @@
-"""Tables without a key are copied whole and exactly, of any size, however they are written to."""
+"""Tables without a key are copied whole and exactly, at any size, under any kind of writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from millstream.protocol.catching_up import CatchUp, Mode
 from millstream.wal.reader import StreamReader
 
 SLOWLY = 256 << 10
-"""Bytes a second; pieces have an eighth of it."""
+"""Rate of a copy in bytes a second; a piece has an eighth of it."""
 
 
 def streams(stage: Stage) -> bool:
@@ -44,7 +44,7 @@ def streams(stage: Stage) -> bool:
 
 
 def copies(stage: Stage) -> int:
-    """How often the table has entered whole."""
+    """Return how often the table has entered whole."""
     operations = [entry.operation.to_pylist()[0] for entry in stage.log.entries if isinstance(entry, SpilledOp)]
     return sum(operation["kind"] == OperationKind.COPY_CHUNK for operation in operations)
 
@@ -85,7 +85,10 @@ def test_every_prefix_does_so_while_columns_come_and_go(stage: Stage) -> None:
 @pytest.mark.parametrize("seed", [5, 6])
 @pytest.mark.siege
 def test_every_prefix_does_so_where_capture_breaks_down_at_any_moment(stage: Stage, seed: int) -> None:
-    """Whatever was read is gone each time, and what waited comes again; what was in flight may or may not be in the log."""
+    """Each time, everything read is lost, and what waited is sent again.
+
+    Operations in flight may or may not be in the log.
+    """
     chance = random.Random(seed)
     history = BagHistory(chance, rows=400, pause_s=0.005)
     with stage.connect() as connection:
@@ -110,7 +113,7 @@ def test_every_prefix_does_so_where_capture_breaks_down_at_any_moment(stage: Sta
 
 
 def holds(stage: Stage) -> bool:
-    """Whether a table is read that nothing may touch: its file is there, and the log doesn't grow."""
+    """Return whether a table is being read that no change may touch: its file is there, and the log doesn't grow."""
     entries = len(stage.log.entries)
     if not files(stage):
         return False
@@ -196,7 +199,7 @@ def test_a_pause_ends_the_reading_and_lets_the_stream_go_on(stage: Stage) -> Non
 
 def test_stops_in_the_midst_cost_nothing_and_are_quick(stage: Stage) -> None:
     filled(stage, 2000)
-    stage.config = replace(stage.config, copy_rate=lambda: 1 << 13)  # four minutes' worth
+    stage.config = replace(stage.config, copy_rate=lambda: 1 << 13)  # at this rate the copy takes four minutes
     with written_without_a_pause(stage, "bag"):
         for _ in range(3):
             running = stage.start()
@@ -301,7 +304,7 @@ def test_a_source_without_a_free_slot_is_waited_for_and_the_reason_is_told(
 
 
 def pause_at_begin(stage: Stage) -> None:
-    """Have the table known, and its copy paused."""
+    """Let capture learn of the table, with its copy paused."""
     stage.catch_up()
     stream = stage.catalog.resolve_stream("shop")
     copy_table(stage.catalog, stream, TABLE)
@@ -362,11 +365,11 @@ def test_a_backlog_that_grows_meanwhile_ends_no_reading(stage: Stage) -> None:
     assert not any(p.copies.get(TABLE, {}).get("rows") for p in told if p.mode is Mode.CATCHING_UP)
 
 
-# --- as a process of its own ------------------------------------------------------------------------------------------
+# --- in its own process -----------------------------------------------------------------------------------------------
 
 
 def bag_on_disk(stage: Stage) -> Counter[tuple[int, int, int]]:
-    """`a`, `version` and the body's length of the rows that the log on disk makes."""
+    """Return `a`, `version` and the body's length of the rows that the log on disk makes."""
     reader = StreamReader(str(stage.folder / "home" / "wal"))
     found: Counter[tuple[int, int, int]] = Counter()
     for some in reader.read_between(Seq(0), reader.persisted_upto()):
@@ -412,7 +415,7 @@ def test_more_rows_than_there_is_memory_for_enter_as_one_operation(stage: Stage)
     peaks = []
     (stage.folder / "home").mkdir()
     filled(stage, 100)
-    # Held as text alone, the latter would go beyond the bound.
+    # If held as text alone, the second set of rows would exceed the bound.
     for rows in (40_000, 450_000):
         stage.sql(f"INSERT INTO bag SELECT i % 1000, 0, repeat(i::text, 100) FROM generate_series(1, {rows}) i")
         stage.sql("VACUUM ANALYZE bag")
@@ -423,7 +426,8 @@ def test_more_rows_than_there_is_memory_for_enter_as_one_operation(stage: Stage)
             code, printed = run_process(stage)
         assert code == 0
         peaks.append(int(printed.split()[-1]) / 1024)
-    # Measured: 350 MiB, then 500, of 410 MB and of 1.3 GB: what malloc keeps for itself, in pieces, and never gives back.
+    # Measured: 350 MiB for 410 MB of rows, then 500 MiB for 1.3 GB. The difference is what malloc
+    # keeps in pieces and never gives back.
     assert peaks[1] - peaks[0] < 256, f"{peaks} MiB, of 25 and 300 MB of rows"
     run_here(stage)
     assert bag_on_disk(stage) == bag_there(stage)

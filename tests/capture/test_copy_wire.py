@@ -1,4 +1,4 @@
-"""COPY's text is the same whichever way it is taken, and the connection goes on afterwards."""
+"""Both ways of reading COPY give the same text, and leave the connection usable."""
 
 from __future__ import annotations
 

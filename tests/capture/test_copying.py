@@ -123,7 +123,7 @@ def test_a_copy_beside_a_live_workload_ends_equal_to_the_source(stage: Stage, wo
 def test_a_copy_that_was_stopped_goes_on_with_the_next_chunk(stage: Stage) -> None:
     stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 2000) i")
     stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)
-    stage.log.delay_s = 0.1  # ten seconds' worth, of which one is waited for
+    stage.log.delay_s = 0.1  # ten seconds' worth, of which the test waits for one
     running = stage.start()
     wait_until(lambda: copied_rows(stage, "docs") > 200, "some chunks are copied")
     running.stop()
@@ -138,7 +138,7 @@ def test_a_copy_that_was_stopped_goes_on_with_the_next_chunk(stage: Stage) -> No
 
 
 def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: Stage) -> None:
-    """A commit that waits for a synchronous standby is in the WAL, and in the log, before its rows are seen."""
+    """A commit that waits for a synchronous standby is in the WAL, and in the log, before snapshots see its rows."""
     stage.sql(DOCS, "INSERT INTO docs SELECT i, 'old', 0 FROM generate_series(1, 120) i")
     stage.config = replace(stage.config, tables=("public.orders",))
     stage.sql(ORDERS)
@@ -279,7 +279,7 @@ def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: 
     )
 
     def write(own: int, stop: threading.Event) -> None:
-        """Rows of its own: two that touch the same ones could wait for each other."""
+        """Write its own rows: two writers of the same rows could wait for each other."""
         with stage.connect() as connection:
             while not stop.is_set():
                 some = f"ctid IN (SELECT ctid FROM bag WHERE n = {own} LIMIT 3)"
@@ -346,7 +346,7 @@ def test_tables_made_while_another_is_copied_join_and_end_exact(stage: Stage) ->
 
 
 def test_more_keys_than_a_chunk_has_rows_are_read_again_by_name(stage: Stage) -> None:
-    """Rows that move incomplete into what was read already, all in one transaction."""
+    """Rows that move incomplete into the part that was read already, all in one transaction."""
     stage.sql(
         DOCS, "INSERT INTO docs SELECT i, repeat(i || ' ', 900), 0 FROM generate_series(1, 1500) i", "ANALYZE docs"
     )
@@ -365,7 +365,10 @@ def test_more_keys_than_a_chunk_has_rows_are_read_again_by_name(stage: Stage) ->
 def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transaction too large to remember its keys is logged behind a chunk that doesn't see it, while the one behind that is read."""
+    """A transaction too large to remember its keys is logged after a chunk that doesn't see it.
+
+    The next chunk is being read at that moment.
+    """
     stage.sql(
         DOCS,
         "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 400) i",
@@ -410,7 +413,7 @@ def test_a_catalog_that_fails_under_a_copy_ends_capture_and_sets_no_table_aside(
 
     with monkeypatch.context() as patch:
         patch.setattr(stage.catalog, "put_chunks", refuse)
-        patch.setattr("threading.excepthook", lambda _: None)  # the thread ends with it, and the test meets it below
+        patch.setattr("threading.excepthook", lambda _: None)  # the error ends the thread, and the test sees it below
         with pytest.raises(CatalogError, match="can't be written"):
             stage.catch_up()
     assert stage.state("public.docs") is TableState.COPYING

@@ -52,21 +52,21 @@ ALWAYS = frozenset(
         *("public.citext", "public.ltree", "public.vector"),
     }
 )
-"""Keys that applications have, and those of which PostgreSQL has a way of its own to read or to compare them."""
+"""Keys that applications use, and types that PostgreSQL reads or compares in a special way."""
 COLUMNS = 40
-"""A table's columns of its own, which keeps its rows within a page."""
+"""Number of a table's own columns, so that its rows fit within a page."""
 NOT_COLUMNS = {"cstring[]", "pg_attribute", "pg_statistic", "pg_statistic_ext_data", "pg_stats", "pg_stats_ext_exprs"}
 """Types that no column may have, as they contain a pseudo-type; arrays of the rows likewise."""
 
 NO_KEY = (psycopg.IntegrityError, psycopg.errors.ProgramLimitExceeded, psycopg.errors.UndefinedFunction)
-"""A null, one that is there already, one too long for an index, one of parts without an order."""
+"""Errors for a null, an existing key, one too long for an index, or one with parts that have no order."""
 
 Row = dict[str, str | None]
 
 
 @dataclass(frozen=True)
 class Told:
-    """A record, its values as text; those that PostgreSQL left out are missing."""
+    """A record with its values as text; the values that PostgreSQL left out are missing."""
 
     op: str
     row: Row
@@ -74,7 +74,7 @@ class Told:
 
 
 def told(log: MemoryLog) -> Iterator[tuple[str, Told]]:
-    """The records of the log by table, their values rendered by the oracle and not by what is tested."""
+    """Yield the log's records by table, their values rendered by the oracle and not by the code under test."""
     for entry in list(log.entries):
         pieces = [entry.tables] if isinstance(entry, WriteOps) else entry.chunks()
         for table in (table for tables in pieces for table in tables):
@@ -95,7 +95,7 @@ def told(log: MemoryLog) -> Iterator[tuple[str, Told]]:
 
 
 def at_source(connection: psycopg.Connection[Any], table: str) -> dict[str, Row]:
-    """A table's rows by their first column, as PostgreSQL prints them."""
+    """Return a table's rows by their first column, as PostgreSQL prints them."""
     result = connection.pgconn.exec_(f"SELECT * FROM public.{table}".encode())
     names = [(result.fname(n) or b"").decode() for n in range(result.nfields)]
     rows = [
@@ -106,7 +106,7 @@ def at_source(connection: psycopg.Connection[Any], table: str) -> dict[str, Row]
 
 
 def prepare(stage: Stage) -> None:
-    """Types of all kinds, in a database that sets whatever can be set otherwise."""
+    """Create types of all kinds, in a database with unusual settings wherever there is a setting."""
     with stage.connect() as connection:
         there = {name for (name,) in connection.execute("SELECT name FROM pg_available_extensions").fetchall()}
         for extension in sorted(there.intersection(EXTENSIONS)):
@@ -120,7 +120,7 @@ def prepare(stage: Stage) -> None:
 
 
 class Zoo:
-    """Tables that have a column of every type between them, and what the log should say of them."""
+    """Tables that together have a column of every type, and the records that the log should have of them."""
 
     def __init__(self, connection: psycopg.Connection[Any], rng: Random, rows: int) -> None:
         self._connection = connection
@@ -167,7 +167,7 @@ class Zoo:
         return [self._types.draw(expression, self._rng) for expression in columns.values()]
 
     def insert(self, first: int, op: str) -> None:
-        """Rows from an id on, which come to the log as `op`."""
+        """Insert rows from an id on, which reach the log as `op`."""
         for table, columns in self._tables.items():
             for id_ in range(first, first + self._rows):
                 values = sql.SQL(", ").join([sql.Literal(id_), *self._draw(columns)])
@@ -179,7 +179,7 @@ class Zoo:
                     self.expected[table].setdefault(key, []).append(Told(op, row, {}))
 
     def update(self) -> None:
-        """Other values in most columns of every row; the others are written as they were."""
+        """Change most columns of every row; the others are written with the same values."""
         for table, columns in self._tables.items():
             before = at_source(self._connection, table)
             for id_ in before:
@@ -199,7 +199,7 @@ class Zoo:
                 self.expected[table][id_].append(Told("u", row, before[id_] if table in self.full else {}))
 
     def delete(self) -> None:
-        """Every other row."""
+        """Delete every other row."""
         for table in self._tables:
             before = at_source(self._connection, table)
             self._connection.execute(f"DELETE FROM public.{table} WHERE id % 2 = 0")
@@ -210,7 +210,7 @@ class Zoo:
 
 
 def check(log: MemoryLog, expected: dict[str, dict[str, list[Told]]]) -> None:
-    """Each row's records are, one by one, what PostgreSQL printed at their moment."""
+    """Check that each row's records are, one by one, what PostgreSQL printed at their time."""
     found: dict[str, dict[str, list[Told]]] = {}
     for table, record in told(log):
         found.setdefault(table, {}).setdefault(str(record.row["id"]), []).append(record)
@@ -224,14 +224,15 @@ def check(log: MemoryLog, expected: dict[str, dict[str, list[Told]]]) -> None:
             for record, right in zip(told_of_row, wanted, strict=True):
                 place = f"{table} {id_} {right.op}"
                 for name, text in right.row.items():
-                    # A large value that an update left alone isn't sent; then the one of before is the one of now.
+                    # A large value that an update left alone isn't sent: the earlier value is still
+                    # the current one.
                     said = record.row[name] if name in record.row else record.before.get(name, text)
                     assert said == text, f"{place}: {name} is {said!r} and not {text!r}"
                 assert record.before == right.before, place
 
 
 def every_value(stage: Stage, seed: int, rows: int) -> int:
-    """Play a life of every type; how many columns there were."""
+    """Play a life of every type; return the number of columns."""
     prepare(stage)
     with stage.connect() as connection:
         connection.execute(PINNED)
@@ -252,7 +253,7 @@ def test_every_type_comes_as_postgresql_prints_it(stage: Stage) -> None:
 
 
 class Keyed:
-    """Tables keyed by a type each, those of `ALWAYS` and some of the others."""
+    """Tables with one key type each: those of `ALWAYS` and some others."""
 
     def __init__(self, connection: psycopg.Connection[Any], rng: Random, *, some: int) -> None:
         self._connection = connection
@@ -279,7 +280,7 @@ class Keyed:
                 psycopg.errors.UndefinedFunction,
                 psycopg.errors.InvalidTableDefinition,
             ):
-                continue  # it, or what it's made of, has no order (or, hstore, none by usual names), or no column may be one
+                continue  # it or a part has no order (or, hstore, none by usual names), or no column may have it
             self.tables[table] = name, columns[name]
 
     def _write(self, statement: str, table: str, *more: sql.Composable) -> None:
@@ -287,7 +288,8 @@ class Keyed:
         name, expression = self.tables[table]
         key = self._types.draw(expression, self._rng)
         try:
-            # A moment that was rounded up beyond the last one is printed, and never read again; nor is an operator without its arguments.
+            # A time that was rounded up beyond the last one is printed, but can't be read again. Nor
+            # can an operator without its arguments.
             self._connection.execute(sql.SQL("SELECT format('%s', {})::{}").format(key, sql.SQL(name)))
         except psycopg.Error:
             return
@@ -297,14 +299,14 @@ class Keyed:
             return
 
     def insert(self, rows: int) -> None:
-        """Rows, and a column whose text depends on the search path."""
+        """Insert rows, with a column whose text depends on the search path."""
         for table in self.tables:
             for number in range(rows):
                 insert = "INSERT INTO public.{} VALUES ({}, {}, 'public.kept') ON CONFLICT DO NOTHING"
                 self._write(insert, table, sql.Literal(number))
 
     def change(self) -> None:
-        """Updates of rows and of their keys, deletes."""
+        """Update rows and their keys, and delete some."""
         for table in self.tables:
             self._connection.execute(f"UPDATE public.{table} SET v = v + 1 WHERE v % 3 = 0")
             self._connection.execute(f"DELETE FROM public.{table} WHERE v % 3 = 2")
@@ -313,7 +315,7 @@ class Keyed:
 
 
 def every_key(stage: Stage, seed: int, rows: int, some: int = 1000) -> int:
-    """Tables keyed by each type that can be a key, copied in chunks by it, changed by it; how many there were."""
+    """Copy tables keyed by each possible type in chunks, and change them; return how many tables there were."""
     prepare(stage)
     stage.config = replace(stage.config, chunk_rows=3, copy_workers=2)
     with stage.connect() as connection:
@@ -344,7 +346,7 @@ def test_every_type_that_can_be_a_key_is_one(stage: Stage) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("version", VERSIONS)
 def test_new_values_of_every_type(tmp_path: Path, version: int) -> None:
-    """For as many rounds as are asked for; MILLSTREAM_SOAK_SEED repeats one."""
+    """Runs as many rounds as are asked for; MILLSTREAM_SOAK_SEED repeats one."""
     wanted = os.environ.get("MILLSTREAM_SOAK_SEED")
     with EmbeddedPostgres(version, fsync=False) as server:
         for number in range(1 if wanted else int(os.environ.get("MILLSTREAM_SOAK_ROUNDS", "100"))):

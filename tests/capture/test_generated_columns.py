@@ -1,4 +1,4 @@
-"""Stored generated columns of PostgreSQL 18: copied, streamed and followed like others, wherever the publication sends them."""
+"""Stored generated columns of PostgreSQL 18: copied, streamed and followed like others, if the publication sends them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def setting(stage: Stage, suffix: str = "") -> str:
 
 
 def as_source(stage: Stage, name: str = "t", without: str = "") -> bool:
-    """Whether a table's rows in the log are the source's."""
+    """Return whether a table's rows in the log are the source's."""
 
     def told(rows: dict[Any, dict[str, str | None]]) -> list[list[tuple[str, str]]]:
         return sorted(sorted((c, str(v)) for c, v in row.items() if c != without) for row in rows.values())
@@ -72,7 +72,7 @@ def copied_again(stage: Stage, times: int = 1, name: str = "public.t") -> bool:
 
 @pytest.fixture
 def stranger(stage: Stage) -> Iterator[None]:
-    """`stage` under a role that owns nothing and may read everything."""
+    """Yield while `stage` runs under a role that owns nothing and may read everything."""
     role = f"stranger_{stage.config.slot}"
     stage.sql(f"CREATE ROLE {role} LOGIN REPLICATION; GRANT pg_read_all_data TO {role}")
     stage.config = replace(stage.config, dsn=stage.dsn.replace("postgres@", f"{role}@"))
@@ -180,7 +180,7 @@ def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_
     assert as_source(stage, without="g")
     stage.sql("UPDATE t SET note = 'seen without' WHERE id = 11", "INSERT INTO whole VALUES (3, 3)")
     capture = stage.start() if running else None
-    # By this they look like those that Millstream makes.
+    # By this name they look like those that Millstream makes.
     stage.sql(
         f"ALTER PUBLICATION {stage.config.publication} SET (publish_via_partition_root = true)",
         f"ALTER PUBLICATION {stage.config.publication}_inserts SET (publish_via_partition_root = true)",
@@ -282,7 +282,10 @@ def test_an_identity_with_it_that_a_publication_does_not_send_is_none(stage: Sta
 
 
 def test_publications_that_differ_about_a_table_never_end_the_stream(stage: Stage) -> None:
-    """A table without an identity, in a publication of all tables: PostgreSQL ends a stream in which two say different things of it."""
+    """A table without an identity is in a publication of all tables.
+
+    PostgreSQL ends a stream in which two publications differ about a table.
+    """
     stage.sql(
         f"CREATE TABLE seen (id int, n int, {G}); CREATE TABLE other (id int PRIMARY KEY); INSERT INTO other VALUES (1)",
         "CREATE TABLE plain (id int)",

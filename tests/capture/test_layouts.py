@@ -1,4 +1,4 @@
-"""Columns that change rows without a word in the stream: the table is copied again, and says why."""
+"""Changes of columns that change rows without a message in the stream: the table is copied again, with the reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def key_of(stage: Stage) -> str:
 
 
 def marks(stage: Stage) -> int:
-    """Copies that began with a record that voids what was there."""
+    """Return the number of copies that began with a record that voids the earlier rows."""
     chunk = OperationKind.COPY_CHUNK
     return sum(chr(row["__op"]) == "t" and op["kind"] == chunk for _, op, row in stage.log.records())
 
@@ -176,7 +176,7 @@ KEYS = {
 
 
 def assert_one_key_since_the_last_copy(stage: Stage) -> None:
-    """Records of an older key behind the copy's first record would be folded by the new one."""
+    """Check that no record after the copy's first one has an older key, which a fold would read as the new one."""
     keys: list[tuple[str, ...]] = []
     for table, _, row in stage.log.records():
         keys = [] if chr(row["__op"]) == "t" else keys
@@ -301,7 +301,7 @@ def test_a_primary_key_under_full_that_went_between_two_looks(stage: Stage) -> N
 
 
 def as_it_was_kept_before(stage: Stage) -> None:
-    """The layouts of a home that an older Millstream made."""
+    """Store the layouts as a home of an older Millstream has them."""
     scope = f"capture/{stage.catalog.stream('shop').id}/layout"
     for name, known in stage.catalog.facts(scope).items():
         stage.catalog.put_fact(scope, name, {key: known[key] for key in ("relfilenode", "columns", "gone")})
@@ -327,7 +327,7 @@ def test_what_an_older_version_kept_is_learnt_from(stage: Stage) -> None:
 
 
 def test_a_copy_that_follows_another_begins_behind_what_was_there_before_it(stage: Stage) -> None:
-    """A column's old name in a backlog: the record that voids it must come behind it."""
+    """A column's old name is in a backlog: the record that voids it must come after it."""
     stage.sql(*ORDERS)
     stage.catch_up()
     stage.sql(
@@ -342,7 +342,7 @@ def test_a_copy_that_follows_another_begins_behind_what_was_there_before_it(stag
 
 
 def test_a_generated_column_that_comes_and_becomes_one_like_others(stage: Stage) -> None:
-    """Its values are in the log from 18 on, and come with a copy before, once it is one like others."""
+    """The log has its values from version 18 on; before that, a copy brings them once it is an ordinary column."""
     with stage.connect() as connection:
         sent = connection.info.server_version >= 180000
     stage.sql(
@@ -397,7 +397,10 @@ def test_a_table_that_an_older_version_keyed_by_a_deferrable_key_is_copied_again
 
 
 def test_a_deferrable_key_alone_does_not_break_the_application(stage: Stage) -> None:
-    """PostgreSQL takes no deferrable key as identity: in a publication of updates the application's own would fail."""
+    """PostgreSQL accepts no deferrable key as identity.
+
+    In a publication of updates the application's own updates would fail.
+    """
     stage.sql(DEFERRABLE[0], DEFERRABLE[2])
     stage.catch_up()
     stage.sql(*SWAPS)
@@ -505,7 +508,10 @@ def test_a_table_that_gets_a_key_later_is_rid_of_what_was_deleted_before(stage: 
 
 
 def test_a_generated_column_in_the_identity_does_not_break_the_application(stage: Stage) -> None:
-    """From 18 on PostgreSQL refuses updates of a table whose identity has a column that isn't published, virtual ones always."""
+    """From 18 on PostgreSQL refuses updates of a table whose identity has an unpublished column.
+
+    Virtual columns are never published.
+    """
     with stage.connect() as connection:
         refused = connection.info.server_version >= 180000
     kind = "VIRTUAL" if refused else "STORED"

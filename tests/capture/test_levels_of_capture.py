@@ -1,4 +1,7 @@
-"""A source isn't told of what other machines have to hold and don't: not while it is captured, nor by whoever captures next."""
+"""Capture doesn't confirm to a source what other machines have to hold and don't.
+
+It doesn't do so while it captures, nor does the next process that captures.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ FAR = 1 << 40
 
 
 class Life:
-    """Writers of a stage's log, one after the other, and what a follower says."""
+    """Writers of a stage's log, one after the other, and a follower's acknowledgements."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         self.stage = stage
@@ -71,7 +74,7 @@ class Life:
 
 
 def inserted(stage: Stage, number: int) -> int:
-    """A row of its own transaction; where that ends in the source's log, at the latest."""
+    """Insert a row in its own transaction; return an upper bound of its end in the source's WAL."""
     with stage.connect() as connection:
         connection.execute("INSERT INTO orders VALUES (%s)", [number])
         row = connection.execute("SELECT pg_current_wal_insert_lsn() - '0/0'").fetchone()

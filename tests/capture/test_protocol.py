@@ -18,7 +18,7 @@ from millstream.model.operations import SpilledOp
 
 
 def streams_everything(stage: Stage) -> None:
-    """Transactions come in pieces from their first 64 KiB on, mixed with others'."""
+    """Make transactions arrive in pieces from their first 64 KiB on, mixed with others'."""
     stage.sql(f"ALTER DATABASE {stage.config.slot} SET logical_decoding_work_mem = '64kB'")
 
 
@@ -29,7 +29,10 @@ def once_each(stage: Stage) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_transactions_in_pieces_with_savepoints_given_back_at_any_depth(stage: Stage, seed: int) -> None:
-    """Five sessions at once, each with nested savepoints that are kept or given back; some end prepared, some not at all."""
+    """Five sessions run at once, each with nested savepoints that are kept or rolled back.
+
+    Some end prepared, some don't end at all.
+    """
     rng = random.Random(seed)
     stage.sql("CREATE TABLE wide (id int PRIMARY KEY, session int, text text)")
     streams_everything(stage)
@@ -38,7 +41,7 @@ def test_transactions_in_pieces_with_savepoints_given_back_at_any_depth(stage: S
     with ExitStack() as opened:
         sessions = [opened.enter_context(stage.connect()) for _ in range(5)]
         depths = [0] * len(sessions)
-        tags = list(range(len(sessions)))  # of a transaction: no other one touches its rows, which it may hold for long
+        tags = list(range(len(sessions)))  # one per transaction, which may hold its rows for long
         for session in sessions:
             session.execute("BEGIN")
         prepared: list[str] = []
@@ -77,7 +80,7 @@ def test_transactions_in_pieces_with_savepoints_given_back_at_any_depth(stage: S
         for session in sessions:
             session.execute("COMMIT")
     running.stop()
-    # Prepared before a restart, and ended behind it.
+    # Prepared before a restart, and ended after it.
     running = stage.start()
     wait_until(stage.slot_active, "it streams again")
     for number, name in enumerate(prepared):
@@ -153,8 +156,8 @@ def test_column_lists_and_row_filters_of_a_publication_are_what_is_captured(stag
         "INSERT INTO orders VALUES (-5, 'out', 1, now()), (50, 'in', 1, now())",
         "UPDATE orders SET item = 'changed', price = 7 WHERE id IN (1, 20, 50)",
         "UPDATE orders SET price = 8",
-        "UPDATE orders SET id = 100 WHERE id = 3",  # comes in
-        "UPDATE orders SET id = -30 WHERE id = 30",  # goes out
+        "UPDATE orders SET id = 100 WHERE id = 3",  # enters the filter
+        "UPDATE orders SET id = -30 WHERE id = 30",  # leaves the filter
         "DELETE FROM orders WHERE id IN (2, 21)",
     )
     stage.catch_up()
@@ -164,7 +167,7 @@ def test_column_lists_and_row_filters_of_a_publication_are_what_is_captured(stag
         if int(key[0]) > 10
     }
     assert stage.log.replay()["public.orders"] == rows
-    # Altered while it runs: another filter, and all columns.
+    # Altered while capture runs: another filter, and all columns.
     running = stage.start()
     wait_until(stage.slot_active, "it streams")
     stage.sql(
@@ -212,7 +215,7 @@ def test_a_replica_identity_that_changes_in_mid_stream(stage: Stage, seed: int) 
             try:
                 stage.sql(statement)
             except psycopg.errors.ObjectNotInPrerequisiteState:
-                # Published with no identity for an instant: the server itself refuses it.
+                # Published without an identity for a moment: the server itself refuses it.
                 assert identity == "NOTHING"
     stage.sql("ALTER TABLE moods REPLICA IDENTITY DEFAULT", "UPDATE moods SET code = code + 100000")
     running.stop()
@@ -247,7 +250,7 @@ def test_rows_that_move_between_partitions_are_rows_of_their_root(stage: Stage) 
 
 
 def test_what_another_system_wrote_here_is_captured_too(stage: Stage) -> None:
-    """Rows that a subscription applied bear an origin; a transaction of theirs begins with one more message."""
+    """Rows that a subscription applied have an origin; their transactions begin with one more message."""
     stage.sql(ORDERS)
     stage.catch_up()
     origin = f"{stage.config.slot}_origin"

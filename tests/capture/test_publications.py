@@ -23,7 +23,7 @@ TABLES = (
 
 @pytest.fixture
 def stranger(stage: Stage) -> Iterator[None]:
-    """`stage` under a role that owns nothing and may read everything."""
+    """Yield while `stage` runs under a role that owns nothing and may read everything."""
     role = f"stranger_{stage.config.slot}"
     stage.sql(*TABLES, f"CREATE ROLE {role} LOGIN REPLICATION; GRANT pg_read_all_data TO {role}")
     stage.config = replace(stage.config, dsn=stage.dsn.replace("postgres@", f"{role}@"))
@@ -130,7 +130,7 @@ def test_while_the_publication_is_missing_its_tables_are_set_aside_and_not_copie
     stage.sql(f"DROP PUBLICATION {publication}", "UPDATE orders SET item = 'unseen'")
     with stage.connect() as connection:
         goes_on = connection.info.server_version >= 180000
-    if goes_on:  # before, the server itself ends the stream
+    if goes_on:  # otherwise the server itself ends the stream
         wait_until(lambda: stage.state("public.orders") is TableState.SET_ASIDE, "it is set aside")
     time.sleep(4 * stage.config.look_s)
     assert copied(stage) == before
@@ -185,7 +185,7 @@ def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, al
 
 
 def streams(stage: Stage, publication: str) -> bool:
-    """Whether a stream of the slot was begun with the publication."""
+    """Return whether a stream of the slot was begun with the publication."""
     with stage.connect() as connection:
         row = connection.execute(
             "SELECT count(*) FROM pg_stat_activity a JOIN pg_replication_slots s ON s.active_pid = a.pid"

@@ -1,4 +1,4 @@
-"""The reader of a connection, over one that a test plays."""
+"""The reader of a connection, over a simulated one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def block(messages: list[bytes], *, anew: bool = False) -> Block:
 
 
 class PlayedWire:
-    """Gives blocks, one a read; over and over where it is endless."""
+    """A wire that gives blocks, one a read; over and over if it is endless."""
 
     def __init__(self, blocks: list[Block], *, endless: bool = False) -> None:
         self._blocks = blocks
@@ -85,7 +85,7 @@ def test_it_stops_however_much_there_is_to_read(tmp_path: Path):
 
 
 def test_what_is_sent_anew_takes_the_place_of_what_was_open(tmp_path: Path):
-    """Transaction 7 comes again and commits, 8 is never heard of again."""
+    """Transaction 7 is sent again and commits; 8 is never sent again."""
     folder = tmp_path / "spill"
     wire = PlayedWire(
         [
@@ -127,7 +127,7 @@ def test_who_wakes_a_reader_that_has_ended_writes_into_no_other_file(tmp_path: P
     wire = PlayedWire([])
     receiver = reader(wire, tmp_path / "spill")
     receiver.stop()
-    # A thread that ends frees the lowest numbers: new files take them.
+    # A thread that ends frees the lowest descriptors: new files take them.
     others = [os.open(tmp_path / f"file-{number}", os.O_CREAT | os.O_WRONLY) for number in range(16)]
     receiver.confirm(Lsn(100), now=True)
     receiver.ask_position()

@@ -24,7 +24,7 @@ def left(stage: Stage) -> list[str]:
 
 
 def out_of_sight(stage: Stage, *statements: str, table: str = "orders") -> None:
-    """Changes that no publication sends."""
+    """Make changes that no publication sends."""
     drop, add = (f"ALTER PUBLICATION {stage.config.publication} {verb} TABLE {table}" for verb in ("DROP", "ADD"))
     with stage.connect() as connection, connection.transaction():
         for statement in (drop, *statements, add):

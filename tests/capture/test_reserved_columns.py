@@ -1,4 +1,4 @@
-"""A column named like one of Millstream's own is captured by that name with a `_` behind it; nothing is set aside."""
+"""A column with one of Millstream's own names is captured under that name with a `_` after it; nothing is set aside."""
 
 from __future__ import annotations
 

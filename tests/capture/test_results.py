@@ -30,7 +30,7 @@ def by_result(waiting: Connection) -> bytes | None:
 
 
 def by_rows(waiting: Connection) -> bytes:
-    """As of a connection that is encrypted."""
+    """Read through libpq, as an encrypted connection does."""
     waiting.pgconn.send_query(b"COPY (SELECT pg_advisory_lock(7)::text, 'had') TO STDOUT")
     rows = copy_wire._ByLibpq(waiting.pgconn).next(1 << 20)
     assert rows.whole
@@ -43,7 +43,7 @@ def test_a_thread_of_ours_that_the_answer_waits_for_goes_on(
     stage: Stage, wait: Callable[[Connection], bytes | None]
 ) -> None:
     waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
-    # Where it kept the interpreter the statement would be canceled at last, and the test fail.
+    # If the wait kept the interpreter, the statement would be canceled in the end, and the test fail.
     with stage.connect() as holding, stage.connect() as waiting:
         waiting.execute("SET statement_timeout = '30s'")
         holding.execute("SELECT pg_advisory_lock(7)")

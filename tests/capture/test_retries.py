@@ -1,4 +1,4 @@
-"""`tables retry` while the cause is still there: the table is set aside again, by name, and nothing else notices."""
+"""`tables retry` while the cause remains: the table is set aside again, by name, and other tables don't notice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def retry(stage: Stage) -> None:
 
 @pytest.fixture
 def role(stage: Stage) -> Iterator[str]:
-    """A role that may replicate, and read the one of two tables."""
+    """Yield a role that may replicate, and may read one of the two tables."""
     name = f"reader_{stage.config.slot}"
     stage.sql(ORDERS, f"CREATE ROLE {name} LOGIN REPLICATION", f"GRANT SELECT ON orders TO {name}")
     yield name
@@ -37,7 +37,7 @@ def role(stage: Stage) -> Iterator[str]:
 
 
 def unreadable(stage: Stage, role: str, *extra: str) -> None:
-    """A table that the role may not read, in a publication that was made for it."""
+    """Create a table that the role may not read, publish it, and let the stage connect as the role."""
     stage.sql(
         "CREATE TABLE bad (id int PRIMARY KEY); INSERT INTO bad VALUES (1)",
         *extra,
@@ -47,7 +47,10 @@ def unreadable(stage: Stage, role: str, *extra: str) -> None:
 
 
 def fails_again(stage: Stage, change: Callable[[int], str], reason: str) -> None:
-    """Retried while idle, with changes behind it, and while a capture runs: it is set aside, `orders` goes on, and so after a restart."""
+    """Retry while idle, with changes after it, and while a capture runs.
+
+    Each time the table is set aside, `orders` goes on, and both stay so after a restart.
+    """
     before = stage.catch_up().set_aside
     assert list(before) == ["public.bad"]
     assert reason in before["public.bad"]
@@ -73,7 +76,7 @@ def fails_again(stage: Stage, change: Callable[[int], str], reason: str) -> None
 
 
 def test_a_copy_that_can_not_be_begun(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record with which a copy begins is made where changes are submitted, not by the copy's own workers."""
+    """The thread that submits changes makes the record with which a copy begins; the copy's own workers don't."""
     begin = CopySchemas.voiding
 
     def voiding(self: CopySchemas, table: SourceTable, *more: Any) -> WriteOps:

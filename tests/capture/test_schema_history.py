@@ -1,4 +1,7 @@
-"""A backlog is read with the definitions that were in force when it was written, however many came since; what can't be followed waits."""
+"""A backlog is read with the definitions in force when it was written, however many came since.
+
+A change that can't be followed waits.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ TYPES = (
 )
 DECLARED = ("int", "bigint", "text", "numeric(8,2)", "timestamptz", "mood", "amount", "spot", "mood[]", "int[]", "date")
 Record = tuple[str, str, dict[str, str | None], dict[str, tuple[int, int]]]
-"""A table's name, the operation, the row as text, its columns' types."""
+"""A table's name, the operation, the row as text, and its columns' types."""
 
 
 class Source:
-    """An application that changes its tables' definitions all the time, and remembers what each row was as it was written."""
+    """An application that changes its tables' definitions all the time, and records each row as it was written."""
 
     def __init__(self, connection: psycopg.Connection[Any], rng: Random) -> None:
         self._run = connection.execute
@@ -47,7 +50,7 @@ class Source:
         self.make("others")
 
     def play(self, rounds: int) -> None:
-        """Every kind of step so many times, in an order of chance, with rows written between them."""
+        """Run every kind of step so many times, in random order, with rows written between them."""
         kinds = [self.add, self.drop, self.drop_and_add, self.rename, self.swap, self.retype, self.rename_and_make]
         kinds += [
             self.rename_table,
@@ -66,7 +69,7 @@ class Source:
             self.write()
 
     def write(self) -> None:
-        """An insert, an update, a delete, somewhere."""
+        """Insert, update or delete a row of some table."""
         table = self._rng.choice(self.tables)
         for _ in range(self._rng.randint(1, 3)):
             self._insert(table)
@@ -94,7 +97,7 @@ class Source:
             self._run(f"ALTER TABLE {table} DROP {names[0]}")
 
     def drop_and_add(self) -> None:
-        """Under the name that it had, in one transaction, with rows on both sides."""
+        """Drop a column and add one under its name, in one transaction, with rows before and after."""
         table, names = self._some(1)
         if names:
             with self._connection.transaction():
@@ -131,7 +134,7 @@ class Source:
         self.tables[self.tables.index(table)] = new
 
     def rename_and_make(self) -> None:
-        """Another table takes the name over, in one transaction."""
+        """Rename a table and create another one under its name, in one transaction."""
         table, new = self._any(), self._name()
         with self._connection.transaction():
             self._insert(table)
@@ -142,7 +145,7 @@ class Source:
             self._insert(new)
 
     def drop_table(self) -> None:
-        """And made again under its name."""
+        """Drop a table and create it again under its name."""
         table = self._any()
         self._run(f"DROP TABLE {table}")
         self.tables.remove(table)
@@ -233,7 +236,7 @@ class Source:
 
 
 def logged(log: MemoryLog) -> Iterator[Record]:
-    """The changes that came by the stream."""
+    """Yield the changes that arrived by the stream."""
     for table, operation, row in log.records():
         op = chr(row["__op"])
         if table.schema.kind is TableKind.TABLE and operation["kind"] != OperationKind.COPY_CHUNK and op in "cud":
@@ -245,7 +248,7 @@ def logged(log: MemoryLog) -> Iterator[Record]:
 def backlog(stage: Stage, seed: int, rounds: int) -> None:
     stage.sql(
         "CREATE TABLE first (id int PRIMARY KEY)",
-        f"CREATE PUBLICATION {stage.config.publication} FOR ALL TABLES",  # so that tables send rows as soon as they're made
+        f"CREATE PUBLICATION {stage.config.publication} FOR ALL TABLES",  # so that new tables send rows at once
     )
     stage.catch_up()
     with stage.connect(options="-c TimeZone=UTC") as connection:
@@ -268,7 +271,7 @@ def test_every_record_of_a_backlog_has_the_definition_of_its_moment(stage: Stage
 @pytest.mark.soak
 @pytest.mark.parametrize("version", VERSIONS)
 def test_backlogs_of_new_seeds(tmp_path: Path, version: int) -> None:
-    """For as many rounds as are asked for; MILLSTREAM_SOAK_SEED repeats one."""
+    """Runs as many rounds as are asked for; MILLSTREAM_SOAK_SEED repeats one."""
     wanted = os.environ.get("MILLSTREAM_SOAK_SEED")
     with EmbeddedPostgres(version, fsync=False) as server:
         for number in range(1 if wanted else int(os.environ.get("MILLSTREAM_SOAK_ROUNDS", "200"))):
@@ -280,7 +283,7 @@ def test_backlogs_of_new_seeds(tmp_path: Path, version: int) -> None:
 
 @contextmanager
 def staged(server: EmbeddedPostgres, folder: Path, name: str) -> Iterator[Stage]:
-    """A stage on a database of its own."""
+    """Yield a stage on its own database."""
     (folder / name).mkdir()
     dsn = server.create_database(name)
     with closing(Catalog(folder / name / "catalog.db")) as catalog:
@@ -316,7 +319,7 @@ def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(ascii_st
     assert [type(change) for _, change in changes] == [Update, Insert, Update, Delete, Update], "nothing of it is lost"
     told = [[c.name for c in relation.columns] for relation, _ in changes]
     assert told == [["id", "v"], *[["id", "v", "more"]] * 4], "each under the definition of its moment"
-    # It comes back when it's asked for, with what was written until then and since.
+    # It returns when it is asked for, with the rows written until then and since.
     stage.sql(
         "ALTER TABLE t RENAME more TO number",
         "UPDATE t SET v = 'text' WHERE id = 6",

@@ -31,7 +31,7 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 
 def fill_wal(server: EmbeddedPostgres) -> None:
-    """More WAL than the server keeps for a slot, and a checkpoint, which drops it."""
+    """Write more WAL than the server keeps for a slot, and run a checkpoint, which drops it."""
     with server.connect() as connection:
         for _ in range(4):
             connection.execute("SELECT pg_logical_emit_message(false, 'filler', repeat('x', 1000000))")
@@ -149,7 +149,7 @@ def test_a_doctor_says_ahead_of_time_what_a_failover_would_cost(servers: Servers
 
 
 def test_a_slot_waits_for_the_standbys_that_the_server_names(servers: Servers) -> None:
-    """`synchronized_standby_slots`: what the log has, the standby that may be promoted has."""
+    """`synchronized_standby_slots`: the standby that may be promoted has everything in the log."""
     stage, standby = servers.stage, servers.standby()
     on_primary(servers, "ALTER SYSTEM SET synchronized_standby_slots = 'standby'", "SELECT pg_reload_conf()")
     running = stage.start()

@@ -1,4 +1,7 @@
-"""A standby is a source like another: streamed from, copied from, followed when it is promoted; where it can't be, an error says so."""
+"""A standby is a source like another: streamed from, copied from, and followed when it is promoted.
+
+If it can't be one, an error reports it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ PUBLISH = "CREATE PUBLICATION millstream_shop FOR TABLE orders"
 
 @contextmanager
 def telling(primary: EmbeddedPostgres) -> Iterator[None]:
-    """A primary that tells its standbys who runs more often than every quarter of a minute."""
+    """Let a primary send its running transactions to its standbys more often than every 15 seconds."""
 
     def tell(done: threading.Event) -> None:
         with primary.connect() as connection:
@@ -45,7 +48,7 @@ def on_primary(servers: Servers, *statements: str) -> None:
 
 
 def caught_up(servers: Servers, standby: EmbeddedPostgres) -> None:
-    """The log has what the primary has committed by now."""
+    """Wait until the log has what the primary has committed by now."""
     wait_for_replay(servers.primary, standby)
     wait_until(servers.same, "the log has what the standby has")
 
@@ -66,7 +69,8 @@ def test_a_standby_is_copied_and_streamed_while_its_primary_is_written(version: 
         wait_for_replay(servers.primary, standby)
         servers.point_at(standby)
         stage.config = replace(stage.config, chunk_rows=50)
-        # Its commit comes after the first chunks are read: they mustn't have its rows, and the stream must.
+        # Its commit comes after the first chunks are read: they mustn't have its rows, and the stream
+        # must.
         with servers.primary.connect(autocommit=False) as open_one, telling(servers.primary):
             running = stage.start()
             wait_until(lambda: running.ended or stage.slot_confirmed(), "the slot is made")
@@ -133,7 +137,7 @@ def test_a_standby_that_lags_behind_the_log_is_waited_for(tmp_path: Path) -> Non
             stage.catch_up()
         with standby.connect() as connection:
             connection.execute("SELECT pg_wal_replay_pause()")
-            wait_until(lambda: is_paused(connection), "the replay pauses")  # until then what comes is replayed still
+            wait_until(lambda: is_paused(connection), "the replay pauses")  # until then, arriving WAL is still replayed
             stream = stage.catalog.stream("shop").id
             current = stage.catalog.current_source(stream)
             assert current is not None
@@ -213,7 +217,10 @@ def making(server: EmbeddedPostgres) -> bool:
 
 
 def test_a_copy_asked_for_right_behind_another_sees_what_came_between(tmp_path: Path) -> None:
-    """A snapshot serves many chunks, but none of a copy that began after it: what was logged before isn't remembered."""
+    """A snapshot serves many chunks, but none of a copy that began after it.
+
+    Changes logged before the copy aren't remembered.
+    """
     with make_servers(18, tmp_path) as servers:
         stage, standby = servers.stage, servers.standby()
         on_primary(servers, PUBLISH, "INSERT INTO orders SELECT n, 'many' FROM generate_series(1000, 1100) n")

@@ -26,7 +26,7 @@ ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text, price numeric(10,2
 
 
 def stream_positions(stage: Stage) -> list[tuple[int, int]]:
-    """(commit LSN, index) of every record that isn't a copied one, in the log's order."""
+    """Return (commit LSN, index) of every record that isn't a copied one, in the log's order."""
     return [
         (operation["commit_lsn"], row["__index"])
         for _, operation, row in stage.log.records()
@@ -233,7 +233,7 @@ def test_a_full_disk_is_waited_for(stage: Stage) -> None:
 
 
 def test_what_waited_behind_an_append_that_failed_does_not_enter_without_it(stage: Stage) -> None:
-    """Space comes back between two groups: the second alone would have the log say that it has the first."""
+    """Space returns between two groups: if the second alone entered, the log would claim to have the first."""
     stage.sql(ORDERS)
     stage.catch_up()
     running = stage.start()
@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_for_a_large_transaction_is_waited_for(stage: Stage,
         row = connection.execute("SELECT pg_current_xact_id()::text").fetchone()
         assert row is not None
         spilled = stage.folder / "spill" / f"{row[0]}-1.{file}"
-        spilled.symlink_to("/dev/full")  # which the next session sweeps away
+        spilled.symlink_to("/dev/full")  # the next session removes it
         connection.execute("INSERT INTO orders SELECT i, repeat('x', 100), 1, now() FROM generate_series(1, 20000) i")
         wait_until(lambda: [line for line in said if line.get("code") == "disk_full"], "it tells of the disk")
         assert str(spilled.with_suffix(".messages")) in next(line["error"] for line in said if "code" in line)
@@ -318,8 +318,8 @@ def test_prepared_transactions_arrive_at_their_commit_and_hold_nothing_up(stage:
 def test_a_transaction_whose_commit_comes_right_behind_a_message_is_not_left_out(
     stage: Stage, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server skips what commits in front of the position that it is asked to go on from."""
-    # A heartbeat would come between the two, as it does each time where the machine is slow.
+    """The server skips transactions that commit before the position that it is asked to start from."""
+    # By default a heartbeat would come between the two, as it always does on a slow machine.
     stage.config = replace(stage.config, heartbeat_s=3600.0)
     monkeypatch.setattr(Watcher, "beat_soon", lambda _watcher: None)
     stage.sql(ORDERS)
@@ -369,7 +369,7 @@ def test_schema_changes_are_followed_by_the_stream_itself(stage: Stage) -> None:
 
 
 def test_a_capture_that_ends_before_its_slot_is_there_speaks_of_none(stage: Stage) -> None:
-    """It told of a slot for which the source keeps WAL, and how to drop it, where there was none."""
+    """The error named a slot for which the source keeps WAL, and how to drop it, though there was none."""
     stage.sql(ORDERS)
     stop, outcomes = threading.Event(), list[CaptureOutcome]()
 
@@ -377,7 +377,7 @@ def test_a_capture_that_ends_before_its_slot_is_there_speaks_of_none(stage: Stag
         outcomes.append(run_capture(stage.config, stage.catalog, stage.log, stop=stop))
 
     with stage.connect() as others, others.transaction():
-        others.execute("INSERT INTO orders (id) VALUES (1000)")  # the slot waits for it
+        others.execute("INSERT INTO orders (id) VALUES (1000)")  # the creation of the slot waits for it
         running = Beside(capture)
         wait_until(lambda: slot_is_asked_for(stage), "it waits for its slot")
         stop.set()
@@ -421,7 +421,7 @@ def test_a_damaged_message_ends_capture_with_its_place_and_moves_no_slot(
         run = block.messages
         buffer, ends = run.buffer.copy(), run.ends.copy()
         if damage == "kind":
-            buffer[run.starts[at[0]] + 5] = ord("?")  # where the new row begins
+            buffer[run.starts[at[0]] + 5] = ord("?")  # the start of the new row
         else:
             ends[at[0]] -= 1
         return Block(MessageRun(buffer, run.starts, ends), block.kinds)

@@ -26,7 +26,7 @@ ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text)"
 
 
 class Servers:
-    """A primary, servers made from it, and a stage that captures from whichever it is pointed at."""
+    """A primary, servers made from it, and a stage that captures from the current one."""
 
     def __init__(self, primary: EmbeddedPostgres, stage: Stage) -> None:
         self.primary = primary
@@ -86,13 +86,17 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 
 def copy_slot(servers: Servers, standby: EmbeddedPostgres) -> None:
-    """Have a standby take over the slot: its copy lasts once the slot has moved on from where the standby began to keep WAL."""
+    """Copy the slot to a standby.
+
+    The copy lasts once the slot has moved beyond the position from which the standby keeps WAL.
+    """
     stage = servers.stage
     running = None if any(not one.ended for one in stage.running) else stage.start()
     with servers.primary.connect() as old, standby.connect() as new:
 
         def copied() -> bool:
-            # No transaction: the copy needs as old rows of the catalogs as the slot does, no older.
+            # Not in a transaction: the copy needs rows of the catalogs as old as the slot does, and
+            # no older.
             old.execute(f"SELECT pg_log_standby_snapshot(), pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')")
             new.execute("SELECT pg_sync_replication_slots()")
             found = new.execute(

@@ -1,4 +1,7 @@
-"""Connections are as encrypted, and as sure of the server, as the DSN asks for; passwords come from where libpq finds them, and show nowhere."""
+"""Connections have the encryption and the server verification that the DSN asks for.
+
+Passwords come from where libpq finds them, and show nowhere.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def tls(server: EmbeddedPostgres, stage: Stage, role: str, host: str = "localhos
 
 
 def key_of(folder: Path) -> dict[str, str]:
-    """The client's certificate, its key as libpq wants it: readable by its owner alone."""
+    """Return the client's certificate, and its key as libpq requires it: readable only by its owner."""
     key = folder / "client.key"
     shutil.copy(CERTIFICATES / "client.key", key)
     key.chmod(0o600)
@@ -146,7 +149,7 @@ def test_where_an_address_was_pinned_to_one_server_the_rest_of_it_stays(server: 
 
 
 class Way:
-    """A way in which a password is given: what the configuration says, and the environment."""
+    """A way to give a password, by the configuration and the environment."""
 
     def __init__(self, dsn: str, **environ: str) -> None:
         self.dsn, self.environ = dsn, environ
@@ -195,7 +198,7 @@ def test_a_password_works_from_wherever_it_comes_and_is_shown_nowhere(
     )
     told = []
     commands = [("config", "show"), ("slot", "drop", "--yes")]
-    # Those that take longer, once each: what they show doesn't hang on where the password comes from.
+    # The slower ones run once each: what they show doesn't depend on the password's source.
     if which == "by a variable":
         commands += [("doctor", "--sql"), ("status", "--json"), ("diff",)]
     for words in commands:

@@ -1,4 +1,4 @@
-"""Asking the scheduler for short turns changes nothing else of a thread, and is never an error."""
+"""Asking the scheduler for short turns changes nothing else of a thread, and never fails."""
 
 from __future__ import annotations
 

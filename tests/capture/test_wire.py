@@ -29,7 +29,7 @@ COMMAND = "START_REPLICATION SLOT {slot} LOGICAL 0/0 (proto_version '2', publica
 
 @pytest.fixture(params=[SocketWire, LibpqWire])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
-    """The way of reading; libpq's is what a process without numba takes."""
+    """Yield a way of reading; a process without numba uses libpq's."""
     if request.param is LibpqWire:
         monkeypatch.setattr(wires, "has_machine_code", lambda: False)
     return request.param
@@ -40,7 +40,7 @@ def start(database: Database, slot: str) -> Wire:
 
 
 def read_until(wire: Wire, done: Callable[[list[bytes]], bool], *, gather_s: float = 0.0) -> list[bytes]:
-    """The messages, keepalives left out, until there are enough of them."""
+    """Return the messages, without keepalives, once `done` accepts them."""
     found: list[bytes] = []
     deadline = time.monotonic() + DEADLINE_S
     while not done(found):
@@ -168,12 +168,13 @@ def drained_beside_a_sender(
 ) -> int:
     """Return what one drain finds while a byte lies there and others arrive, as each send takes the interpreter."""
     answers: queue.SimpleQueue[int] = queue.SimpleQueue()
-    # A turn finds less than it needs to stop napping, and more than nothing, for as long as we send.
+    # As long as the test sends, a turn finds less than it needs to stop napping, and more than
+    # nothing.
     theirs.sendall(b"x")
     thread = Beside(lambda: answers.put(drained(ours, memory, 0, size, turns=1 << 30)))
     sent = 1
     while sent < size and thread.is_alive():
-        with suppress(BlockingIOError):  # a drain that has ended reads no more: a blocked sender would wait for ever
+        with suppress(BlockingIOError):  # a drain that has ended reads nothing: a blocked sender would wait for ever
             sent += theirs.send(b"x" * min(100, size - sent), socket.MSG_DONTWAIT)
     found = answers.get(timeout=DEADLINE_S)
     while sent > found:
