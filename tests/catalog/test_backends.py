@@ -39,7 +39,7 @@ class TestPostgresRaces(CatalogRaces):
 
 @pytest.fixture(scope="module")
 def oldest() -> Iterator[EmbeddedPostgres]:
-    """The oldest version that a catalog may lie in."""
+    """Yield a server of the oldest version that supports a catalog."""
     with EmbeddedPostgres(14, fsync=False) as server:
         yield server
 

@@ -20,7 +20,7 @@ from millstream.model.positions import Lsn, Seq
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
-    """One for many streams: to make one takes longer than to use it."""
+    """Yield one catalog for many streams: creating one takes longer than using it."""
     with Catalog(tmp_path_factory.mktemp("home") / "catalog.db") as catalog:
         yield catalog
 
@@ -128,7 +128,7 @@ def test_a_commit_to_a_file_that_was_removed_meanwhile_is_not_acknowledged(tmp_p
 
 
 def test_files_that_the_last_connection_removed_are_not_missed(tmp_path: Path) -> None:
-    """SQLite removes `-wal` and `-shm` when nothing uses them any longer; the next call makes new ones."""
+    """SQLite removes `-wal` and `-shm` when they are no longer used; the next call creates them again."""
     catalog = Catalog(tmp_path / "catalog.db")
     stream = catalog.resolve_stream("shop")
     for _ in range(3):
@@ -142,5 +142,5 @@ def test_files_that_the_last_connection_removed_are_not_missed(tmp_path: Path) -
 def test_many_threads_that_open_and_close_connections_miss_no_file(tmp_path: Path) -> None:
     with Catalog(tmp_path / "catalog.db") as catalog, ThreadPoolExecutor(24) as threads:
         catalog.resolve_stream("shop")
-        # More than the pool keeps: connections come and go.
+        # More than the pool keeps, so connections come and go.
         assert all(threads.map(lambda _: [row.name for row in catalog.streams()] == ["shop"], range(500)))

@@ -1,4 +1,4 @@
-"""Tables whose names differ by case alone get folders of their own, and a name keeps its folder."""
+"""Tables whose names differ only by case get their own folders, and a name keeps its folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tables:
         self.source = catalog.resolve_source(self.stream, 7, "shop", 1)
 
     def enter(self, oid: int, name: str, *columns: str) -> TableSchema:
-        """Enter a relation under a name; its schema as the catalog numbered it."""
+        """Enter a relation under a name; return its schema as the catalog numbered it."""
         row = self.catalog.table_for(self.stream, self.source, oid, "public", name)
         schema = example_schema(row.id, self.source, "id", *columns)
         return self.catalog.put_schema(self.stream, replace(schema, name=name))

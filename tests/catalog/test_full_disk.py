@@ -1,4 +1,4 @@
-"""A catalog on a disk without a free byte: told as what it is, and well again with the space."""
+"""A catalog on a disk without a free byte: the error names the cause, and the catalog works again once there is space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(file: Path) -> None:
 
 
 def play(disk: Path) -> None:
-    """Open and write, with space, without, and with it again."""
+    """Open and write: with space, without space, and with space again."""
     file, ballast = disk / "catalog.db", disk / "ballast"
     with Catalog(file) as catalog:
         stream = catalog.resolve_stream("shop")

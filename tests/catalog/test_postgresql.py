@@ -36,7 +36,7 @@ COMMIT = b"COMMIT\0"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EmbeddedPostgres]:
-    """One that asks for passwords over TCP, and may be stopped."""
+    """Yield a server that asks for passwords over TCP, and that a test may stop."""
     with EmbeddedPostgres(fsync=False, tcp=True, hba=["host all guarded samehost scram-sha-256"]) as server:
         with server.connect() as connection:
             connection.execute(
@@ -47,7 +47,7 @@ def server() -> Iterator[EmbeddedPostgres]:
 
 @pytest.fixture
 def database(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A fresh database's name on it."""
+    """Yield the name of a fresh database on the server."""
     name = "d" + str(abs(hash(request.node.name)))[:10]
     server.create_database(name)
     yield name
@@ -104,7 +104,7 @@ def test_services_and_password_files_work_as_libpq_has_them(
 
 
 def refused(open_: Callable[[], object]) -> CatalogError:
-    """The error, once it was seen that nothing of it shows a password."""
+    """Return the error, after a check that no part of it shows a password."""
     with pytest.raises(CatalogError) as caught:
         open_()
     error = caught.value
@@ -208,7 +208,7 @@ def test_what_roles_databases_and_other_programs_have_there_does_not_matter(
         for setting in (
             "search_path = public",
             "synchronous_commit = off",
-            "statement_timeout = 1500",  # which a connection's first statement runs under, on a machine that may be slow
+            "statement_timeout = 1500",  # for a connection's first statement, on a machine that may be slow
             "timezone = 'Asia/Tokyo'",
         ):
             connection.execute(f"ALTER DATABASE {database} SET {setting}")
@@ -230,7 +230,7 @@ def test_what_roles_databases_and_other_programs_have_there_does_not_matter(
 def test_connections_that_were_cut_are_replaced_unseen(postgres: Database) -> None:
     with Catalog(postgres.dsn) as catalog:
         table = some_table(catalog)
-        # Several in the pool, all of them cut.
+        # Several connections in the pool, all of them cut.
         together = threading.Barrier(4)
 
         def read() -> None:
@@ -280,7 +280,7 @@ def test_a_server_that_restarts_is_waited_for(server: EmbeddedPostgres, database
             while not stop.is_set():
                 try:
                     moved.append(int(catalog.move_reached(source, Lsn(len(moved) + 1))))
-                except CatalogUnreachable as error:  # cut in the middle: it may come again
+                except CatalogUnreachable as error:  # cut in the middle of a call, which may be repeated
                     failed.append(error)
 
         thread = threading.Thread(target=move)
@@ -329,7 +329,7 @@ def test_locks_that_are_held_too_long_are_catalog_busy(postgres: Database) -> No
                     call()
                 assert caught.value.retry is Retry.BACKOFF
         with catalog.database.write() as connection:
-            # Another process migrates, for longer than anybody waits for an ordinary lock.
+            # Another process migrates, for longer than any process waits for an ordinary lock.
             back_to_the_first_schema(connection)
         assert catalog.register_writer(stream) == (1, 1)
         Catalog(postgres.dsn).close()
@@ -359,7 +359,7 @@ def test_threads_that_all_wait_for_a_connection_are_told_so(postgres: Database) 
         assert catalog.streams() == []
 
 
-# --- a COMMIT whose answer never comes -----------------------------------------------------------------------------
+# --- a COMMIT without an answer ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -414,7 +414,7 @@ def test_a_commit_after_which_nobody_can_be_asked_is_said_to_be_unknown(cutting:
 
 @pytest.mark.parametrize("version", [14, 18])
 def test_a_commit_before_a_crash_is_not_taken_for_anothers_of_the_same_number(version: int) -> None:
-    """A crash takes back numbers of transactions that weren't durable, and gives them to others."""
+    """A crash takes back the numbers of transactions that weren't durable, and gives them to others."""
     with EmbeddedPostgres(version, fsync=False) as server, Catalog(server.dsn()) as catalog:
         backend = catalog.database._backend
         some_table(catalog)

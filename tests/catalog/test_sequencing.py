@@ -1,4 +1,4 @@
-"""The shared numbers of a stream in PostgreSQL, and in memory: one suite, and what only a server can do to them."""
+"""The shared numbers of a stream in PostgreSQL and in memory: one suite, and the failures that only a server has."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_server_that_crashes_gives_no_number_twice():
                     time.sleep(0.05)
 
         def go_on() -> None:
-            """Return once each has drawn, since."""
+            """Return once each writer has drawn since the call."""
             had = list(map(len, drawn))
             wait_for(lambda: all(len(own) > before for own, before in zip(drawn, had, strict=True)))
 
@@ -209,7 +209,7 @@ Called: TypeAlias = tuple[PostgresAnnouncements, PostgresAnnouncements, Postgres
 
 @pytest.fixture
 def called(postgres: Database) -> Iterator[Called]:
-    """Two writers of one stream, and one of another; all of them listen."""
+    """Yield two writers of one stream, and one of another stream; all of them listen."""
     with Catalog(postgres.dsn) as catalog:
         one, other = catalog.resolve_stream("one"), catalog.resolve_stream("other")
         ends = [PostgresAnnouncements(catalog.database, stream) for stream in (one, one, other)]
@@ -292,7 +292,8 @@ def test_draws_and_calls_are_read_committed_whatever_the_database_says(
         mine, joins = store.register("mine", "here"), store.register("joins", "here")
         store.recovered(mine.writer, mine.epoch)
         store.draw(mine.writer, mine.epoch, 5, position=Seq(0))
-        # The draw begins while the row that it wants is locked, by a step that commits before it goes on.
+        # The draw begins while another step has its row locked; that step commits before the draw
+        # goes on.
         drawn: list[Drawn | CatalogError] = []
 
         def draw() -> None:

@@ -1,4 +1,4 @@
-"""A statement that takes long is logged with its time, and a quick one is not."""
+"""A slow statement is logged with its time, and a quick one isn't."""
 
 from __future__ import annotations
 

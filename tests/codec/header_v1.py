@@ -7,15 +7,15 @@ import struct
 from millstream.codec.checksums import Bytes, crc32c
 
 START = 16
-"""Bytes in front of the fixed fields: length, CRC, head length, version, kind, flags."""
+"""Size in bytes of what precedes the fixed fields: length, CRC, head length, version, kind, flags."""
 REGION = 88
-"""Where a version 2 has region and shard, 8 bytes that version 1 lacks."""
+"""Position of region and shard in version 2: 8 bytes that version 1 lacks."""
 VARIABLE = 116
-"""Where the fixed fields of a version 2 end."""
+"""Position at which version 2's fixed fields end."""
 
 
 def as_header_v1(buffers: list[Bytes]) -> list[Bytes]:
-    """A frame's buffers with the head of version 1; its region and shard, which have no place in it, must be 0."""
+    """Return a frame's buffers with a head of version 1, which has no region or shard: both must be 0."""
     head = bytes(buffers[0])
     length, _, head_length, version, kind, flags = struct.unpack_from("<IIIBBH", head)
     assert (version, head[REGION : REGION + 8]) == (2, bytes(8))

@@ -1,4 +1,4 @@
-"""Line protocol for tests: lines that are right in every way, and texts that nearly are."""
+"""Line protocol for tests: lines that are right in every way, and texts that are nearly right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def same(body: bytes, precision: str = "ns", *, columns_max: int = 1600, rejecte
         mine.rows.validate(full=True)
         assert mine.rows.schema == theirs.rows.schema, body
         assert mine.lines.tolist() == theirs.lines.tolist(), body
-        # By their spelling: -0.0 equals 0.0.
+        # Compared by their text: -0.0 equals 0.0.
         assert repr(mine.rows.to_pydict()) == repr(theirs.rows.to_pydict()), body
     return ours
 
@@ -98,7 +98,7 @@ def _numbers(draw: st.DrawFn) -> str:
 
 @st.composite
 def lines(draw: st.DrawFn) -> bytes:
-    """One line that is right, or wrong in some value."""
+    """Draw one line that is right, or wrong in some value."""
     measurement = draw(st.sampled_from(["m", "cpu", "m m", "m,m", "m=m", 'q"', "M"]))
     text = _escaped(measurement, ", ")
     for key in draw(st.lists(_NAMES, max_size=3)):
@@ -120,7 +120,7 @@ bodies = st.lists(lines(), max_size=8).map(b"".join)
 
 @st.composite
 def changed_bodies(draw: st.DrawFn) -> bytes:
-    """Lines with some bytes taken out, put in or made others."""
+    """Draw lines with some bytes removed, inserted or changed."""
     body = bytearray(draw(bodies))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(body)))

@@ -35,7 +35,7 @@ ARROW_TYPES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.timestamp("us", tz="UTC"): st.datetimes(timezones=st.just(UTC)),
     pa.list_(pa.int32()): st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=3),
 }
-# Made once: a strategy is checked where something is drawn from it first, which costs as much as some values.
+# Built once: hypothesis checks a strategy at its first draw, which costs as much as some values.
 INT31 = st.integers(0, 2**31 - 1)
 INT32 = st.integers(0, 2**32 - 1)
 INT63 = st.integers(0, 2**63 - 1)
@@ -74,7 +74,7 @@ def schemas(draw: st.DrawFn, table_id: int = 1) -> TableSchema:
 
 @dataclass(frozen=True)
 class Sample:
-    """A records frame, with what went in."""
+    """A records frame, and its content."""
 
     header: FrameHeader
     tables: tuple[TableSchema, ...]
@@ -105,7 +105,7 @@ def schema_header(of: FrameHeader) -> FrameHeader:
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """Frames of 1 to 6 operations over 1 to 3 tables, some of them partitioned, under any numbering."""
+    """Draw frames of 1 to 6 operations over 1 to 3 tables, some of them partitioned, under any numbering."""
     numbering = draw(st.sampled_from(Numbering))
     directory = DIRECTORIES[numbering]
     tables = tuple(draw(schemas(table_id=number)) for number in range(1, draw(st.integers(1, 3)) + 1))
@@ -183,7 +183,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 @st.composite
 def operation_rows(draw: st.DrawFn) -> dict[str, Any]:
-    """One row of a directory's operations."""
+    """Draw one row of a directory's operations."""
     return {
         "kind": int(draw(st.sampled_from(OperationKind))),
         "source": draw(INT31),

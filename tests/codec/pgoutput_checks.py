@@ -23,7 +23,7 @@ def check_equal(one: WriteOps, other: WriteOps) -> None:
 
 
 def decode(messages: Sequence[bytes], directory: TablesByOid | None = None, *, after: int = 0) -> WriteOps:
-    """Decode by both, into one cache each, and check that they agree."""
+    """Decode with both, each into its own cache, and check that they agree."""
     directory = directory or TablesByOid()
     plain_cache, cache = RelationCache(), RelationCache()
     plain = decode_plain(messages, directory, plain_cache, after=Lsn(after))

@@ -1,4 +1,4 @@
-"""Messages are found in what a connection sent, wherever it was cut."""
+"""Messages are found in a connection's bytes, wherever those were cut."""
 
 from __future__ import annotations
 

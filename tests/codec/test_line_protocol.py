@@ -1,4 +1,4 @@
-"""Line protocol in machine code: equal to the plain parser, whatever the bytes; numbers are read as Python reads them."""
+"""Line protocol in machine code: equal to the plain parser for any bytes. Numbers are read as Python reads them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_floats_half_way_between_two_and_beside_that_are_rounded_as_python_round
     for place, beside in some:
         (low, high) = struct.unpack("<dd", struct.pack("<QQ", place % (0x7FE << 52), place % (0x7FE << 52) + 1))
         (low_ratio, high_ratio) = low.as_integer_ratio(), high.as_integer_ratio()
-        # Exactly between the two: a number of up to 767 digits, all of them written down.
+        # Exactly between the two: a number of up to 767 digits, all of them written out.
         scale = max(low_ratio[1], high_ratio[1]) * 2
         middle = (low_ratio[0] * (scale // low_ratio[1]) + high_ratio[0] * (scale // high_ratio[1])) // 2
         power = scale.bit_length() - 1

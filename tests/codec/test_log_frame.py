@@ -235,13 +235,13 @@ def test_by_an_operations_number_a_record_finds_its_own_inside_of_the_frames_bou
         sample.header.first_seq <= number + i <= sample.header.last_seq
         for number, i in zip(numbers_of_operations(sample, table.table_id), index, strict=True)
     ):
-        return  # a gap that other operations' numbers fill: nothing in the frame says otherwise
+        return  # a gap that other operations' numbers fill: the frame can't show otherwise
     with pytest.raises(CorruptFrame):
         list(frame.records(table.table_id))
 
 
 def numbers_of_operations(sample: Sample, table: int) -> list[int]:
-    """For each of a table's rows the number of its operation."""
+    """Return the number of its operation for each of a table's rows."""
     numbers = sample.operations.column("seq").to_pylist()
     mine = [entry for entry in sample.batches.to_pylist() if entry["table_id"] == table]
     return [numbers[entry["operation"]] for entry in mine for _ in range(entry["count"])]

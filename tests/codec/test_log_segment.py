@@ -72,7 +72,7 @@ entries = st.builds(
 
 @st.composite
 def footers(draw: st.DrawFn) -> SegmentFooter:
-    """Frames one behind the other, in bytes and in offsets."""
+    """Draw consecutive frames, in bytes and in offsets."""
     position, first = SEGMENT_HEADER_SIZE, draw(st.integers(0, 2**62))
     offset, frames = first, []
     for entry in draw(st.lists(entries, max_size=5)):
@@ -137,7 +137,7 @@ def test_a_footer_with_a_flipped_byte_is_damaged_or_no_footer(footer: SegmentFoo
     encoded = bytearray(footer.encode())
     at = data.draw(st.integers(0, len(encoded) - 1))
     encoded[at] ^= data.draw(st.integers(1, 255))
-    if at >= len(encoded) - 8:  # the magic: then the file ends like an open one, and its frames say the rest
+    if at >= len(encoded) - 8:  # the magic: then the file ends like an open one, and its frames give the rest
         assert footer_of(bytes(encoded), behind=footer) is None
     else:
         with pytest.raises(CorruptFrame):
@@ -150,7 +150,7 @@ def test_an_open_segment_has_no_footer() -> None:
 
 
 def read_golden(name: str) -> tuple[SegmentHeader, list[dict[str, Any]]]:
-    """A golden segment's header and rows, after its footer has been held against what is told of it."""
+    """Return a golden segment's header and rows, after a check of its footer."""
     data = (GOLDEN / f"{name}.wal").read_bytes()
     expected = json.loads((GOLDEN / f"{name}.json").read_text())
     header = SegmentHeader.decode(data)
@@ -198,7 +198,7 @@ BY_INDEX = [("orders", 0, 5001), ("orders", 2, 5003), ("orders", 4, 5005), ("ite
 def test_the_golden_segments_of_every_numbering_and_of_header_version_1_are_read(
     name: str, numbering: Numbering, shard: int, expected: list[tuple[str, int, int]]
 ) -> None:
-    """`expected`: table, offset behind the base, number."""
+    """`expected` has: table, offset from the base, number."""
     header, rows = read_golden(name)
     assert (header.directory.numbering, header.shard, header.region) == (numbering, shard, 0)
     assert [(row["table"], row["__offset"] - 1000, row["__seq"]) for row in rows] == expected

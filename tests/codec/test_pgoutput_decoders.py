@@ -1,4 +1,4 @@
-"""The vectorised decoder and the plain one give equal results for every run, and those that the rules of records ask for."""
+"""The vectorised decoder and the plain one give equal results for every run, as the rules of records ask."""
 
 import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
@@ -199,7 +199,7 @@ def _no_zero(text: str) -> str:
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[bytes]:
-    """Whole transactions of every kind of change, with relations that change on the way."""
+    """Draw whole transactions of every kind of change, with relations that change in between."""
     known: dict[int, Table] = {}
     messages: list[bytes] = []
     lsn = 100

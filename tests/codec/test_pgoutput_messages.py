@@ -1,4 +1,4 @@
-"""Single messages: every field comes back, and no damage gives anything but a typed error."""
+"""Single messages: every field is decoded, and damage gives nothing except a typed error."""
 
 import struct
 

@@ -45,7 +45,7 @@ def messages(connection: psycopg.Connection, *options: str) -> list[bytes]:
 
 
 def texts(table: TableRows) -> list[dict[str, str | None]]:
-    """The table's own columns as text, without those left unchanged."""
+    """Return the table's own columns as text, without unchanged values."""
     columns = {c.name: render_column(table.rows.column(c.name), c) for c in table.schema.columns}
     rows = []
     for number, row in enumerate(table.rows.select(["__exact", "__unchanged"]).to_pylist()):
@@ -58,11 +58,11 @@ def texts(table: TableRows) -> list[dict[str, str | None]]:
 
 
 def replay(tables: Iterable[TableRows]) -> dict[str, Replayed]:
-    """Every table as its records leave it, by the text of its key."""
+    """Return every table as its records leave it, by the text of its key."""
     state: dict[str, Replayed] = {}
     for table in tables:
         rows = state.setdefault(table.schema.name, {})
-        key = ("id",)  # every table's primary key here, also of the one under FULL
+        key = ("id",)  # every table's primary key here, also for the one under FULL
         plain = table.rows.select(["__op", "__before"]).to_pylist()
         for values, record in zip(texts(table), plain, strict=True):
             own = tuple(values.get(name) for name in key)
@@ -85,7 +85,7 @@ def at_source(connection: psycopg.Connection, table: str, key: str) -> Replayed:
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT * FROM {table}")
         names = [column.name for column in cursor.description]
-        # A composite of nulls "IS NULL" in SQL, and is none.
+        # SQL's "IS NULL" holds for a composite of nulls, but it isn't null.
         cursor.execute(
             "SELECT "
             + ", ".join(f"format('%s', t.{n}), t.{n} IS NOT DISTINCT FROM NULL" for n in names)
@@ -150,7 +150,7 @@ def test_every_type_and_change_replays_to_what_the_source_holds(postgres: Databa
     ops = decode(run)
     replayed = replay(table for table in ops.tables if table.schema.name != "_messages")
     for row in replayed["t"].values():
-        row.setdefault("extra", "d")  # of rows that were there before, the source sends nothing
+        row.setdefault("extra", "d")  # the source sends nothing for rows that were there before
     for table in ("t", "f", "toast", "gone"):
         assert replayed[table] == at_source(connection, table, "id"), table
     said = [text["content"] for table in ops.tables if table.schema.name == "_messages" for text in texts(table)]
@@ -162,7 +162,7 @@ def test_every_type_and_change_replays_to_what_the_source_holds(postgres: Databa
 
 
 def spill(run: list[bytes]) -> Iterator[tuple[StreamCommit, list[bytes], set[int]]]:
-    """The streamed transactions of a stream, each with its messages and aborted subtransactions."""
+    """Yield the streamed transactions of a stream, each with its messages and aborted subtransactions."""
     blocks: dict[int, list[bytes]] = {}
     aborted: dict[int, set[int]] = {}
     inside: int | None = None

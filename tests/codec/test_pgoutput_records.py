@@ -104,7 +104,8 @@ def test_messages_outside_transactions_are_operations_of_their_own_and_heartbeat
     assert rows_of(ops, 1) == [
         {"__operation": 1, "__index": 0, "__op": "m", "prefix": "app", "content": b"\xff\x00", "transactional": False}
     ]
-    # Its LSN is where its record ends: a position there has reached it, one at the end of the transaction before hasn't.
+    # Its LSN is its record's end: a position there has reached it, but the end of the transaction
+    # before hasn't.
     assert decode(run, after=1040).operations.column("commit_lsn").to_pylist() == [1060]
     assert decode(run, after=1060).operations.num_rows == 0
 
@@ -319,7 +320,10 @@ def test_the_package_does_not_import_numba_until_it_decodes():
 
 @pytest.mark.siege
 def test_machine_code_is_made_where_nothing_can_be_kept(tmp_path: Path):
-    """numba looks for a cache folder while it decorates, and would fail there for a read-only package and HOME."""
+    """numba looks for a cache folder while it decorates.
+
+    It would fail there for a read-only package and HOME.
+    """
     code = """
 import sys
 import numba.core.caching as caching

@@ -1,6 +1,6 @@
-"""Puts a changed log's checksums right, so that what they cover is decoded and not just refused.
+"""Correct the checksums of a changed log, so that its content is decoded and not just refused.
 
-Written from docs/internals/FORMAT.md; whatever doesn't hang together is left as it is.
+Written from docs/internals/FORMAT.md; inconsistent parts are left as they are.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from millstream.codec.checksums import crc32c
 
 HEADER_BYTES, TRAILER_BYTES, HEAD_BYTES = 4096, 64, 116
 WITHOUT_SHARD = 8
-"""Bytes that a head of version 1 lacks."""
+"""Size in bytes of what a head of version 1 lacks."""
 MARK_SLOTS = ((0, 100), (512, 100), (1024, 100), (2048, 40), (2560, 40))
 
 
 def of_frames(data: bytes, start: int = 0) -> bytes:
-    """Frames one behind the other, from a byte on, as far as their lengths make sense."""
+    """Correct consecutive frames from a byte on, as far as their lengths make sense."""
     found = bytearray(data)
     at = start
     while at + HEAD_BYTES <= len(found):
@@ -39,7 +39,7 @@ def of_frames(data: bytes, start: int = 0) -> bytes:
 
 
 def of_segment(data: bytes) -> bytes:
-    """A whole segment: header, frames, footer."""
+    """Correct a whole segment: header, frames, footer."""
     found = bytearray(of_frames(data, HEADER_BYTES))
     if len(found) >= HEADER_BYTES:
         struct.pack_into("<I", found, 8, crc32c(bytes(found[:8]), bytes(found[12:HEADER_BYTES])))
@@ -53,7 +53,7 @@ def of_segment(data: bytes) -> bytes:
 
 
 def of_mark(data: bytes) -> bytes:
-    """Every slot of a mark."""
+    """Correct every slot of a mark."""
     found = bytearray(data)
     for at, size in MARK_SLOTS:
         if at + size <= len(found):
@@ -62,5 +62,5 @@ def of_mark(data: bytes) -> bytes:
 
 
 def of_operation(data: bytes) -> bytes:
-    """An operation as write buffers keep it."""
+    """Correct an operation as write buffers store it."""
     return data if len(data) < 8 else data[:4] + struct.pack("<I", crc32c(data[8:])) + data[8:]

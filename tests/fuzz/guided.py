@@ -1,8 +1,9 @@
-"""As `harness`, led by coverage: atheris (libFuzzer) keeps inputs that reach new lines and changes those.
+"""Fuzzing as in `harness`, led by coverage: atheris (libFuzzer) keeps inputs that reach new lines, and changes those.
 
     python -m tests.fuzz.guided TARGET --seed N --seconds S [--findings FOLDER]
 
-Lines of Python lead it; machine code is under the same checks of indexes, and a crash, a hang or too much memory is a finding.
+Only lines of Python lead it. Machine code has the same index checks, and a crash, a hang or too much
+memory is a finding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import atheris
 from tests.fuzz.harness import INPUT_MAX, ROOT, SECONDS_MAX, corpus
 
-# Not machine code: numba compiles only what it knows, which calls of atheris aren't.
+# Machine code is left out: numba can't compile atheris's calls.
 _COMPILED = (
     "codec.pgoutput._scan", "codec.pgoutput._values", "codec.pgoutput._framing", "capture._copy_scan",
     "codec.line_protocol._scan", "codec.line_protocol._arrange", "codec.line_protocol._floats", "codec.words", "codec.line_protocol._names",
@@ -26,7 +27,7 @@ with atheris.instrument_imports(include=["millstream"], exclude=[f"millstream.{n
 
 
 class RuleBrokenError(Exception):
-    """A decoder did something else than give a value or a typed error."""
+    """Raised when a decoder gave neither a value nor a typed error."""
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
     start = Path(tempfile.mkdtemp(prefix="millstream-fuzz-"))
     for number, seed in enumerate([*target.seeds(), *corpus(options.target)]):
         (start / str(number)).write_bytes(seed)
-        target.attempt(seed)  # what is compiled is compiled now
+        target.attempt(seed)  # compile everything before the run
 
     def attempt(data: bytes) -> None:
         why = target.attempt(data)

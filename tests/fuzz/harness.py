@@ -1,12 +1,15 @@
-"""Feeds changed inputs to decoders and keeps to one rule: a value or a typed error, soon, in little memory.
+"""Feed changed inputs to decoders under one rule: a value or a typed error, soon, in little memory.
 
-    python -m tests.fuzz.harness [--targets NAME,NAME] [--seed N] [--count N | --seconds S] [--findings FOLDER]
+    python -m tests.fuzz.harness [--targets NAME,NAME] [--seed N] [--count N | --seconds S] [--findings
+    FOLDER]
 
-Targets run in a process of their own, where numba checks every index (NUMBA_BOUNDSCHECK), the address space is bounded, and an
-input that takes many seconds ends it; so a crash of the interpreter is a finding as well. An input that breaks the rule is written to
-the folder of findings, as `<target>/<hash>`; once it is mended, it belongs into `tests/fuzz/corpus/<target>`. Exit 1 if there is one.
+Targets run in their own process. There numba checks every index (NUMBA_BOUNDSCHECK), the address space
+is bounded, and an input that takes many seconds ends the process; so a crash of the interpreter is a
+finding as well. An input that breaks the rule is written to the folder of findings, as
+`<target>/<hash>`. Once the defect is fixed, the input belongs in `tests/fuzz/corpus/<target>`. The exit
+code is 1 if there is a finding.
 
-Input number n of a seed is always the same: what went before it doesn't matter.
+Input number n of a seed is always the same, whichever inputs ran before it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 CORPUS: Final = Path(__file__).parent / "corpus"
 SECONDS_MAX: Final = 30
-"""For one input: thousands of times what any takes, on a busy machine."""
+"""Limit in seconds for one input: thousands of times what any input takes, on a busy machine."""
 MORE_MEMORY: Final = 2 << 30
 """Address space in bytes above what the imports take. A decoder that needs more for an input of some KiB
 trusts a length in it.
@@ -44,13 +47,13 @@ trusts a length in it.
 FINDINGS_MAX: Final = 10
 INPUT_MAX: Final = 1 << 20
 _FOUND: Final = 3
-"""How the bounded process ends that found something and went on; 1 is how faulthandler ends one that hangs."""
+"""Exit code of a bounded process that had findings and went on; with 1 faulthandler ends a process that hangs."""
 _CURRENT: Final = struct.Struct("<II")
-"""Number of the target that runs, length of its input; the input follows."""
+"""Number of the running target, and length of its input; the input follows."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run targets; 1 where the rule was broken."""
+    """Run targets; return 1 if one broke the rule."""
     options = _parse(arguments)
     if options.inside:
         return _run_inside(options)
@@ -75,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Where numba checks indexes; machine code that does lies apart from that which doesn't."""
+    """Return an environment in which numba checks indexes, with its own cache of machine code."""
     whose = f"{os.getuid()}-{hashlib.sha256(os.fsencode(ROOT)).hexdigest()[:8]}"
     cache = Path(tempfile.gettempdir()) / f"millstream-fuzz-{whose}"
     return os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(cache), "PYTHONFAULTHANDLER": "1"}
@@ -94,7 +97,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def keep(findings: Path, name: str, data: bytes, why: str) -> None:
-    """Write an input that breaks the rule, and say so."""
+    """Write an input that breaks the rule, and report it."""
     file = findings / name / hashlib.sha256(data).hexdigest()[:16]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
@@ -119,7 +122,7 @@ def _run_inside(options: argparse.Namespace) -> int:
 def _fuzz(
     place: int, name: str, target: Target, seeds: list[bytes], options: argparse.Namespace, current: mmap.mmap
 ) -> int:
-    """Run one target; how many places broke the rule."""
+    """Run one target; return how many places broke the rule."""
     started = time.monotonic()
     found: set[str] = set()
     done = 0
@@ -141,7 +144,7 @@ def _fuzz(
 
 
 def _inputs(name: str, target: Target, seeds: list[bytes], options: argparse.Namespace) -> Iterator[bytes]:
-    """The seeds as they are, then changed ones."""
+    """Yield the seeds as they are, then changed ones."""
     yield from seeds
     numbers = itertools.count() if options.seconds is not None else range(int(options.count * target.share))
     for number in numbers:
@@ -151,12 +154,12 @@ def _inputs(name: str, target: Target, seeds: list[bytes], options: argparse.Nam
 
 
 def corpus(name: str) -> list[bytes]:
-    """Inputs that broke the rule once."""
+    """Return inputs that broke the rule once."""
     return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
 
 
 def bound_memory() -> None:
-    """From here on this process can take only so much more address space than it has."""
+    """Bound how much more address space this process can take from here on."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         limit = int(statm.read_text().split()[0]) * resource.getpagesize() + MORE_MEMORY

@@ -1,4 +1,4 @@
-"""Changes to valid inputs: a bit, a byte, a length, a piece that is cut out, doubled, or taken from another input."""
+"""Changes to valid inputs: a bit, a byte or a length, or a piece cut out, doubled, or taken from another input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHANGES_MAX: Final = 5
 
 
 def mutate(rng: Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """One to five changes of an input."""
+    """Make one to five changes to an input."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, _CHANGES_MAX)):
         rng.choice(_CHANGES)(rng, changed, others)
@@ -53,12 +53,12 @@ def _set_byte(rng: Random, data: bytearray, _others: Sequence[bytes]) -> None:
 
 
 def _set_number(rng: Random, data: bytearray, _others: Sequence[bytes]) -> None:
-    """A number of some width, in either order of bytes, takes an edge, or moves a little: a length or a count among them."""
+    """Set a number of some width and byte order to an edge, or move it a little; it may be a length or a count."""
     width, letter = rng.choice(_WIDTHS)
     if len(data) < width:
         return
     at = rng.randrange(len(data) - width + 1)
-    at -= at % width if rng.random() < 0.7 else 0  # formats align what they can
+    at -= at % width if rng.random() < 0.7 else 0  # formats align where they can
     order = rng.choice("<>")
     if rng.random() < 0.5:
         number = rng.choice(_EDGES)

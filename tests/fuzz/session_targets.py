@@ -21,7 +21,7 @@ _GIVEN = Ack({ShardId(0): (Offset(1), Offset(2))}, SeqRange(Seq(1), 1))
 
 
 def session_seeds() -> list[bytes]:
-    """Copies that hold."""
+    """Return valid copies."""
     return [_GOLDEN.read_bytes()]
 
 
@@ -31,7 +31,7 @@ def with_right_checksum(data: bytes) -> bytes:
 
 
 def decode_sessions(data: bytes) -> None:
-    """Read a copy and use what it holds, as a writer does."""
+    """Decode a copy and use its content, as a writer does."""
     files = MemoryFiles()
     files.makedirs("/w")
     file = files.create(session_path("/w"))

@@ -12,7 +12,7 @@ from millstream.testing.transport import acknowledgement, hello_of, shipments_of
 
 
 def message_seeds() -> list[bytes]:
-    """One of each kind."""
+    """Return one message of each kind."""
     shipments = shipments_of(segments=1, segment_bytes=300, part_bytes=200)
     hello = hello_of(position=whole_position(shipments), documents={"catalog": 7})
     told = replace(shipments[-1], shown=shipments[-1].marks, by_one=True)
@@ -21,7 +21,7 @@ def message_seeds() -> list[bytes]:
 
 
 def with_right_start(data: bytes) -> bytes:
-    """A message's lengths, as far as they may be right, and its checksum."""
+    """Correct a message's lengths, as far as possible, and its checksum."""
     if len(data) < 24:
         return data
     (head,) = struct.unpack_from("<I", data, 12)

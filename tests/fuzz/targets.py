@@ -101,9 +101,9 @@ class Target:
     decode: Callable[[bytes], object]
     allowed: tuple[type[Exception], ...]
     mend: Callable[[bytes], bytes] | None = None
-    """Puts checksums right again, without which nothing gets far."""
+    """A function that corrects checksums; without it no input gets far."""
     share: float = 1.0
-    """How many inputs it gets, of those that a quick one gets."""
+    """Share of inputs that it gets, relative to a quick target."""
 
     def attempt(self, data: bytes) -> str | None:
         """Return what breaks the rule, its place first, or None if nothing does."""
@@ -124,7 +124,7 @@ class Target:
 
 
 def _written() -> MemoryFiles:
-    """A small log of two shards; the first has several segments, the last of which is open."""
+    """Return a small log of two shards; the first has several segments, and its last one is open."""
     truth, files = Truth(), MemoryFiles()
     log = truth.open(files)
     for _ in range(3):
@@ -141,7 +141,7 @@ def _segments(files: MemoryFiles) -> list[bytes]:
 
 
 def _frames(segment: bytes) -> bytes:
-    """A segment's frames, without header and footer."""
+    """Return a segment's frames, without header and footer."""
     footer = SegmentFooter.decode_tail(lambda at, length: segment[at : at + length], len(segment))
     end = len(segment) if footer is None else footer.frames[-1].position + footer.frames[-1].length
     return segment[4096:end]
@@ -149,7 +149,7 @@ def _frames(segment: bytes) -> bytes:
 
 def _frame_seeds() -> list[bytes]:
     found = [_frames(segment) for segment in (*_segments(_written()), *(path.read_bytes() for path in GOLDEN))]
-    header, length = decode_frame_header(found[-1])  # of a schema frame; what is lost may be of any group
+    header, length = decode_frame_header(found[-1])  # a schema frame; the loss may be of any group
     lost = replace(header, kind=FrameKind.LOSS, count=3, more=False)
     facts = {"why": "damaged", "offsets": [1000, 1003]}
     return [*found, b"".join(map(bytes, encode_loss_frame(lost, facts, length=length)))]
@@ -258,7 +258,7 @@ _NULLS: Final = [None] * (len(_TYPES) - 2)
 
 
 def _messages(xid: int | None = None) -> list[bytes]:
-    """Every kind of change, on three relations."""
+    """Return every kind of change, on three relations."""
     key = [*_TEXTS[:2], *_NULLS]
     toast = [*_TEXTS[:4], UNCHANGED, *_TEXTS[5:]]
     return [
@@ -302,7 +302,7 @@ def _decode_message(data: bytes) -> None:
 
 
 def _pack(messages: list[bytes]) -> bytes:
-    """A run as one input: each message behind its length."""
+    """Return a run as one input: each message after its length."""
     return b"".join(struct.pack("<H", len(message)) + message for message in messages)
 
 
@@ -337,7 +337,10 @@ def _run_seeds() -> list[bytes]:
 
 
 def _both(messages: list[bytes]) -> None:
-    """Machine code and the plain decoder find the same; only in what is left out machine code needn't see what is wrong."""
+    """Check that machine code gives what the plain decoder gives, unless that refuses the run.
+
+    Machine code needn't see what is wrong in the parts that are left out.
+    """
     outcomes = []
     for decode, given in ((decode_plain, messages), (decode_transactions, MessageRun.of(messages))):
         try:
@@ -347,7 +350,7 @@ def _both(messages: list[bytes]) -> None:
             tables = [(table.schema, repr(table.rows.to_pydict())) for table in ops.tables]
             outcomes.append((ops.reached, _facts(ops.operations), tables))
         except (ProtocolViolation, TableUndecodable):
-            outcomes.append("refused")  # where a run is wrong in several ways, either may be seen first
+            outcomes.append("refused")  # if a run is wrong in several ways, either error may come first
     assert outcomes[0] in (outcomes[1], "refused"), (
         f"plain: {str(outcomes[0])[:2000]}\nmachine code: {str(outcomes[1])[:2000]}"
     )
@@ -568,7 +571,7 @@ def _line_seeds() -> list[bytes]:
 
 
 def _decode_lines(data: bytes) -> None:
-    """Machine code and the oracle find the same, whatever is wrong."""
+    """Check that machine code and the oracle give the same, whatever is wrong."""
     same(data)
     same(data, "s", columns_max=2, rejected_max=2)
 
@@ -606,7 +609,7 @@ def _body_seeds() -> list[bytes]:
 
 
 def _decode_body(data: bytes) -> None:
-    """A request's body, as each of the types that it may say it is."""
+    """Decode a request's body, as each content type that a request may name."""
     for decode in (rows_of_lines, rows_of_json):
         with suppress(InvalidBody, InvalidValue, RowsTooLarge):
             columns_of(decode(data)).validate(full=True)
@@ -637,7 +640,7 @@ TARGETS: Final = {
 
 
 def _count_the_stars(data: bytes) -> None:
-    """Breaks the rule in one of its ways for an input with enough stars."""
+    """Break the rule in the way that the input names, if it has enough stars."""
     stars = data.count(b"*")
     if stars >= 3 and data.startswith(b"crash"):
         faulthandler._sigsegv()
@@ -653,4 +656,4 @@ PLANTED: Final = {
     f"planted-{way}": Target(lambda way=way: [way.encode() + b"**"], _count_the_stars, ())  # type: ignore[misc]
     for way in ("raise", "memory", "crash", "hang")
 }
-"""Decoders that break the rule: whether the harness finds it."""
+"""Decoders that break the rule, for the test that the harness finds them."""

@@ -1,4 +1,7 @@
-"""Whatever the bytes, a decoder gives a value or a typed error: a few thousand inputs in CI, new ones for hours in `make soak`."""
+"""For any bytes a decoder gives a value or a typed error.
+
+CI runs a few thousand inputs, and `make soak` new ones for hours.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.fuzz.targets import PLANTED, TARGETS
 from tests.seeds import Seeds
 
 SOAK_S = int(os.environ.get("MILLSTREAM_SOAK_SECONDS") or 900)
-"""For each target, each way."""
+"""Seconds for each target and each way."""
 
 
 def run(

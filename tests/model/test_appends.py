@@ -1,4 +1,4 @@
-"""Small appends become columns that say what each of them says."""
+"""Small appends become columns with the values of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def table(table_id: int, version: int = 1) -> TableSchema:
 
 
 TABLES = [table(1), table(1, version=2), table(2), table(1)]
-"""The last one says the same as the first, and is another object."""
+"""The last one equals the first, and is another object."""
 FACTS = ("commit_ts", "trace_id")
 
 

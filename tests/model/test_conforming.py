@@ -1,4 +1,4 @@
-"""Rows of one version of a table in the columns of another: whole, or not at all."""
+"""Rows of one version of a table in the columns of another: all of them, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of tables and columns: one rule for what may be one, wherever a name comes from."""
+"""Names of tables and columns: one rule for valid names, wherever they come from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_may_be_a_name(name: str, fault: str | None) -> None:
 
 @pytest.mark.parametrize("text", ['public."a\0b"', "a\0b", '"\0".t', "\0", "public.a\0", '"\ud800"', "\udfff"])
 def test_a_name_with_a_zero_byte_or_half_a_character_is_none(text: str) -> None:
-    """A zero byte ends a name for PostgreSQL, for the lake and for every library in C: two tables would be one there."""
+    """A zero byte ends a name for PostgreSQL, for the lake and for every C library: there, two tables would be one."""
     with pytest.raises(UsageError, match="not the name of a table") as caught:
         parse_qualified_name(text)
     assert "\0" not in caught.value.message

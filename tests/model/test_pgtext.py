@@ -1,4 +1,4 @@
-"""Texts of values: held exactly and given back as they were, or not held at all; compared with a real PostgreSQL."""
+"""Texts of values: kept exactly and returned unchanged, or not kept at all; compared with a real PostgreSQL."""
 
 import math
 import random
@@ -111,7 +111,8 @@ def _double(rng: random.Random) -> float:
     return struct.unpack(">d", rng.randbytes(8))[0]
 
 
-# An expression over a seeded random number r (0 to 1) and a row number n for each type, edges among them.
+# For each type an expression over a seeded random number r (0 to 1) and a row number n, with edge
+# cases.
 EXPRESSIONS = {
     "smallint": "(r * 65535 - 32768)::int2",
     "integer": "(r * 4294967295 - 2147483648)::int4",
@@ -143,7 +144,7 @@ EXPRESSIONS = {
 
 
 def _kinds() -> list[object]:
-    """Numbers of such a scale came with PostgreSQL 15."""
+    """Return the kinds of values; numbers with such a scale need PostgreSQL 15."""
     newer = {"numeric(3,-2)", "numeric(2,4)"}
     return [pytest.param(kind, marks=[pytest.mark.since_postgres(15)] if kind in newer else []) for kind in EXPRESSIONS]
 
@@ -180,7 +181,7 @@ def test_floats_read_as_postgresql_prints_them(postgres: Database):
         float(f"{rng.randint(1, 10**17)}e{rng.randint(-40, 30)}") for _ in range(3000)
     ]
     doubles += [2.0**power for power in range(-1074, 1024, 7)]
-    # Half-way between two doubles lie few short numbers: PostgreSQL takes more digits there.
+    # Few short numbers lie half-way between two doubles: PostgreSQL takes more digits there.
     doubles += [2.711931410949051e16, 1e23, 9007199254740993.0, 5e-324, 1e15, 999999999999999.0, 0.0001, 0.00001, -0.0]
     doubles = [value for value in doubles if not math.isnan(value)]
     reals = [struct.unpack(">f", rng.randbytes(4))[0] for _ in range(3000)]

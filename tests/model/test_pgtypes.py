@@ -1,4 +1,4 @@
-"""Types: what a column is in the log and in the lake, and that the reference page says so."""
+"""Types: their form in the log and in the lake, as the reference page lists them."""
 
 import re
 from pathlib import Path
@@ -128,7 +128,7 @@ ARROW_NAMES = {
 
 
 def told_types() -> dict[str, str]:
-    """The types that the reference page has a row for, and what they are in the log."""
+    """Return the types that have a row in the reference page, with their form in the log."""
     told: dict[str, str] = {}
     for line in PAGE.read_text().partition("## What applications append")[0].splitlines():
         found = re.match(r"\| (`.*?) \| `(.*?)` \|", line)

@@ -1,4 +1,4 @@
-"""A rate is of what happened lately, and goes to nothing when nothing happens."""
+"""A rate covers only recent events, and falls to zero when nothing happens."""
 
 from __future__ import annotations
 

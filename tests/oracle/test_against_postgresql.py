@@ -1,6 +1,6 @@
-"""The judge and the workload, held against PostgreSQL's own decoding: its changes replay to its tables.
+"""The judge and the workload against PostgreSQL's own decoding: its changes replay to its tables.
 
-Between them stands the smallest reader of pgoutput that will do: version 1, text only, one message after the other.
+Between them is a minimal reader of pgoutput: version 1, text only, one message after the other.
 """
 
 import os
@@ -23,7 +23,7 @@ PINNED = "SET timezone = 'UTC'; SET extra_float_digits = 3; SET lc_monetary = 'C
 
 
 class Reader:
-    """Reads the changes that a slot has into records, by table."""
+    """A reader of a slot's changes into records, by table."""
 
     def __init__(self) -> None:
         self.records: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -128,7 +128,7 @@ def judge(
     steps: list[StepInfo],
     apart: Collection[str] = (),
 ) -> None:
-    """Compare each table (by its SQL name: the reader's name) with its replay, and each transaction with its step."""
+    """Compare each table (its SQL name: the reader's name) with its replay, and each transaction with its step."""
     records = {}
     for name, plain in tables.items():
         source = source_rows(connection, name)
@@ -155,7 +155,7 @@ def test_decoded_changes_of_the_workload_replay_to_its_tables(postgres: Database
     reader = Reader()
     with postgres.connect() as connection, postgres.connect() as follower:
         workload.setup(connection)
-        for table in workload.tables:  # from nothing, so that every row is in the changes
+        for table in workload.tables:  # from empty tables, so that every row is in the changes
             connection.execute(f"TRUNCATE {table} CASCADE".encode())
             table.empty()
         whole = ", ".join(str(table) for table in workload.tables if table.has_current)

@@ -50,7 +50,7 @@ def record(op: str, key: int | None = None, value: str | None = None, **extra: A
 
 
 def history(*records: dict[str, Any]) -> pa.Table:
-    """Records as a table, numbered as they stand, stored in another order."""
+    """Return records as a table, numbered as they stand, stored in another order."""
     rows = [{"__seq": n * 10, "__commit_lsn": n, "__commit_index": 0} | row for n, row in enumerate(records)]
     return pa.Table.from_pylist([{name: row.get(name) for name in SCHEMA.names} for row in rows[::-1]], SCHEMA)
 

@@ -1,4 +1,4 @@
-"""The renderer against PostgreSQL itself: values go in by the binary protocol, PostgreSQL's text comes back."""
+"""The renderer against PostgreSQL: values go in by the binary protocol, and PostgreSQL's text is compared."""
 
 import random
 import struct
@@ -14,7 +14,7 @@ from psycopg import pq
 from millstream.testing.oracle import pgtext
 from millstream.testing.pytest_plugin import Database
 
-EPOCH_DAYS = 10_957  # from 1970 to 2000, where PostgreSQL counts from
+EPOCH_DAYS = 10_957  # days from 1970 to 2000, which PostgreSQL counts from
 EPOCH_US = EPOCH_DAYS * 86_400_000_000
 RANDOM = random.Random(20)
 
@@ -88,7 +88,7 @@ def test_every_value_is_printed_as_postgresql_prints_it(postgres: Database, kind
 def test_decimals_are_printed_with_all_their_digits(postgres: Database, precision: int, scale: int):
     numbers = [0, 1, -1, 10**precision - 1, 1 - 10**precision, *(RANDOM.randrange(10**precision) for _ in range(50))]
     values = [Decimal(number).scaleb(-scale) for number in numbers]
-    # scaleb rounds to the context's 28 digits: exact text instead
+    # scaleb rounds to the context's 28 digits, so exact text is used
     values = [Decimal((0 if n >= 0 else 1, tuple(map(int, str(abs(n)))), -scale)) for n in numbers]
     with postgres.connect() as connection:
         query = f"SELECT (%s::numeric({precision},{scale}))::text"
