@@ -1,4 +1,4 @@
-"""The four ways to a home, under one test: on this machine and behind an address, each blocking and for tasks."""
+"""The four kinds of home behind one test interface: local or behind an address, each blocking and asyncio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAYS = ("open", "connect", "aio.open", "aio.connect")
 
 
 class Blocking:
-    """An async home, as a thread calls it: its coroutines and iterators run on a loop of their own."""
+    """Blocking wrapper of an async home: its coroutines and iterators run on an event loop in a thread."""
 
     def __init__(self, home: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._home = home
@@ -44,7 +44,7 @@ class Blocking:
 
 @contextlib.contextmanager
 def a_home(way: str, where: Path | str, **named: Any) -> Iterator[Any]:
-    """A home, by one of `WAYS`."""
+    """Open a home by one of `WAYS`."""
     kind, _, call = way.rpartition(".")
     if not kind:
         with getattr(millstream, call)(where, **named) as home:

@@ -1,4 +1,4 @@
-"""A home is the same by every way to it: rows of every kind go in, the same comes out, and what is refused is refused alike."""
+"""Every kind of home behaves alike: it takes rows of every type, returns the same rows, and refuses the same calls."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_an_iterator_that_is_left_holds_nothing_up(home: Path) -> None:
 
 def test_all_have_the_same_calls() -> None:
     def said(call: Any) -> str:
-        """Its signature, as that of a call that blocks."""
+        """Return a method's signature as its blocking counterpart would have it."""
         text = str(inspect.signature(call))
         text = re.sub(r"AsyncGenerator\[(.*), None\]", r"Iterator[\1]", text)
         return text.replace("AsyncSession", "Session")

@@ -1,4 +1,4 @@
-"""What a caller gets wrong is said at once, by name, whichever way it came."""
+"""A caller's mistake is reported at once, by name, by every kind of home."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_call_that_can_not_be_meant_is_refused_before_anything_is_done(way: st
         if not way.endswith("connect"):
             with pytest.raises(UnknownStream, match="no stream shop"):
                 there.session("shop", "one")
-        with contextlib.suppress(UnknownStream):  # nothing was appended, so that there may be no log
+        with contextlib.suppress(UnknownStream):  # nothing was appended, so there may be no log
             assert list(there.read("web", table="clicks")) == []
 
 
@@ -103,7 +103,7 @@ def test_a_broken_configuration_is_told_as_that(tmp_path: Path) -> None:
         for ask in (lambda: here.token("web"), lambda: here.session("web", "one")):
             with pytest.raises(ConfigError):
                 ask()
-    # A log that is there is read without it, as in a folder that was copied.
+    # An existing log is read without a configuration, as in a folder that was copied.
     with millstream.open(make_home(tmp_path / "web", "[streams.web]\n")) as here:
         here.append("web", "clicks", {"n": 1})
     make_home(tmp_path / "web", "[streams.web\n")

@@ -1,6 +1,6 @@
-"""A command that has everything that it takes in memory, and begins when it is told to: of two of them at once, at one moment.
+"""A command that has imported everything and waits for a signal, so that two commands can run at the same moment.
 
-`main` takes its words.
+`main` takes the command's words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READY: Final = b"ready\n"
 
 
 class Gated:
-    """Such a process, of a home. `release` it, then have its end by `wait`."""
+    """A process of a home that waits for `release`; `wait` returns its end."""
 
     def __init__(self, home: Path, *words: str) -> None:
         self._process = Command(
@@ -36,23 +36,23 @@ class Gated:
         assert self._process.stdout.readline() == READY
 
     def release(self) -> None:
-        """Have it begin."""
+        """Let it run."""
         self._begins.write(b"\n")
         self._begins.flush()
 
     def wait(self) -> tuple[int, str]:
-        """Its exit code, and what it has said."""
+        """Return its exit code and its output."""
         output, errors = self._process.communicate(timeout=120)
         return self._process.wait(), (output + errors).decode()
 
     def kill(self) -> None:
-        """Where it is still there."""
+        """Kill it if it still runs."""
         self._process.kill()
         self._process.wait(180)
 
 
 def main(words: list[str]) -> None:
-    """Wait for a line, then run."""
+    """Wait for a line, then run the command."""
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""Homes by hand, and commands as a person runs them: in processes of their own."""
+"""Homes made by hand, and commands run as a user runs them: in processes of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.commands import run_command
 def wait_for(
     condition: Callable[[], object], *, seconds: float = 120.0, what: Callable[[], object] = lambda: None
 ) -> None:
-    """Return once it holds; the test fails at the deadline, with what is known then."""
+    """Return once the condition holds; at the deadline fail the test, with the state known by then."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what()

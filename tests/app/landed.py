@@ -1,4 +1,4 @@
-"""A home whose real capture runs in the test's process, and whose log is landed by the lake's own functions, without Spark."""
+"""A home whose real capture runs in the test's process, and whose log the lake's own functions land, without Spark."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from millstream.writers.owner import run_owner
 
 
 class LandedHome:
-    """A home of one stream, `shop`."""
+    """A home with one stream, `shop`."""
 
     def __init__(self, path: Path, dsn: str | None, *, tables: tuple[str, ...] = ("public.*",)) -> None:
-        """Make the home; without a source it is there already, and takes what is appended."""
+        """Make the home. Without a source, the home must exist; its stream takes appends."""
         if dsn is not None:
             made = make_home(path, stream="shop", source=dsn, tables=tables)
             assert made.file.exists()
@@ -43,18 +43,18 @@ class LandedHome:
         self._reader: StreamReader | None = None
 
     def catch_up(self) -> None:
-        """Capture what the source has, then land it."""
+        """Capture everything that the source has, then land it."""
         self.capture()
         self.land()
 
     def capture(self) -> None:
-        """`capture run --until-caught-up`."""
+        """Run capture like `capture run --until-caught-up`."""
         run_owner(self.home, Lifeline(), open_other=open_other, until_caught_up=True, on_progress=_ignore)
 
     def land(self, *, fold: bool = True) -> Seq:
-        """Land what the log has now, as one batch."""
+        """Land everything that the log has now, as one batch."""
         config = self.home.config.streams["shop"]
-        # Kept: a new one would read the log's open segment from its beginning, each time.
+        # Keep this reader: a new one would read the log's open segment from its beginning, each time.
         reader = self._reader = self._reader or StreamReader(str(self.home.wal_folder("shop")))
         layout = lake_layout(self.home, "shop", config, reader.stream_id)
         cut = last_cut(layout)
@@ -76,7 +76,7 @@ class LandedHome:
 
     @contextmanager
     def running(self, *, lands: bool = True) -> Iterator[None]:
-        """Capture and landing in threads of their own until the block ends."""
+        """Run capture and landing in threads of their own until the block ends."""
         lifeline = Lifeline()
         errors: list[BaseException] = []
 
@@ -102,7 +102,7 @@ class LandedHome:
         for thread in threads:
             thread.start()
         try:
-            # Who looks whether they run finds that they do.
+            # Yield only once both parts hold their locks, so that a check for running parts finds them.
             roles: tuple[Role, ...] = ("owner", "pipeline") if lands else ("owner",)
             wait_for(lambda: errors or all(holder(self.home.run_folder, role) for role in roles))
             yield
@@ -115,4 +115,4 @@ class LandedHome:
 
 
 def _ignore(_facts: dict[str, Any]) -> None:
-    """Progress isn't of interest."""
+    """Ignore progress."""

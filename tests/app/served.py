@@ -19,7 +19,7 @@ from millstream.serving.application import Application
 
 @contextmanager
 def serving(home: Path, application: Application | None = None, *, port: int = 0, **settings: Any) -> Iterator[str]:
-    """Serve a home until the block ends; gives the address."""
+    """Serve a home until the block ends; yield the address."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""A home is backed up and restored as docs/how-to/back-up-and-restore.md says, by the commands that stand there."""
+"""Back up and restore a home with the very commands of docs/how-to/back-up-and-restore.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "how-to" / "back
 
 
 def by_the_page(word: str, folder: Path) -> None:
-    """Run the page's command with that word in a folder that has the home `shop`."""
+    """Run the page's command that contains the word, in a folder that holds the home `shop`."""
     commands = [line.removeprefix("$ ") for line in PAGE.read_text().splitlines() if line.startswith("$ ")]
     command = next(command for command in commands if word in command)
     subprocess.run(["sh", "-c", command], cwd=folder, check=True)

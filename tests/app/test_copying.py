@@ -1,4 +1,4 @@
-"""Copies as a person sees them: how far they are, slower on request, paused, killed, and never more than memory has."""
+"""Table copies as a user sees them: progress, rate limit, pause, kill, and bounded memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from millstream.testing.pytest_plugin import Database
 
 ROWS = 4000
 COPY_BYTES = 448 * MIB
-"""What capture may take, some 280 MiB of which it takes for anything at all."""
+"""Memory that capture may take; some 280 MiB of it is the base that capture takes for any work."""
 MANY_ROWS = 40_000
-"""More than two minutes' worth at 256 KiB/s: what is looked at and asked for meanwhile takes a slow machine a while."""
+"""Rows for over two minutes at 256 KiB/s: commands and checks during the copy are slow on a slow machine."""
 FILL = """CREATE TABLE slow (id int PRIMARY KEY, body text);
     INSERT INTO slow SELECT i, repeat(md5(i::text), 32) FROM generate_series(1, {}) i; ANALYZE slow"""
 
@@ -88,7 +88,7 @@ def test_a_copy_is_told_held_back_paused_and_let_go_while_it_runs(tmp_path: Path
         assert run(home, "tables", "resume", "public.slow").returncode == 2
         stood = copied(home, "public.slow")
         wait_for(lambda: copied(home, "public.slow") > stood)
-        # At the old rate the rest takes two minutes and more.
+        # At the old rate the rest takes more than two minutes.
         (home / "millstream.toml").write_text(config(postgres.dsn, None) + 'copy_rate = "1TiB"\n')
         wait_for(lambda: table(home, "public.slow")["state"] == "streaming", seconds=60)
     assert "millstream_table_copy_rows{" not in prometheus_text(lambda: collect_status(Home(home))).decode()
@@ -114,8 +114,8 @@ def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postg
 @pytest.mark.parametrize("workers", [2, 12])
 @pytest.mark.siege
 def test_wide_rows_are_copied_in_bounded_memory(workers: int, tmp_path: Path, postgres: Database) -> None:
-    """Fifty thousand of them would be a chunk, if chunks were counted in rows; workers share what may be held."""
-    # What waits for a log whose disk is slow isn't what this is about.
+    """If chunks were counted in rows, a chunk would have fifty thousand of them; workers share the memory limit."""
+    # A log on a slow disk, with writes that wait for it, isn't the subject here.
     tables = [f"wide{number}" for number in range(workers // 2)]  # one worker reads a range of a table
     extra = f'copy_workers = {workers}\n[streams.shop.log]\nqueue_bytes = "16MiB"\n'
     home = make_home(tmp_path / "shop", config(postgres.dsn, None, tables='["public.wide*"]') + extra)

@@ -1,4 +1,4 @@
-"""`doctor`: what it says of a home, and how it ends."""
+"""`doctor`: what it reports about a home, and its exit code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.fixture(autouse=True)
 def _no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Java, Spark and compiled code are looked at elsewhere, and take their time."""
+    """Leave out the checks of Java, Spark and compiled code: other tests cover them, and they are slow."""
     for name in ("_java", "_compiled"):
         monkeypatch.setattr(doctors, name, lambda *_: "there")
     monkeypatch.setattr(doctors, "_spark", lambda: "there")
@@ -65,7 +65,7 @@ def test_a_table_that_capture_set_aside_is_wrong_with_the_command_to_run(home: H
 
 
 def test_a_table_set_aside_alone_makes_the_exit_code(home: Home) -> None:
-    (home.path / "millstream.toml").write_text("[streams.shop]\n")  # no source that has to answer
+    (home.path / "millstream.toml").write_text("[streams.shop]\n")  # there is no source that could answer
     assert doctor(home)[0] == 3
     with home.open_catalog() as catalog:
         bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")
@@ -140,7 +140,7 @@ def _of(told: dict[str, Any], check: str) -> dict[str, Any]:
 def test_capture_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
     home: Home, error: MillstreamError, blocks: str, code: int
 ) -> None:
-    (home.path / "millstream.toml").write_text("[streams.shop]\n")  # no source that has to answer
+    (home.path / "millstream.toml").write_text("[streams.shop]\n")  # there is no source that could answer
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
         catalog.set_state(catalog.find_table(stream, "public", "Bad One").id, TableState.STREAMING)

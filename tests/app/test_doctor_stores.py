@@ -1,4 +1,4 @@
-"""`doctor` at an object store: it writes, reads and deletes an object of its own, and tells which of them failed."""
+"""`doctor` at an object store: it writes, reads and deletes an object of its own, and names the step that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option that names a start or an end refuses one that retention dropped; nothing begins silently later."""
+"""Every option that names a start or an end refuses a position that retention dropped; none silently begins later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from millstream.wal.retain import drop_segments
 
 @pytest.fixture(scope="module")
 def dropped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, list[dict[str, Any]]]:
-    """A home of two shards whose log has lost its front to retention, and the records that are left."""
+    """A home of two shards whose oldest segments retention dropped, and the records that are left."""
     home = home_at(tmp_path_factory.mktemp("dropped"))
     fill(home)
     folder = str(home.wal_folder("shop"))
@@ -43,7 +43,7 @@ def _size(folder: str) -> int:
 
 
 def edge(home: Home) -> tuple[StreamReader, int, str]:
-    """The log, its first number, and how its tokens begin."""
+    """Return the log, its first number, and the prefix of its tokens."""
     reader = StreamReader(str(home.wal_folder("shop")))
     return reader, int(reader.first_seq()), str(reader.token()).partition(".s")[0]
 

@@ -1,4 +1,4 @@
-"""Tables that the lake has under another name, or has nothing of yet: found, empty, or told as what they are."""
+"""Tables that the lake has under another name, or has nothing of so far: found, empty, or reported as such."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
     home = LandedHome(tmp_path / "shop", postgres.dsn)
     home.catch_up()
     with millstream_open(home.home.path) as opened:
-        # A table that never had a row has its columns all the same, in a join and in a list of tables.
+        # A table that never had a row still has its columns, in a join and in a list of tables.
         sql = (
             "SELECT i.id, sum(t.price) AS price FROM public.items i LEFT JOIN public.things t ON t.id = i.id GROUP BY 1"
         )
@@ -43,7 +43,7 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
         source.execute("DROP TABLE swapped")
         source.execute("CREATE TABLE swapped (id int PRIMARY KEY)")
     home.catch_up()
-    # No record has told of the new name, and none of the new table that took an old one's.
+    # The log has no record under the new name so far, and none of the new table that took the old name.
     report = diff_stream(home.home, None, timeout_s=30)
     assert {t.name: (t.state, t.rows_lake) for t in report.tables} == {
         "public.articles": (Compared.EQUAL, 7),

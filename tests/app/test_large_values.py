@@ -1,4 +1,4 @@
-"""Values of many megabytes arrive whole, and take memory by their size alone, not by their number."""
+"""Values of many megabytes arrive whole, and take memory by their size, not by their number."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from millstream.testing.pytest_plugin import Database
 
 MIB = 1 << 20
 BASE_BYTES = 512 * MIB
-"""What capture may take beside three times the largest value."""
+"""Memory that capture may take in addition to three times the largest value."""
 
 
 def capture(home: Path) -> int:
-    """`capture run --until-caught-up`; the most memory that it held, in bytes."""
+    """Run `capture run --until-caught-up`; return its peak memory in bytes."""
     compiled = home / "compiled"
     if not compiled.exists():
-        # What is compiled as yet; another process may put something else there at this moment.
+        # Copy the machine code that exists so far; another process may be writing to that folder now.
         with suppress(shutil.Error):
             shutil.copytree(os.environ["NUMBA_CACHE_DIR"], compiled)
     with (home / "said").open("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run", "--until-caught-up"],
             stderr=said,
-            # Of its own: other tests' processes may write the shared one meanwhile, and compiling takes 200 MiB: the first one here compiles what is lacking.
+            # A cache of its own: other tests' processes may write to the shared one, and compiling takes 200
+            # MiB. The first capture here compiles what is missing.
             env={**os.environ, "NUMBA_CACHE_DIR": str(compiled)},
         )
         most = 0
         while process.poll() is None:
-            # Not what wait4 tells: that counts what this process held when it made the other.
+            # Don't use wait4's figure: it includes the memory that this process held when it forked the other.
             most = max(most, high_water(process.pid))
-            time.sleep(0.01)  # between two looks at a mark that only rises
+            time.sleep(0.01)  # between two reads of a peak that only rises
         said.seek(0)
         assert process.returncode == 0, said.read()
     return most
 
 
 def high_water(pid: int) -> int:
-    """The most memory that a process has held, in bytes; 0 where it is gone."""
+    """Return a process's peak memory in bytes; 0 if the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -71,7 +72,7 @@ def test_values_of_many_megabytes_are_captured_whole_in_bounded_memory(
         connection.execute(
             "INSERT INTO large SELECT i, repeat('y', %s), NULL FROM generate_series(10, 14) i", [size // 4]
         )
-        connection.execute("UPDATE large SET id = id + 100 WHERE id < 3")  # what is unchanged isn't sent again
+        connection.execute("UPDATE large SET id = id + 100 WHERE id < 3")  # unchanged values aren't sent again
     assert capture(home) < BASE_BYTES + 3 * size
     found = {}
     with millstream.open(home) as opened:

@@ -70,7 +70,10 @@ def test_a_home_gives_records_between_tokens(home: Path) -> None:
 
 @pytest.mark.parametrize("bound", ["after", "upto"])
 def test_the_latest_of_rows_at_a_token_from_the_future_is_refused(tmp_path: Path, bound: str) -> None:
-    """A copy that goes on from a token of a log that was put back saw no error, and then lacked what was written up to it."""
+    """A copy resumed at a token of a log that had been restored.
+
+    It got no error, and lacked the records up to that token.
+    """
     Home(tmp_path).path.joinpath("millstream.toml").write_text('[streams.clicks.keys]\n"public.clicks" = ["id"]\n')
     with millstream.open(tmp_path) as opened:
         ack = opened.append("clicks", "clicks", [{"id": 1}])
@@ -152,7 +155,7 @@ def test_damage_is_reported_and_exits_with_3(home: Path) -> None:
     assert found["losses"]
     read = run(home, "wal", "cat")
     assert (read.returncode, read.stderr.count("damaged: ")) == (3, 1)
-    # The header is hit: all frames can be read without it.
+    # The damage is in the header: all frames are readable without it.
     assert [json.loads(line)["xid"] for line in read.stdout.splitlines()] == [1, 1, 1, 2, 2, 2]
 
 

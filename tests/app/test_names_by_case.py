@@ -1,4 +1,4 @@
-"""Two captured tables whose names differ by case alone, through renames, drops and tables that are made again."""
+"""Two captured tables whose names differ only by case, through renames, drops and tables that are created again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.testing.pytest_plugin import Database
 
 
 def folders(home: LandedHome) -> dict[str, str]:
-    """The name of each table's folder under `current`, by table."""
+    """Return the name of each table's folder under `current`, by table."""
     tables = collect_status(home.home)["streams"][0]["tables"]
     return {table["name"]: Path(table["paths"]["current"]).name for table in tables if "current" in table["paths"]}
 
@@ -26,7 +26,7 @@ def rows(home: LandedHome, table: str) -> list[int]:
 
 def check_equal(home: LandedHome) -> None:
     report = diff_stream(home.home, None, timeout_s=60)
-    compared = [table for table in report.tables if table.state is not Compared.NOT_COMPARED]  # not the dropped one
+    compared = [table for table in report.tables if table.state is not Compared.NOT_COMPARED]  # not the dropped table's
     assert len(compared) == 2
     assert {table.state for table in compared} == {Compared.EQUAL}, report.tables
 

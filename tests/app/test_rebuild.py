@@ -1,4 +1,4 @@
-"""Tables built anew by name, from history and from the source, and ranges of records: as commands, with nothing else running."""
+"""Rebuild tables from history and from the source, and replay ranges: as commands, with nothing else running."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
 def test_a_table_that_is_rebuilt_from_the_source_says_so_until_its_copy_has_landed(
     home: LandedHome, postgres: Database
 ) -> None:
-    """It said that its past was beyond retention, though nobody had asked for the past."""
+    """The command failed: the table's past was beyond retention, although the caller hadn't asked for it."""
     with postgres.connect() as source:
         source.execute("UPDATE items SET note = 'newer' WHERE id = 9")
     home.capture()
-    home.land(fold=False)  # what the old table lacks goes with the old history
+    home.land(fold=False)  # rows that the old table lacks go with the old history
     for file in folder(home, "history").glob("*/*.parquet"):
         file.unlink()
     done = millstream(home, "pipeline", "rebuild", "public.items", "--from", "source")
@@ -174,7 +174,7 @@ def test_no_token_shows_or_replays_half_an_operation(home: LandedHome, postgres:
         )
         source.execute("INSERT INTO items VALUES (121, 'last')")
     home.catch_up()
-    # Of the table without a key, its inserts.
+    # From the table without a key: its inserts.
     committed = {(0, 0), (50, 0), (49, 1), (69, 2), (70, 2)}
     names = {"public.items": "public.items", "public.keyless": 'history."public.keyless"'}
     with millstream_open(home.home.path) as opened:

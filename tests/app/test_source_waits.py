@@ -1,4 +1,4 @@
-"""A source that refuses for a while: capture goes on trying, tells why, and goes on by itself once the cause is mended."""
+"""A source that refuses for a while: capture retries, reports the cause, and goes on once the cause is fixed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def capture_error(home: Path) -> dict[str, Any] | None:
 
 
 def captured(home: Path) -> list[int]:
-    """Without repetition: a table that comes back into its publication is copied again."""
+    """Compare without repetitions: a table that returns to its publication is copied again."""
     records = [json.loads(line) for line in run(home, "wal", "cat").stdout.splitlines()]
     return sorted({record["row"]["id"] for record in records if record["op"] in {"c", "r"}})
 
@@ -106,7 +106,7 @@ def test_causes_at_the_source_are_tried_again_and_told_until_they_are_mended(
 
 
 def waits_for(home: Path, command: Command, code: str) -> None:
-    """It tells that it waits for the source, in every place, with what to do; and stays."""
+    """Capture reports that it waits for the source, in every place, with a hint; and it stays."""
     wait_for(lambda: (capture_error(home) or {}).get("code") == code, seconds=300, what=lambda: capture_error(home))
     error = capture_error(home)
     assert error is not None

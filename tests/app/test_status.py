@@ -89,7 +89,7 @@ def test_status_needs_no_running_process(home: Home) -> None:
 
 
 def test_a_node_tells_what_its_own_lake_has_and_not_what_the_leader_before_had_landed(home: Home) -> None:
-    """For the seconds until its own pipeline had begun, it told the position that had come with the old leader's catalog."""
+    """Until its own pipeline had started, the node reported the landed position of the old leader's catalog."""
     config = f'{CONFIG}[replication]\nnode = "b"\nnodes = {{ a = "grpc://127.0.0.1:1", b = "grpc://127.0.0.1:2" }}\n'
     with home.open_catalog() as catalog:
         catalog.set_landed(catalog.stream("shop").id, "lake", Seq(3))
@@ -148,7 +148,7 @@ def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
 
 
 def test_what_is_not_known_is_left_out_and_never_a_dash(home: Home) -> None:
-    """Only the bytes are known of a source that is ahead: it said "- records, 5 B, - behind"."""
+    """If a source is ahead, only the bytes are known: the line was "- records, 5 B, - behind"."""
     live = {"streams": {"shop": {"progress": {"source_end": 9, "durable": 4}}}}
 
     def shown() -> list[str]:
@@ -250,7 +250,7 @@ def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
 def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_and_can_be_tried_again(
     home: Home,
 ) -> None:
-    """It holds the log until the lake has what it lacks; nobody could see which table that was, nor ask for it."""
+    """It holds the log until the lake has its records; `status` didn't name the table, and it couldn't be retried."""
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
         source = catalog.sources(stream)[0].id
@@ -268,7 +268,7 @@ def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_a
         assert "from where it stopped" in retry_table(catalog, stream, "public.orders")
         assert catalog.facts(held_scope(stream))[str(int(dropped.id))]["retry"] is True
         assert catalog.table(again.id).state is TableState.STREAMING
-        # The lake has what it lacked: it waits for nobody any more.
+        # The lake has the missing records: the table no longer holds the log.
         catalog.drop_fact(held_scope(stream), str(int(dropped.id)))
         assert [t["id"] for t in list_tables(catalog, stream) if t["name"] == "public.orders"] == [int(again.id)]
 
@@ -347,7 +347,7 @@ def test_the_oldest_segment_is_told_with_who_needs_it_and_a_consumer_that_falls_
 
 
 def test_a_segment_that_the_logs_own_sessions_need_is_shown(home: Home) -> None:
-    """`status` ended in a KeyError as soon as the log was larger or older than retention keeps."""
+    """`status` ended in a KeyError once the log was larger or older than retention allows."""
     (home.path / "millstream.toml").write_text(
         f"{CONFIG}[streams.shop.log]\nretention_age = '0s'\nretention_bytes = '0B'\n"
     )

@@ -1,4 +1,4 @@
-"""Servers that may be killed."""
+"""Servers that a test may kill."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from millstream.testing.redis import EmbeddedRedis
 
 @pytest.fixture(scope="module")
 def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
-    """One that may be killed, and is started again."""
+    """A server that a test may kill; it is then started again."""
     with EmbeddedKafka(tmp_path_factory.mktemp("own") / "kafka") as server:
         yield server
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """One that may be killed."""
+    """A server that a test may kill."""
     with EmbeddedRedis(tmp_path / "redis") as server:
         yield server

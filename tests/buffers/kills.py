@@ -1,4 +1,4 @@
-"""A server that is killed under load: every operation that it acknowledged is found, once."""
+"""Kill a server under load: every operation that it acknowledged is found, exactly once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WRITERS = 4
 
 
 def survive(buffer: WriteBuffer, kill: Callable[[], None], restart: Callable[[], None], *, rounds: int) -> None:
-    """Write from several threads while the server is killed and comes back; then read both shards.
+    """Write from several threads while the server is killed and restarted; then read both shards.
 
     Args:
-        buffer: of two shards.
-        kill: SIGKILL.
-        restart: start it again on what it had.
-        rounds: how often.
+        buffer: a buffer of two shards.
+        kill: kills the server by SIGKILL.
+        restart: starts the server again on its data.
+        rounds: number of kills.
     """
     acknowledged: dict[str, tuple[ShardId, int]] = {}
     unknown: set[str] = set()
@@ -39,7 +39,7 @@ def survive(buffer: WriteBuffer, kill: Callable[[], None], restart: Callable[[],
             except BufferOutcomeUnknown:
                 unknown.add(text)
             except BufferUnavailable:
-                continue  # nothing of it was stored: found below, it would be one too many
+                continue  # the operation wasn't stored: if it is found below, the test fails
             except MillstreamError as error:
                 refused.append(error)
                 return

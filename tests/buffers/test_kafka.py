@@ -1,4 +1,4 @@
-"""The write buffer in Kafka passes what all do, on a real broker; and what is Kafka's own about it."""
+"""The write buffer in Kafka passes the common suite on a real broker; and tests of Kafka's own behaviour."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class KafkaStage:
         admin.delete_topics([self.topic])[self.topic].result(60)
         wait_for(
             lambda: self.topic not in admin.list_topics(timeout=60).topics
-        )  # who asks sooner may be told of the old one
+        )  # before that, clients may still be given the old broker
         self.open()
 
     def admin(self) -> AdminClient:
@@ -77,14 +77,17 @@ class TestKafka(WriteBufferConformance):
 
 
 def repeatedly(call: Callable[[], object], within_s: float = 120.0) -> None:
-    """Call it until it raises, or for that long."""
+    """Call it until it raises, or for the given time."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         call()
 
 
 def store(buffer: KafkaBuffer, text: str) -> None:
-    """Append it until that is acknowledged: a broker that has just come is there, but may not be so fast. It may be stored more than once."""
+    """Append the operation until it is acknowledged: a broker that has just started may be slow.
+
+    It may be stored several times.
+    """
 
     def is_stored() -> bool:
         try:
@@ -97,7 +100,7 @@ def store(buffer: KafkaBuffer, text: str) -> None:
 
 
 def next_text(reader: ShardReader) -> str:
-    """The next operation's, once its broker can be reached."""
+    """Return the next operation's outcome once its broker can be reached."""
     found: list[BufferedOp] = []
 
     def has_come() -> bool:
@@ -109,7 +112,7 @@ def next_text(reader: ShardReader) -> str:
     return texts_of(found[0])[0]
 
 
-# Each start of a broker takes seconds of a core: Redis, whose buffer is killed by the same play, goes through four rounds.
+# Each start of a broker takes seconds of a core. Redis, whose buffer runs the same test, has four rounds.
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.soak)])
 def test_what_was_acknowledged_outlives_kills_and_is_there_once(own_kafka: EmbeddedKafka, rounds: int) -> None:
     options = KafkaOptions(own_kafka.servers, f"orders-{next(_numbers)}", create_shards=2, timeout_s=90)
@@ -159,14 +162,14 @@ def test_what_the_topic_does_not_take_is_refused_and_others_go_on(kafka_server: 
 
 
 def test_a_topic_is_made_only_where_that_is_asked_for(kafka_server: EmbeddedKafka) -> None:
-    """Also where the broker makes topics by itself when one is named."""
+    """Also if the broker creates a topic when a client names it."""
     stage = KafkaStage(kafka_server)
     with pytest.raises(BufferMissing):
         stage.open(create=False)
     assert stage.topic not in stage.admin().list_topics(timeout=60).topics
     assert len(stage.open().shards()) == 2
     assert len(stage.open(shards=5).shards()) == 2
-    stage.timeout_s = 4.0  # what is sent to a topic that is gone is on its way for as long
+    stage.timeout_s = 4.0  # a message to a deleted topic is retried for that long
     buffer = stage.open(create=False)
     admin = stage.admin()
     admin.delete_topics([stage.topic])[stage.topic].result(60)
@@ -177,7 +180,7 @@ def test_a_topic_is_made_only_where_that_is_asked_for(kafka_server: EmbeddedKafk
 
 
 def test_aborted_transactions_of_others_are_not_read(kafka_server: EmbeddedKafka) -> None:
-    """Readers take what is committed; offsets then have gaps, which are no loss."""
+    """Readers take only committed messages; offsets then have gaps, which are no loss."""
     stage = KafkaStage(kafka_server)
     with stage.open() as buffer:
         buffer.append(NORTH, application_op(texts=["0"]))

@@ -1,4 +1,4 @@
-"""The write buffer of log files passes what all do, and keeps what a killed writer had acknowledged."""
+"""The write buffer of log files passes the common suite, and keeps what a killed writer had acknowledged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogStage:
         self.opened: list[LogBuffer] = []
 
     def open(self, *, create: bool = True, shards: int = 2) -> LogBuffer:
-        # A segment for each group, so that retention can be exact.
+        # One segment for each group, so that retention is exact.
         options = LogBufferOptions(
             str(self.folder), create_shards=shards if create else None, log=LogOptions(segment_bytes=1)
         )
@@ -46,7 +46,7 @@ class LogStage:
         assert reader.first_offset(ShardId(0)) == Offset(offset - (kept is None))  # a log keeps its last frame
 
     def remake(self) -> None:
-        self.opened[0].close()  # first: an open log makes its next segment ready in the folder
+        self.opened[0].close()  # first: an open log prepares its next segment in the folder
         shutil.rmtree(self.folder)
         self.open()
 

@@ -1,4 +1,4 @@
-"""The write buffer in memory passes what all do, and fails as it is told."""
+"""The write buffer in memory passes the common suite, and fails on request."""
 
 from __future__ import annotations
 

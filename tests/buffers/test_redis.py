@@ -1,4 +1,4 @@
-"""The write buffer in Redis passes what all do, on a real server; and what is Redis's own about it."""
+"""The write buffer in Redis passes the common suite on a real server; and tests of Redis's own behaviour."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_server_that_may_lose_what_it_acknowledged_is_refused_by_name(
 def test_a_server_that_is_silent_leaves_the_outcome_unknown_and_one_that_is_gone_does_not(
     own_redis: EmbeddedRedis,
 ) -> None:
-    """An operation that was sent may be stored: sent again by the buffer itself, it is stored once."""
+    """An operation that was sent may be stored: the buffer itself sends it again, and it is stored once."""
     with RedisBuffer(RedisOptions(own_redis.url, "orders", create_shards=1, timeout_s=3.0)) as buffer:
         buffer.append(NORTH, application_op(texts=["0"]))
         own_redis.pause()
@@ -109,7 +109,7 @@ def test_a_server_that_is_silent_leaves_the_outcome_unknown_and_one_that_is_gone
 
 
 def wait_until_refused(buffer: RedisBuffer) -> None:
-    """Connections that are open yet may take an operation and never answer; then there are none."""
+    """Connections that are still open may take an operation and never answer; after that there are none."""
     deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline

@@ -1,6 +1,7 @@
-"""A command in this process, from its words to its exit code: what it says is the same, without the second that a process takes to begin.
+"""A command run in this process: the same output and exit code, without a process's second of startup.
 
-That it does all of this as a process too is for `tests.app.homes.run`, and for each command that the other rooms' tests start.
+`tests.app.homes.run` tests that commands do the same as processes, and so do the tests in other folders that
+start commands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pyarrow as pa
 
 from millstream.cli.main import main
 
-# What leaves pandas out of a command's own process changes nothing where pyarrow has looked for it already.
+# A command's own process skips importing pandas; that has no effect once pyarrow has looked for pandas.
 pa.array([1])
 pa.scalar(1)
 
@@ -25,13 +26,13 @@ pa.scalar(1)
 def command(
     *words: str, stdin: str = "", environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """What became of `millstream WORDS`.
+    """Run `millstream WORDS` and return its outcome.
 
     Args:
-        words: as in a shell.
-        stdin: all that there is to read.
-        environ: added to the variables for as long as it runs.
-        cwd: where it runs.
+        words: arguments as in a shell.
+        stdin: the whole standard input.
+        environ: variables that are set while the command runs.
+        cwd: the working directory.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     before = sys.stdin, dict(os.environ)

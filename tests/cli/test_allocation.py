@@ -1,4 +1,4 @@
-"""A process holds what is in use: large buffers go back to the system when they are freed."""
+"""A process's memory follows its use: large buffers go back to the system when they are freed."""
 
 from __future__ import annotations
 

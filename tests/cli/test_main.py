@@ -36,7 +36,7 @@ def millstream(
 def here(
     *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The same in this process: for what would start nothing that goes on, whatever were wrong with it."""
+    """Run in this process: for calls that start no lasting process even if they are accepted wrongly."""
     done = command(*arguments, environ=environ, cwd=cwd)
     return subprocess.CompletedProcess(arguments, done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -80,7 +80,8 @@ def test_help_answers_at_once() -> None:
         start = cpu_s_of_children()
         assert millstream("--help").returncode == 0
         times.append(cpu_s_of_children() - start)
-    # A loaded machine must not fail the suite, so that what others take of it doesn't count: 0.3 s is the figure that `make bench` reports.
+    # A loaded machine must not fail the suite, so other processes' load isn't counted. `make bench` reports the
+    # figure of 0.3 s.
     assert min(times) < 1.0
 
 
@@ -359,7 +360,7 @@ def test_doctor_says_that_it_compiles_before_it_does(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
     cache = tmp_path / "numba"
     cache.mkdir()
-    environ = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_DISABLE_JIT": "1"}  # what it says, without the half minute
+    environ = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_DISABLE_JIT": "1"}  # its output, without half a minute of startup
     said = "compiling the decoders"
     assert said in millstream("--home", str(tmp_path), "doctor", environ=environ).stderr
     (cache / "pgoutput").mkdir()

@@ -1,4 +1,4 @@
-"""What the progress line says."""
+"""The text of the progress line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lake(**progress: Any) -> str:
 
 
 def test_the_line_never_sets_two_counts_of_different_things_side_by_side() -> None:
-    """It said "124,838 records durable → lake: 124,848 landed", since the lake counted what an earlier run had left, too."""
+    """The line was "124,838 records durable → lake: 124,848 landed": the latter count included an earlier run."""
     behind = {"records": 1, "source_end": 9, "durable": 9, "mode": "catching up"}
     assert describe("capture", {"stream": "shop", "progress": behind}).endswith("0 B behind, catching up in chunks")
     captured = describe("capture", {"stream": "shop", "progress": {"records": 124_838, "source_end": 9, "durable": 9}})
@@ -30,7 +30,7 @@ def test_the_line_never_sets_two_counts_of_different_things_side_by_side() -> No
 
 
 def test_a_replay_is_told_by_what_it_began_with() -> None:
-    """Records behind, of which new ones come all the time, would count up while it gets on."""
+    """The number of records behind would rise while the pipeline catches up, since new records keep arriving."""
     replay = {"bytes": {"done": 30 << 20, "total": 120 << 20}, "eta_s": 45.0}
     progress = {"rows_per_s": 4321.0, "lag_records": 900_000, "lag_s": 3600.0}
     assert lake(**progress, replay=replay) == "→ lake: replaying, 25 % of 120.0 MiB, 4,321/s, about 45.0 s left"
@@ -40,7 +40,7 @@ def test_a_replay_is_told_by_what_it_began_with() -> None:
 
 
 def test_without_a_terminal_each_table_that_is_copied_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them stood in one line, of any length."""
+    """All of them stood in one line, of unbounded length."""
     copies = {f"public.t{n}": {"state": "reading", "rows": n, "rows_estimate": 10} for n in (1, 2)}
     progress = {"records": 5, "source_end": 9, "durable": 9, "copies": copies | {"public.t3": {"state": "paused"}}}
     report = RunReport(terminal=False, until_caught_up=False)

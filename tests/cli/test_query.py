@@ -1,4 +1,4 @@
-"""`millstream query` as a person and as a program meet it: exact in every format, at a prompt, interrupted, piped away."""
+"""`millstream query` for people and programs: exact in every format, at a prompt, when interrupted, when piped."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ NULLS = dict.fromkeys(KINDS) | {"id": 2}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with a log, and a lake of one table: three rows at noon, of which one goes a minute later."""
+    """A home with a log, and a lake of one table: three rows at noon, one of which is deleted a minute later."""
     path = tmp_path_factory.mktemp("home")
     (path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
     opened = Home(path)
@@ -210,14 +210,14 @@ def test_a_reader_that_has_enough_ends_it_quietly(home: Path) -> None:
         assert process.stderr is not None
         assert process.stdout.read(100_000)
         process.stdout.close()
-        # Ten gigabytes would be on the way: that it ends shows that rows weren't gathered first.
+        # The full result would be ten gigabytes: the command ends, so it didn't gather the rows first.
         assert process.wait(180) == 0
         assert process.stderr.read() == b""
         process.stderr.close()
 
 
 def wait_for_work(pid: int) -> None:
-    """Until a process has spent two seconds more on the CPU: nothing but the query takes that long."""
+    """Wait until the process has used two more seconds of CPU: only the query takes that long."""
 
     def spent_s() -> float:
         user = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]
@@ -263,7 +263,7 @@ _CUT = re.compile(r"\x1b(\[[0-9;?]*)?\Z")
 
 
 class Terminal:
-    """A pseudo-terminal with `millstream query` in it."""
+    """A pseudo-terminal that runs `millstream query`."""
 
     def __init__(self, home: Path, *words: str) -> None:
         self.master, slave = pty.openpty()
@@ -280,7 +280,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def until(self, pattern: str) -> str:
-        """What came until it matched, without the terminal's own sequences; what came after stays for the next call."""
+        """Return the output up to the match, without escape sequences; the rest stays for the next call."""
         deadline = time.monotonic() + 60
         while (found := re.search(pattern, self.seen)) is None:
             ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
@@ -289,7 +289,7 @@ class Terminal:
                 self.raw += os.read(self.master, 65536).decode(errors="replace")
             except OSError as error:
                 raise AssertionError(f"it ended before {pattern!r}: {self.seen!r}") from error
-            # A sequence may come in two reads.
+            # An escape sequence may be split over two reads.
             whole, escape, rest = self.raw.rpartition("\x1b") if _CUT.search(self.raw) else (self.raw, "", "")
             self.seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", whole)
             self.raw = escape + rest
@@ -340,7 +340,7 @@ def test_the_prompt_takes_statements_of_several_lines_completes_and_remembers(ho
         shown.until(r"error\[invalid_query\]")
         shown.type("\\nothing\n")
         shown.until(r"error\[usage\]")
-        shown.until("shop>")  # before it, the terminal itself would take Ctrl-D
+        shown.until("shop>")  # before the prompt, the terminal itself would take Ctrl-D
         shown.type("\x04")
         assert shown.process.wait(180) == 0
     history = home / "data" / "query_history"

@@ -1,4 +1,4 @@
-"""Names and values of others on an operator's terminal: nothing in them acts on it, and programs get them as they are."""
+"""Foreign names and values: none acts on an operator's terminal, and programs get them unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millstream.model.readable import readable
 from millstream.processes.logs import Words
 
 EVIL = "t\x1b]0;owned\x07\x9b31m\x7f\x85\r\x08\nhint: run something"
-"""Sets a terminal's title, its colour, and looks like a line of ours."""
+"""A value that sets a terminal's title and its colour, and looks like a line of Millstream's output."""
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 

@@ -1,4 +1,4 @@
-"""A password in an address is in no output of a command, however the address is written, and whatever slip it has."""
+"""No output of a command shows a password of an address, however the address is written or mistyped."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from millstream.errors import UsageError
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.addresses import MASK, mask_address, mask_option
 
-# Six characters or more, and a letter: `app:123` in front of a host can't be told from a host and its port. Letters that hosts, users
-# and keywords don't have, so that a password isn't found in what is no password.
+# Six characters or more, with a letter: `app:123` in front of a host can't be told from a host and its port.
+# Only letters that hosts, users and keywords don't have, so that a match in the output is the password.
 PASSWORDS = st.text("QXZJ0987" + string.punctuation, min_size=6, max_size=16).filter(
     lambda text: set("QXZJ") & set(text) and "${" not in text and "$$" not in text
 )
@@ -54,7 +54,7 @@ KEYWORDS = (
 
 @st.composite
 def addresses(draw: st.DrawFn, forms: tuple[str, ...] = URLS + KEYWORDS) -> tuple[str, str]:
-    """A password, and an address that has it: well-formed, with the password as it is, or with a character wrong in front of or behind it."""
+    """Draw a password and an address with it: well-formed, or with a wrong character before or behind the password."""
     password = draw(PASSWORDS)
     form = draw(st.sampled_from(forms))
     facts = {
@@ -66,7 +66,7 @@ def addresses(draw: st.DrawFn, forms: tuple[str, ...] = URLS + KEYWORDS) -> tupl
     text = form.format(**facts)
     secret = next(facts[name] for name in ("encoded", "quoted", "escaped") if "{" + name + "}" in form)
     start = text.index(secret)
-    # A `:` less in `app:PASSWORD@` makes a user of both, which nothing can tell from a user.
+    # A missing `:` in `app:PASSWORD@` makes a user of both; no parser can tell it from a user.
     places = [
         n for n in range(len(text)) if not start <= n < start + len(secret) and not (n == start - 1 and text[n] == ":")
     ]
@@ -178,7 +178,7 @@ def test_the_configuration_that_passwords_are_put_into_is_right(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all examples: the first `doctor` compiles decoders into it."""
+    """A home for all examples: the first `doctor` compiles decoders into it."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -276,7 +276,7 @@ def test_init_writes_no_part_of_a_password(tmp_path: Path, drawn: tuple[str, str
     written = made.file.read_text()
     made.file.unlink()
     assert_unsaid(password, written)
-    # With the variable set the configuration means the address that was given.
+    # With the variable set, the configuration's address is the one that was drawn.
     loaded = tomllib.loads(written)["streams"]["s"]["source"]["dsn"]
     try:
         expected = parse_address(address)

@@ -1,4 +1,4 @@
-"""`token` as a person uses it: made and shown once, listed without what it opens with, and revoked."""
+"""`token` as a user runs it: a token is made and shown once, listed without its secret, and revoked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Appends over a network that loses answers, and to servers that are busy, go away and come back: each row is there once, or it is told."""
+"""Appends over a network that loses answers, to busy and restarting servers: each row is stored once, or an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def numbers(home: Path, table: str = "clicks") -> list[int]:
 
 @contextlib.contextmanager
 def losing(url: str, every: int) -> Iterator[str]:
-    """A way to a server on which every so-manieth answer is lost: the request arrives, and the connection breaks."""
+    """A connection to a server that loses every n-th answer: the request arrives, and the connection breaks."""
     port = int(url.rpartition(":")[2])
     counted = 0
     lock = threading.Lock()
@@ -119,7 +119,7 @@ def test_answers_that_are_lost_double_nothing(home: Path, way: str) -> None:
 
 @pytest.mark.parametrize("way", REMOTE)
 def test_a_server_that_goes_and_comes_back_is_waited_for(home: Path, way: str) -> None:
-    port = free_port()  # which is nobody else's while it is away
+    port = free_port()  # no other process takes the port while the server is away
     with serving(home, port=port) as url, a_home(way, url) as there:
         there.append("web", "clicks", {"n": 1})
     with a_home(way, url) as there:
@@ -160,7 +160,7 @@ FULL = http(BUSY, status="429 Too Many Requests", kind="application/problem+json
 
 
 def refusing(code: str, status: str) -> bytes:
-    """An answer that refuses an append."""
+    """Return an answer that refuses an append."""
     said = json.dumps({"code": code, "detail": "no", "hint": "", "details": {}}).encode()
     return http(said, status=status, kind="application/problem+json")
 
@@ -175,17 +175,18 @@ CUT = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"
         ([FULL], Overloaded),
         ([CUT], AppendOutcomeUnknown),
         ([b""], AppendOutcomeUnknown),
-        # The first may be there, whatever is said of the second.
+        # The first attempt may be stored, whatever the second attempt's answer says.
         ([CUT, FULL], AppendOutcomeUnknown),
         ([CUT, refusing("unauthenticated", "401 Unauthorized")], AppendOutcomeUnknown),
-        # Without its key it would be there twice.
+        # Without its key the row would be stored twice.
         ([CUT, refusing("sessions_need_one_writer", "409 Conflict")], AppendOutcomeUnknown),
-        # It stays so: nobody waits for it. Nothing of it was appended, unless one before was.
+        # These errors are permanent, so the client doesn't retry. The append isn't stored, unless an earlier
+        # attempt was.
         ([refusing("read_only", "503 Service Unavailable")], ReadOnly),
         ([refusing("fenced", "503 Service Unavailable")], Fenced),
         ([CUT, refusing("read_only", "503 Service Unavailable")], AppendOutcomeUnknown),
         ([refusing("not_enough_replicas", "503 Service Unavailable")], NotEnoughReplicas),
-        # It is durable there, whatever has become of that node since.
+        # The write is durable on that node, whatever happened to the node later.
         (
             [refusing("not_enough_replicas", "503 Busy"), refusing("fenced", "503 Service Unavailable")],
             NotEnoughReplicas,

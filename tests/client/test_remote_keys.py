@@ -1,4 +1,4 @@
-"""What tells appends from afar apart, where a stream knows no keys."""
+"""How remote appends are told apart if a stream doesn't support keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_KEYS = Answer(409, PROBLEM, json.dumps({"code": SessionsNeedOneWriter.code, "
 def calls_of(
     answers: list[Answer | Lost], *, key: str | None, deadline_s: float = 0.0
 ) -> tuple[list[Call], MillstreamError]:
-    """What is asked, one answer after the other, and how it ends."""
+    """Return the calls, one for each answer, and the final error."""
     call = append_call("web", "t", [{"x": 1}], session=None, number=None, idempotency_key=key, keep_valid_rows=False)
     steps = appended(call, url="http://there", deadline_s=deadline_s, now=lambda: 0.0)
     asked = []
@@ -51,7 +51,7 @@ def test_a_key_of_the_clients_own_is_left_out_where_a_stream_has_several_writers
 
 @pytest.mark.parametrize("error", [PartialWrite, NoRouteMatches])
 def test_what_routing_says_is_told_and_not_tried_again(error: type[MillstreamError]) -> None:
-    """A partial write was sent again until the deadline, to the sinks that had taken it, too."""
+    """A partial write was sent again until the deadline, also to the sinks that had taken it."""
     said = Answer(int(status_of(error)), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
     asked, ended = calls_of([said], key=None, deadline_s=30.0)
     assert (len(asked), type(ended)) == (1, error)
@@ -59,7 +59,7 @@ def test_what_routing_says_is_told_and_not_tried_again(error: type[MillstreamErr
 
 @pytest.mark.parametrize("error", [ReadOnly, Fenced])
 def test_who_doesnt_lead_says_who_does(error: type[MillstreamError]) -> None:
-    """It was a 500, after which nobody knows what became of the rows."""
+    """The server answered 500, after which the outcome of the write is unknown."""
     facts = {"code": error.code, "detail": "no", "details": {"leader": "b"}}
     said = Answer(int(status_of(error)), PROBLEM, json.dumps(facts).encode())
     asked, ended = calls_of([said], key=None, deadline_s=30.0)

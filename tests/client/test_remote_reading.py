@@ -1,4 +1,4 @@
-"""A home behind an address gives what the home itself gives; what goes wrong on the way is told as what it is."""
+"""A home behind an address returns what the home itself returns; errors on the way keep their type."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -
             assert there.query("select count(*) as n from public.orders", as_of=str(before)).to_pylist() == [
                 {"n": 200_000}
             ]
-            # For others it is a plain stream of Arrow's.
+            # To other clients it is a plain Arrow stream.
             answer = httpx.post(
                 f"{url}/v1/streams/shop/query",
                 json={"sql": "select id from public.orders", "as_of": str(before)},
@@ -162,7 +162,7 @@ def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -
             )
             assert answer.headers["content-type"] == "application/vnd.apache.arrow.stream"
             assert pa.ipc.open_stream(answer.content).read_all().num_rows == 200_000
-            # It reads the lake and nothing else, and never writes.
+            # The query reads the lake and nothing else, and never writes.
             for sql in (
                 "copy (select 1) to '/tmp/x.csv'",
                 "create table x (a int)",
@@ -171,7 +171,7 @@ def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -
             ):
                 with pytest.raises(InvalidQuery):
                     there.query(sql)
-            # A failure in its midst is told as what it is.
+            # An error in mid-stream reaches the caller with its type.
             with pytest.raises(InvalidQuery, match="Conversion"):
                 there.query(
                     "select cast(case when id < 190000 then '1' else note end as int) as x from public.orders order by id",
@@ -181,14 +181,14 @@ def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -
 
 @contextmanager
 def answering(*answers: bytes) -> Iterator[str]:
-    """A server that says what it is told to, a connection each, and hangs up."""
+    """A server that sends prepared answers, one for each connection, and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def work() -> None:
             for number, answer in enumerate(answers, 1):
                 connection, _ = listener.accept()
                 if number == len(answers):
-                    listener.close()  # who comes again is refused, and needn't wait for an answer
+                    listener.close()  # a second connection is refused; it needn't wait for an answer
                 with connection:
                     heard = b""
                     while b"\r\n\r\n" not in heard:
@@ -256,7 +256,7 @@ def test_who_is_busy_is_asked_again_and_who_is_not_there_is_not_for_ever() -> No
     old = json.dumps({"code": "replica_too_stale", "detail": "1 h old", "hint": "", "details": {}}).encode()
     stale = http(old, status="503 Service Unavailable", kind="application/problem+json", more="retry-after: 1\r\n")
     with answering(stale) as url, millstream.connect(url) as home, pytest.raises(ReplicaTooStale):
-        home.streams()  # asked again, nobody would answer
+        home.streams()  # a second request would get no answer
     for wrong in ("ftp://127.0.0.1", "127.0.0.1:8787", "http://", "http://127.0.0.1?x=1"):
         with pytest.raises(UsageError):
             millstream.connect(wrong)
@@ -276,7 +276,7 @@ def test_readers_that_go_away_are_let_go_and_too_many_are_told(home: Path) -> No
     with millstream.open(home) as opened:
         for _ in range(
             4
-        ):  # 40 MB: more than what lies between the two ends, so that who doesn't read holds its reader up
+        ):  # 40 MB: more than fits between the two ends, so that a caller that stops reading stops the server's reader
             opened.append("web", "big", [{"x": "." * 1000, "n": n} for n in range(10_000)])
     with serving(home) as url, millstream.connect(url, timeout_s=30.0) as there:
         half_read: list[socket.socket] = []
