@@ -1,10 +1,13 @@
-"""`millstream` in processes that begin at once: each is forked from one that has imported what commands import.
+"""`millstream` in processes that start at once: each is forked from a process that has imported what commands import.
 
-A command takes a second of a core and more to begin, nearly all of it for imports, and the suite runs hundreds. What is forked is a process as any
-other: it has a number, an environment, descriptors and locks of its own, and signals reach it. What only one that begins from nothing can show, which is what it imports, how much memory it takes, and where its machine
-code lies, is for tests that start that: `tests/cli/test_main.py` asks each command for its help so, and `millstream run` starts its parts so.
+A command takes more than a second of a core to start, nearly all of it for imports, and the suite runs
+hundreds. A forked command is a process like any other: it has a number, an environment, descriptors and locks
+of its own, and signals reach it. Only a fresh process can show what a command imports, how much memory it takes
+and where its machine code lies. Tests of these start one: `tests/cli/test_main.py` asks each command for its
+help that way, and `millstream run` starts its parts that way.
 
-`python -m tests.commands DESCRIPTOR` is what commands are forked from. It ends with the process that has started it.
+`python -m tests.commands DESCRIPTOR` is the process that commands are forked from. It ends with the process
+that started it.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ from types import TracebackType
 from typing import IO, Any, Final, NoReturn, Self
 
 _MESSAGE_BYTES: Final = 1 << 20
-"""Of a request, at most: the words of a command, and its environment."""
+"""Largest size of a request: the words of a command, and its environment."""
 _STATUS: Final = struct.Struct("i")
 _BEGINS_WITHIN_S: Final = 300.0
-"""The first one waits until all is imported."""
+"""Time limit for a command's start: the first one waits for all imports."""
 _NOT_IMPORTED: Final = "millstream.catalog.migrations", "millstream.console", "millstream.spark", "millstream.testing"
-"""Rooms that no command imports in its own process; and what alembic runs."""
+"""Packages that no command imports in its own process, and the migrations that alembic runs."""
 _ELSE: Final = (
     "alembic.command",
     "asyncio",
@@ -46,29 +49,31 @@ _ELSE: Final = (
     "rich.table",
     "uvicorn.loops.uvloop",
 )
-"""What is imported on the way by what commands import."""
+"""Modules that commands' imports load on first use."""
 _READ_AT_START: Final = "PYTHON", "NUMBA_", "LD_", "LC_"
-"""Variables that the interpreter, or what it imports, reads when it begins."""
+"""Prefixes of variables that the interpreter or an imported library reads at its start."""
 
 MILLSTREAM: Final = "millstream.cli.main:main"
 SCRIPT: Final = "tests.commands:script"
-"""For a program's text, as of `python -c`, and its arguments."""
+"""Entry point for a program's text and its arguments, as in `python -c`."""
 
 
 class Command:
-    """`millstream WORD…`, as `subprocess.Popen` would have it: as much of that as tests use.
+    """`millstream WORD…` with the interface of `subprocess.Popen`, as far as tests use it.
 
     Args:
-        words: behind `millstream`.
-        stdin: a descriptor, `subprocess.PIPE` or `DEVNULL`; the test's own where None.
+        words: the arguments of `millstream`.
+        stdin: a descriptor, `subprocess.PIPE` or `DEVNULL`; if None, the test's own.
         stdout: the same.
         stderr: the same, or `subprocess.STDOUT`.
         text: pipes carry text, not bytes.
-        env: its environment; this process's where None.
-        is_taken_down: its interpreter ends as that of `python -m millstream.cli` does, module by module. That takes longer than most commands do,
-            so that those which are run to their end leave it out: their threads, what they have registered and their output have ended then too.
-        begins: what takes the words, and never returns or ends well: another function than that of the commands, as `module:function`.
-        network: the file of a network namespace in which it is to run; empty: this process's.
+        env: its environment; if None, this process's.
+        is_taken_down: its interpreter ends module by module, as that of `python -m millstream.cli` does.
+            That takes longer than most commands do, so commands that run to their end skip it: by then their
+            threads, exit handlers and output have ended too.
+        begins: the function, as `module:function`, that takes the words, if it isn't that of the commands.
+            It never returns, or ends well.
+        network: the file of the network namespace in which it runs; empty: this process's.
 
     Concurrency: as of `Popen`: any thread may ask whether it runs, or end it.
     """
@@ -122,7 +127,7 @@ class Command:
         self.pid: Final = pid
 
     def _hear(self, within_s: float | None) -> int | None:
-        """What is told of it next: its number, then how it ended. None where nothing is within the time."""
+        """Return its next number: first its process id, then its exit code. None if nothing comes in time."""
         if not select.select([self._told], [], [], within_s)[0]:
             return None
         told = os.read(self._told, _STATUS.size)
@@ -130,21 +135,21 @@ class Command:
         return int(_STATUS.unpack(told)[0])
 
     def poll(self) -> int | None:
-        """Its exit code, that of a signal negative; None while it runs."""
+        """Return its exit code, negative for a signal; None while it runs."""
         with self._lock:
             if self.returncode is None and (code := self._hear(0)) is not None:
                 self._ended(code)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended. Raises `subprocess.TimeoutExpired`."""
+        """Return its exit code, once it has ended. Raises `subprocess.TimeoutExpired`."""
         until_s = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             left_s = None if until_s is None else until_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            with contextlib.suppress(OSError, ValueError):  # another thread has heard it
-                # Now and then: so that a thread that hears of it first leaves no other waiting.
+            with contextlib.suppress(OSError, ValueError):  # another thread has received it
+                # Look now and then, so that a thread that reads the exit code first leaves no other waiting.
                 select.select([self._told], [], [], 0.5 if left_s is None else min(0.5, left_s))
         assert self.returncode is not None
         return self.returncode
@@ -155,21 +160,21 @@ class Command:
         self._told = -1
 
     def send_signal(self, number: int) -> None:
-        """Where it still runs."""
+        """Send it a signal if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """By SIGTERM."""
+        """Send it SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """By SIGKILL."""
+        """Send it SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, given: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        """Hand in, and wait until it has ended; what came by its pipes. Raises `subprocess.TimeoutExpired`."""
+        """Write its input, wait until it has ended, and return its output. Raises `subprocess.TimeoutExpired`."""
         came: dict[IO[Any], Any] = {}
 
         def hand_in(pipe: IO[Any]) -> None:
@@ -218,7 +223,7 @@ def run_command(
     begins: str = MILLSTREAM,
     network: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """A command to its end, with what it has said; it is killed where it takes longer. Raises `subprocess.TimeoutExpired`."""
+    """Run a command to its end and return its output; kill it at the time limit. Raises `subprocess.TimeoutExpired`."""
     command = Command(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
         is_taken_down=False, begins=begins, network=network,
@@ -233,7 +238,7 @@ def run_command(
 
 
 class _Source:
-    """The process that commands are forked from, seen from the test's."""
+    """The test's side of the process that commands are forked from."""
 
     def __init__(self) -> None:
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -248,7 +253,7 @@ class _Source:
         atexit.register(self._end)
 
     def ask(self, what: _Asked, descriptors: list[int]) -> None:
-        """Have a command begin."""
+        """Start a command."""
         with self._lock:
             socket.send_fds(self._channel, [json.dumps(asdict(what)).encode()], descriptors)
 
@@ -275,11 +280,11 @@ class _Asked:
 
 
 def _forked(channel: socket.socket) -> _Asked | None:
-    """Fork a process for each request. In such a process what it is to run; None where no more will come."""
+    """Fork a process for each request. Return the request in the fork, and None in the parent once requests end."""
     woken, wakes = os.pipe()
     for descriptor in (woken, wakes):
         os.set_blocking(descriptor, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which ends what it runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which ends its commands
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     running: dict[int, int] = {}
@@ -320,7 +325,7 @@ def _tell(descriptor: int, value: int) -> None:
 
 
 def _run(asked: _Asked) -> NoReturn:
-    """Have its environment, and what was read of another one before; then run."""
+    """Set its environment, and the settings that were read from another one at the import; then run."""
     from millstream import failpoints
 
     if asked.network:
@@ -371,7 +376,7 @@ def script(words: list[str]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Import, then fork until nobody asks any more; in what was forked, run the command."""
+    """Import everything, then fork for each request until the requester is gone; in a fork, run the command."""
     with socket.socket(fileno=descriptor) as channel:
         gc.disable()
         _import_all()

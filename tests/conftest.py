@@ -1,12 +1,15 @@
 """Set up every test: its tier and seeds, hypothesis, Spark's workers, compiled decoders, and an end to tests that hang.
 
-A test's tier follows from what it uses. `--tier quick` leaves out each test that is marked `siege` and each test that uses a
-fixture of `WHOLE_TIER`; `--tier all`, the default, leaves out none. The mark `soak` stands outside the tiers.
+A test's tier follows from what it uses. `--tier quick` leaves out each test that is marked `siege` and each
+test that uses a fixture of `WHOLE_TIER`; `--tier all`, the default, leaves out none. The mark `soak` stands
+outside the tiers.
 
-Without `--seed N`, simulations and sieges play the same seeds on every run, and the hypothesis profile `ci` the same examples, so that
-a red build shows a change of the code. `make test-all` draws N, prints it, and chooses the profile `new`.
+Without `--seed N`, simulations and sieges play the same seeds on every run, and the hypothesis profile `ci` the
+same examples, so that a red build shows a change of the code. `make test-all` draws N, prints it, and chooses
+the profile `new`.
 
-With `CI` set in the environment a failure is printed at once, not only at the end: a run that is cut off has told of it.
+With `CI` set in the environment a failure is printed at once, not only at the end: a run that is cut off has
+then reported it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 settings.register_profile(
     "ci",
     derandomize=True,
-    deadline=None,  # a loaded machine is no failure; pytest-timeout ends what hangs
+    deadline=None,  # a loaded machine is no failure; pytest-timeout ends tests that hang
     max_examples=100,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
@@ -42,12 +45,12 @@ settings.register_profile("new", parent=settings.get_profile("ci"), derandomize=
 settings.register_profile("soak", parent=settings.get_profile("ci"), derandomize=False, max_examples=100_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "ci")
 
-# Spark starts `python3` from the PATH otherwise, which is not this one and lacks Millstream.
+# By default Spark starts `python3` from the PATH, which isn't this interpreter and lacks Millstream.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
 
-# Each home keeps machine code of its own, which takes half a minute of a core to make: here it is made once for all of them, and for
-# the processes between which tests are divided.
+# Each home keeps its own machine code, which takes half a minute of a core to compile. Compile it here once,
+# for all homes and for all processes that tests are distributed to.
 if "NUMBA_CACHE_DIR" not in os.environ:
     os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="millstream-numba-")
     atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)
@@ -56,7 +59,7 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 WHOLE_TIER: Final = frozenset({"oldest", "own_kafka", "own_redis"})
 """Fixtures whose tests belong to `make test-all` alone: they start servers of their own, and stop or replace them."""
 TEARDOWN_S: Final = 600
-"""How long what a test leaves may take to end; far more than any does."""
+"""Time that a test's leftovers may take to end; far more than any does."""
 _TOLD_LINES: Final = 80
 _stderr = pytest.StashKey[int]()
 
@@ -69,13 +72,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the real stderr: while tests run, its number is that of a file which pytest captures."""
+    """Keep the real stderr: while tests run, its descriptor is that of a file which pytest captures."""
     assert sys.__stderr__ is not None
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of another tier, server version or user. None of them is skipped: nothing is missing that could be had."""
+    """Deselect tests of another tier, server version or user.
+
+    They aren't skipped: a skip means that something is missing.
+    """
     version = config.getoption("--millstream-postgres")
     is_quick = config.getoption("--tier") == "quick"
 
@@ -95,10 +101,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """End the process, with the stacks of all its threads, where a teardown hangs.
+    """End the process, with the stacks of all its threads, if a teardown hangs.
 
-    pytest-timeout takes a test's failure for the beginning of a debugger's session and stops its clock; and what a failed test leaves
-    is what hangs. This one needs no lock of the interpreter's either.
+    pytest-timeout takes a test's failure for the beginning of a debugger's session and stops its clock; and the
+    leftovers of a failed test are what hangs. This timer needs no lock of the interpreter either.
     """
     if item.config.getoption("usepdb"):
         return (yield)
@@ -110,7 +116,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Print a failure when it happens: only where tests are divided, and only in the process that divides them, which hears of all."""
+    """Print a failure when it happens.
+
+    Only the process that distributes tests to workers does so: it gets all reports.
+    """
     if report.failed and hasattr(report, "node") and os.environ.get("CI"):
         lines = report.longreprtext.splitlines()
         print(f"\n--- {report.nodeid}, {report.when}:", *lines[-_TOLD_LINES:], sep="\n", flush=True)  # noqa: T201
@@ -118,7 +127,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(autouse=True)
 def process_settings() -> Iterator[None]:
-    """Restore the log's configuration and the umask, which a command that runs in this process sets for all later tests."""
+    """Restore the logging configuration and the umask, which a command in this process sets for all later tests."""
     log, umask = structlog.get_config(), os.umask(0o077)
     os.umask(umask)
     yield
@@ -141,7 +150,7 @@ def spark_options(tmp_path_factory: pytest.TempPathFactory) -> SparkOptions:
 
 @pytest.fixture(scope="session")
 def spark(spark_options: SparkOptions) -> Iterator[SparkSession]:
-    """One Spark session for all tests of a process: a start costs seconds, and ten of a core."""
+    """One Spark session for all tests of a process: a start takes seconds of time, and ten of a core."""
     from millstream.spark.session import open_session, stop_session
 
     session = open_session(spark_options)

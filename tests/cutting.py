@@ -1,4 +1,7 @@
-"""A link between processes that a test cuts: a TCP proxy of loopback that resets connections, keeps silent, is slow, or loses the one over which something goes."""
+"""A link between processes that a test cuts: a TCP proxy on loopback.
+
+It resets connections, keeps silent, delays, or drops the connection that carries a given text.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from typing import Final
 
 _PIECE_BYTES: Final = 1 << 16
 _RESET: Final = struct.pack("ii", 1, 0)
-"""SO_LINGER: closed by RST."""
+"""SO_LINGER: close with RST."""
 _LOOKS_MS: Final = 200
-"""How often who has no room to send looks whether its connection is to be reset."""
+"""How often a sender that has no room checks whether its connection is to be reset."""
 
 
 class Way(StrEnum):
-    """Where bytes go."""
+    """Direction of bytes."""
 
     TO = "to"
     """To the server."""
@@ -29,7 +32,7 @@ BOTH: Final = frozenset(Way)
 
 
 class Link:
-    """Connections to a port go through this one's; whatever was done to it, `heal` undoes.
+    """A proxy for the connections to a port; `heal` undoes what was done to it.
 
     Args:
         target: the server's port.
@@ -45,7 +48,7 @@ class Link:
         self._delay_s = 0.0
         self._losing: tuple[bytes, bool] | None = None
         self.losses = 0
-        """How often what `lose` waited for has come."""
+        """How many connections `lose` has dropped."""
         self._pairs: set[_Pair] = set()
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
 
@@ -56,39 +59,42 @@ class Link:
             self._reset_all()
 
     def silence(self, ways: frozenset[Way] = BOTH) -> None:
-        """A black hole: nothing passes, and nobody is told. What is held up goes on once it is healed, as TCP sends again."""
+        """A black hole: nothing passes, and neither end gets an error.
+
+        Held bytes go on after `heal`, as TCP would resend them.
+        """
         with self._changed:
             self._silent = ways
 
     def delay(self, seconds: float) -> None:
-        """Each piece waits so long before it goes on."""
+        """Delay each piece by so many seconds."""
         with self._changed:
             self._delay_s = seconds
 
     def lose(self, text: bytes, *, arrives: bool) -> None:
-        """Whoever sends that to the server next, in one piece, loses the connection by it, and gets no answer.
+        """Drop the next connection that sends the text to the server in one piece: its client gets no answer.
 
         Args:
-            text: what it is known by.
+            text: the bytes to look for.
             arrives: whether the server gets the piece.
         """
         with self._changed:
             self._losing = text, arrives
 
     def refuse(self) -> None:
-        """Take no more connections, for ever; those that are there go on."""
+        """Take no more connections, for ever; existing ones go on."""
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept that waits, too
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends a waiting accept, too
         self._listening.close()
 
     def heal(self) -> None:
-        """Everything passes."""
+        """Let everything pass."""
         with self._changed:
             self._is_cut, self._silent, self._delay_s = False, frozenset(), 0.0
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing passes any more, for ever."""
+        """Let nothing pass from now on, for ever."""
         with self._changed:
             self._is_cut = True
             self._reset_all()
@@ -144,7 +150,7 @@ class Link:
                 pair.close(reset=is_reset)
 
     def _left(self, pair: _Pair, data: bytes) -> bytes:
-        """What goes on of a piece to the server; its client is gone where that is to be lost."""
+        """Return the part of a piece to send to the server; close the client's side if `lose` asked for it."""
         with self._changed:
             if self._losing is None or self._losing[0] not in data:
                 return data
@@ -162,7 +168,7 @@ class Link:
 
 
 class _Pair:
-    """A connection's two halves; closed by the last of its two threads."""
+    """A connection's two halves; the last of its two threads closes it."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self._ends: Final = {Way.TO: (client, server), Way.BACK: (server, client)}
@@ -175,22 +181,22 @@ class _Pair:
         return self._ends[way][0].recv(_PIECE_BYTES)
 
     def send(self, way: Way, data: bytes) -> int:
-        """How many bytes went; none where there was no room for a moment."""
+        """Return how many bytes were sent; 0 if there was no room for a moment."""
         sink = self._ends[way][1]
         waiting = select.poll()
         waiting.register(sink, select.POLLOUT)
         return sink.send(data, socket.MSG_DONTWAIT) if waiting.poll(_LOOKS_MS) else 0
 
     def finish(self, way: Way) -> None:
-        """Nothing more comes that way; the other one may go on."""
+        """End this direction; the other one may go on."""
         self._ends[way][1].shutdown(socket.SHUT_WR)
 
     def leave_client(self) -> None:
-        """It is told that there is nothing more, and hears nothing any more."""
+        """Shut down the client's connection in both directions."""
         self._ends[Way.TO][0].shutdown(socket.SHUT_RDWR)
 
     def wake(self) -> None:
-        """Whoever reads is told that there is nothing more; the other ends aren't, yet."""
+        """Wake the threads that read; the remote ends don't see an end of the stream so far."""
         for end in self._ends[Way.TO]:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RD)

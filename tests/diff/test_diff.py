@@ -1,4 +1,4 @@
-"""`diff` against a real source and a real lake: equal only where it is, while both move, and every difference by its key."""
+"""`diff` of a real source and a real lake while both move: it finds every difference, by key, and nothing else."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ KINDS = {
 
 
 def items(home: LandedHome) -> pa.Table:
-    """What the lake has of `items`."""
+    """Return the lake's rows of `items`."""
     return DeltaTable(home.home.path / "lake/shop/current/public.items").to_pyarrow_table()
 
 
 def told(report: DiffReport, name: str) -> dict[str, Any]:
-    """What was told of a table, without how long it took."""
+    """Return the report's facts about a table, without its duration."""
     facts = next(table.as_dict() for table in report.tables if table.name == name)
     return {what: fact for what, fact in facts.items() if what != "seconds"}
 
@@ -301,7 +301,7 @@ def test_generated_columns_that_a_publication_does_not_send_are_not_compared_unt
     home.catch_up()
     assert told(diff_stream(home.home), "public.items")["state"] == "equal"
     assert "twice" not in items(home).column_names
-    # As Millstream makes it, and an older version left it: it is altered, and the table copied again.
+    # A publication that an older version of Millstream made: it is altered, and the table copied again.
     source.execute("ALTER PUBLICATION millstream_shop SET (publish_via_partition_root = true)")
     home.catch_up()
     assert told(diff_stream(home.home), "public.items")["state"] == "equal"

@@ -1,4 +1,4 @@
-"""The texts that both sides of `diff` hash: DuckDB writes what PostgreSQL would, and what is told apart there is told apart here."""
+"""The texts that both sides of `diff` hash: DuckDB writes what PostgreSQL writes, and tells the same values apart."""
 
 from __future__ import annotations
 

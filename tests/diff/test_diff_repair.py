@@ -1,4 +1,4 @@
-"""`diff --repair`: what differs is read again through the log, and nothing differs any more, kills and live changes or not."""
+"""`diff --repair` reads differing rows again through the log; then none differ, despite kills and live changes."""
 
 from __future__ import annotations
 

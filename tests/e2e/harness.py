@@ -1,10 +1,12 @@
 """A home driven through the command line, as a user would: the product is a black box here.
 
-`Home` makes a home, runs `millstream run` with or without failpoints, kills what it's told to, and waits with
-deadlines. It reads nothing of the product's own but its exit codes, its JSON and the folders that its contract names.
+`Home` makes a home, runs `millstream run` with or without failpoints, kills what the test names, and waits with
+deadlines. It reads nothing of the product's own except exit codes, JSON and the folders that its contract
+names.
 
-A Spark takes 25 s of a core from its start to the first rows in the lake. So a test in which nobody dies lands by `land`, in the Spark that
-tests of a process share; what `run` adds to that, its parts and their ends, is for those that start it.
+A Spark takes 25 s of a core from its start to the first rows in the lake. So a test without kills lands by
+`land`, in the Spark session that tests of a process share. Only tests of `run`'s additions, its parts and their
+ends, start it.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ STARTS_MAX = 5
 
 @dataclass
 class Home:
-    """A home of one stream, `shop`."""
+    """A home with one stream, `shop`."""
 
     path: Path
     dsn: str
     tables: Sequence[str] = ("public.*",)
     extra_config: str = ""
     slot: str = ""
-    """Tests share a server, and its slots have names of their own."""
+    """Slot of its own: tests share a server."""
     runs: int = field(default=0, init=False)
 
     def init(self) -> None:
-        """`millstream init`; the settings of the test are added at the end of the file."""
+        """Run `millstream init`, and append the test's settings to the file."""
         arguments = [a for table in self.tables for a in ("--tables", table)]
         self.command("init", str(self.path), "--stream", "shop", "--source", self.dsn, *arguments, home=False)
         config = self.path / "millstream.toml"
@@ -59,14 +61,14 @@ class Home:
         config.write_text(text + "\n" + self.extra_config)
 
     def set_lake(self, settings: str) -> None:
-        """Have the stream's lake configured by these lines alone."""
+        """Replace the configuration of the stream's lake by these lines."""
         config = self.path / "millstream.toml"
         head, _, rest = config.read_text().partition("[streams.shop.lake]\n")
         _, bracket, tail = rest.partition("\n[")
         config.write_text(f"{head}[streams.shop.lake]\n{settings}{bracket}{tail}")
 
     def command(self, *arguments: str, home: bool = True, check: bool = True, timeout_s: float = 600) -> str:
-        """A command's stdout; the test fails with its stderr where it doesn't end with 0."""
+        """Return a command's stdout; if its exit code isn't 0, fail the test with its stderr."""
         done = run_command(self._words(arguments, home=home), timeout=timeout_s)
         if check and done.returncode != 0:
             raise AssertionError(f"millstream {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}")
@@ -74,7 +76,7 @@ class Home:
 
     @contextmanager
     def commanding(self, *arguments: str, timeout_s: float = 900) -> Iterator[None]:
-        """A command beside what the test does meanwhile; it must end with 0."""
+        """Run a command while the block runs; its exit code must be 0."""
         command = Command(self._words(arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             yield
@@ -85,7 +87,7 @@ class Home:
         assert command.returncode == 0, f"millstream {' '.join(arguments)}: exit {command.returncode}\n{said[-4000:]}"
 
     def caught_up(self, *, timeout_s: float = 900) -> None:
-        """`run --until-caught-up`, which must end with 0."""
+        """Run `run --until-caught-up`; its exit code must be 0."""
         self.runs += 1
         log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
         with log.open("wb") as stderr:
@@ -100,13 +102,13 @@ class Home:
             raise AssertionError(f"run --until-caught-up: exit {done.returncode}\n{log.read_text()[-6000:]}")
 
     def caught_up_here(self) -> dict[str, str]:
-        """What `caught_up` does, one after the other, the lake's part in this process's Spark; tables set aside, with their reasons."""
+        """Do the work of `caught_up`, the lake's part in this process's Spark; return tables set aside, with reasons."""
         self.command("capture", "run", "--until-caught-up")
         return land(self.path)
 
     @contextmanager
     def running(self, *, failpoints: str = "", witnesses: Path | None = None) -> Iterator[Run]:
-        """`run` in the background; at the end it's killed with all that it started, unless it has ended."""
+        """Run `run` in the background; at the end kill it with all its children, unless it has ended."""
         self.runs += 1
         environment = dict(os.environ)
         if failpoints:
@@ -126,7 +128,10 @@ class Home:
 
     @contextmanager
     def running_here(self) -> Iterator[None]:
-        """What `running` does, without a supervisor: capture in a process, the lake's part in this process's Spark. Both must end in order."""
+        """Do the work of `running` without a supervisor: capture as a process, the lake in this process's Spark.
+
+        Both must end without an error.
+        """
         asked = threading.Event()
         lifelines: list[Lifeline] = []
 
@@ -138,7 +143,7 @@ class Home:
                 try:
                     run_pipelines(OpenedHome.find(str(self.path)), lifelines[-1], on_progress=lambda _facts: None)
                 except EngineError as error:  # as in `land`
-                    print(f"the pipeline is started again: {error}")  # noqa: T201 - where a test fails it is shown
+                    print(f"the pipeline is started again: {error}")  # # noqa: T201 - if a test fails, pytest shows it
 
         self.runs += 1
         log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
@@ -159,16 +164,16 @@ class Home:
                     landed.result(240)
 
     def status(self) -> dict[str, Any]:
-        """`status --json`."""
+        """Return `status --json`."""
         return dict(json.loads(self.command("status", "--json")))
 
     def records(self, *arguments: str) -> list[dict[str, Any]]:
-        """`wal cat`, one record a line."""
+        """Return the records of `wal cat`, one a line."""
         text = self.command("wal", "cat", "--format", "ndjson", *arguments)
         return [json.loads(line) for line in text.splitlines()]
 
     def lake(self, view: str, table: str) -> Path:
-        """The folder of a table."""
+        """Return the folder of a table."""
         return self.path / "lake" / "shop" / view / table
 
     def _words(self, arguments: Sequence[str], *, home: bool = True) -> list[str]:
@@ -183,7 +188,7 @@ class Run:
     log: Path
 
     def children(self) -> list[int]:
-        """The ids of all processes below, children of children included."""
+        """Return the ids of all processes below, children of children included."""
         parents: dict[int, list[int]] = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -200,7 +205,7 @@ class Run:
         return found
 
     def child(self, words: str) -> int | None:
-        """The direct child whose command line holds `words`, such as `capture run`."""
+        """Return the direct child whose command line holds `words`, such as `capture run`."""
         for pid in self.children():
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -211,7 +216,7 @@ class Run:
         return None
 
     def kill_all(self) -> None:
-        """SIGKILL for the supervisor; its children must end by themselves, soon."""
+        """SIGKILL the supervisor; its children must end soon, on their own."""
         below = self.children()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
@@ -219,22 +224,24 @@ class Run:
         wait_for(lambda: not any(alive(pid) for pid in below), "every child of a killed run ends", timeout_s=400)
 
     def stop(self, *, timeout_s: float = 240) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """Return its output so far."""
         return self.log.read_text(errors="replace")
 
 
 def land(home: Path, stream: str = "shop") -> dict[str, str]:
-    """What `pipeline run --until-caught-up` does, in this process; which tables are set aside, with their reasons.
+    """Do the work of `pipeline run --until-caught-up` in this process; return the tables set aside, with their reasons.
 
-    The test asks for the fixture `spark`: a session that is opened here would have its files in the home, and outlive it.
+    The test asks for the fixture `spark`: a session opened here would keep its files in the home, and outlive
+    it.
     """
     for _ in range(STARTS_MAX - 1):
-        # Of a machine with much to do: Spark gives its Python ten seconds to begin, and no setting gives it more.
+        # On a busy machine Spark may fail: it gives its Python ten seconds to start, and no setting gives it
+        # more.
         with contextlib.suppress(EngineError):
             return _landed(home, stream)
     return _landed(home, stream)
@@ -249,7 +256,7 @@ def _landed(home: Path, stream: str) -> dict[str, str]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie doesn't)."""
+    """Return whether a process runs (a zombie doesn't)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -257,9 +264,9 @@ def alive(pid: int) -> bool:
 
 
 def wait_for(condition: Any, what: str, *, timeout_s: float = 240) -> None:
-    """Return once `condition()` is true; the test fails at the deadline."""
+    """Return once `condition()` is true; fail the test at the deadline."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
             raise AssertionError(f"waited {timeout_s} s for: {what}")
-        time.sleep(0.05)  # between two looks; the condition decides
+        time.sleep(0.05)  # between two checks; the condition decides

@@ -1,4 +1,4 @@
-"""What applications append, on to lake tables: by a writer of its own beside capture, with columns that come, through restarts."""
+"""Rows that applications append reach the lake: by a writer next to capture, with new columns, across restarts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_two_writers_and_capture_land_in_one_lake(tmp_path: Path, postgres: Data
         f'slot = "{postgres.name}"\n[streams.shop.keys]\nvisits = ["id"]\n[streams.shop.lake]\nviews = ["current", "history", "scd2"]\n',
     )
     for first in (0, 200):
-        # Both begin with the table's first rows, each with a column of its own, and one goes through the other's socket or is the writer itself.
+        # Both start with the table's first rows, each with a column of its own. One of them is the writer, or
+        # goes through the other's socket.
         others = [
             write(home, first, first + 100, "mine"),
             write(home, first + 100, first + 200, "yours", MILLSTREAM_WRITER__NAME="b"),

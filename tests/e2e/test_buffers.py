@@ -1,4 +1,4 @@
-"""One home writes to a buffer, another takes it into its log: the same rows, in order, exactly once, whoever is killed on the way."""
+"""One home writes to a buffer, another takes it into its log: all rows, in order, exactly once, despite kills."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def home_with(folder: Path, role: str, kind: str, location: str, name: str) -> P
 
 
 def said_by(home: Path) -> Path:
-    """What its owners have said."""
+    """Return the file with the output of a home's owners."""
     return home.parent / f"{home.name}-owner.log"
 
 
@@ -77,7 +77,7 @@ def wait_until_there(home: Path, rows: int) -> None:
 
 
 def said_of(home: Path) -> bool:
-    """Whether `status` says how far each shard of the buffer is."""
+    """Return whether `status` reports the progress of each shard of the buffer."""
     told = json.loads(run(home, "status", "--json").stdout)["streams"][0]
     assert told["source"]["database"] is None
     return sorted((told["buffer"] or {}).get("shards", ())) == ["0", "1"]
@@ -122,7 +122,7 @@ def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
 
 
 def route_into_another_home(tmp_path: Path, kind: str, location: str) -> None:
-    """Rows that a rule sends to the log and to a sink too are in the log of whoever reads there, once, also where they were sent again."""
+    """Rows that a rule sends to log and sink are once in the reading home's log, also if they are resent."""
     name = f"routed{next(_numbers)}"
     north = make_home(
         tmp_path / "north",

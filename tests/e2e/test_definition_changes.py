@@ -1,4 +1,4 @@
-"""Definitions that change under a running pipeline: keys, partitions, values; the lake ends as the source, in every view."""
+"""Definitions that change under a running pipeline: keys, partitions, values; every view ends as the source."""
 
 from __future__ import annotations
 

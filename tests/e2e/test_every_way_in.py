@@ -1,4 +1,4 @@
-"""One stream, and every way into it at once: HTTP, a client, tasks, Spark. All of it lands in one lake, and can be asked as of before."""
+"""One stream, written by HTTP, client, tasks and Spark at once: all of it lands in one lake, with its past."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def by_tasks(home: Path, url: str) -> None:
 
 
 def by_requests(home: Path, url: str) -> StreamToken:
-    """All others; tells a moment in their midst."""
+    """Start all other writers; return a moment while they write."""
     body = "".join(json.dumps(row) + "\n" for row in rows("http", 0, 100))
     for n in range(3):
         headers = {"content-type": "application/x-ndjson", "idempotency-key": f"file {n % 2}"}

@@ -1,4 +1,4 @@
-"""The whole way, once: PostgreSQL, the log, Spark, lake tables; then updates, deletes, a restart."""
+"""The whole path, once: PostgreSQL, the log, Spark, lake tables; then updates, deletes, a restart."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_rows_follow_the_source_through_restarts(postgres: Database, tmp_path: P
 
 
 def rows(home: Home) -> list[tuple[int, str | None, str | None]]:
-    """What `current` holds."""
+    """Return the rows of `current`."""
     table = DeltaTable(home.lake("current", "public.orders")).to_pyarrow_table().sort_by("id")
     return [(r["id"], None if r["total"] is None else str(r["total"]), r["note"]) for r in table.to_pylist()]

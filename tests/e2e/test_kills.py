@@ -1,8 +1,8 @@
-"""Random workloads under SIGKILL: nothing lost, doubled, reordered or changed, whatever dies when.
+"""Random workloads under SIGKILL: nothing is lost, doubled, reordered or changed, whichever process dies when.
 
-A workload of every operation and type runs without pause while processes are killed: at named points, each several
-times, and at random moments. A kill counts only where something was in flight that nobody had acknowledged. Then
-`run --until-caught-up` must mend everything, and the judge compares.
+A workload of every operation and type runs without pause while processes are killed: at named points, each
+several times, and at random moments. A kill counts only if something was in flight that wasn't acknowledged.
+Then `run --until-caught-up` must repair everything, and the judge compares.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Siege:
     failure: list[BaseException] = field(default_factory=list)
 
     def in_flight(self) -> bool:
-        """Whether the source holds something that capture hasn't confirmed."""
+        """Return whether the source holds something that capture hasn't confirmed."""
         with self.server.connect(self.database, autocommit=True) as connection:
             row = connection.execute(
                 "SELECT pg_current_wal_insert_lsn() > confirmed_flush_lsn FROM pg_replication_slots"
@@ -70,7 +70,7 @@ class Siege:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """The workload, in a thread of its own."""
+        """Run the workload in a thread of its own."""
         stop = threading.Event()
 
         def work() -> None:
@@ -93,14 +93,14 @@ class Siege:
             raise self.failure[0]
 
     def strike(self, point: str) -> None:
-        """Arm a point and wait until somebody has died there."""
+        """Arm a point and wait until a process has died there."""
         witness = self.witnesses / point
         witness.unlink()
         wait_for(witness.exists, f"a kill at {point}; so far {dict(self.kills)}", timeout_s=300)
         self.kills[point] += 1
 
     def strike_at_random(self, run: Run) -> None:
-        """Kill one of the processes, whichever, once something is in flight."""
+        """Kill one of the processes, chosen at random, once something is in flight."""
         wait_for(lambda: run.children() and self.in_flight(), "something in flight", timeout_s=400)
         victims = run.children()
         if not victims:
@@ -122,12 +122,16 @@ def siege(
     points: Collection[str] = tuple(POINTS),
     lake: str = "",
 ) -> Iterator[tuple[Siege, psycopg.Connection[Any]]]:
-    """A database with tables of every kind, for as long as the block lasts, and a home that captures it; `lake` is the lake's configuration, where it isn't files."""
+    """Make a database with tables of every kind, and a home that captures it, until the block ends.
+
+    `lake` is the lake's configuration, if its lake isn't files.
+    """
     database = f"{database}_{seed}"
     dsn = server.create_database(database)
     try:
         with server.connect(database, autocommit=True) as connection:
-            # Defaults of added columns are values that were never sent: this test compares what was.
+            # Defaults of added columns are values that were never sent: this test compares only values that
+            # were sent.
             workload = Workload(seed, add_defaults=False)
             workload.setup(connection)
             connection.execute("CREATE TABLE public.copied (id bigint PRIMARY KEY, body text)")
@@ -162,10 +166,10 @@ def kill_everything_everywhere(
     at_random: int,
     points: Collection[str] = tuple(POINTS),
 ) -> None:
-    """All named points, each so many times, in random order after the copy's, then random moments.
+    """Strike the copy's point, then all others in random order, each so many times; then strike at random moments.
 
-    `run` is killed with all its parts between two rounds, and begins anew: one whose parts have died nine times waits half a minute each
-    time before it starts them again.
+    Between two rounds `run` is killed with all its parts and started again: if its parts have died nine times,
+    it waits half a minute before each restart.
     """
     for round_ in range(times):
         with under.home.running(failpoints=",".join(points), witnesses=under.witnesses) as run:
@@ -182,7 +186,7 @@ def kill_everything_everywhere(
             with under.working():
                 others = [point for point in points if point != "capture.copy_chunk_read"]
                 under.rng.shuffle(others)
-                # While there is something to copy.
+                # Strike this point while there is something to copy.
                 for point in ["capture.copy_chunk_read"] * (0 if round_ else times) + others:
                     under.strike(point)
                 while round_ == times - 1 and under.kills["random"] < at_random:
@@ -203,14 +207,14 @@ def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
 def test_nothing_is_lost_doubled_or_reordered_whatever_is_killed_when(
     tmp_path: Path, postgres_server: EmbeddedPostgres, seeds: Seeds
 ) -> None:
-    """Kill at each named point, once in `make test`; three times, and at random moments, in `make test-all`."""
+    """Kill at each named point: once in `make test`, three times and also at random moments in `make test-all`."""
     times, at_random = seeds.count(TIMES, quick=1), seeds.count(RANDOM_KILLS, quick=0)
     besiege(tmp_path, postgres_server, seeds.kept_or_new(20), times=times, at_random=at_random)
 
 
 @pytest.mark.soak
 def test_soak_of_kills(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
-    """For hours, a seed after the other; MILLSTREAM_SOAK_SEED repeats one."""
+    """Run for hours, one seed after the other; MILLSTREAM_SOAK_SEED repeats one."""
     wanted = os.environ.get("MILLSTREAM_SOAK_SEED")
     for round_ in range(1 if wanted else int(os.environ.get("MILLSTREAM_SOAK_ROUNDS", "1000"))):
         seed = int(wanted) if wanted else random.SystemRandom().randrange(10**9)
@@ -221,7 +225,7 @@ def test_soak_of_kills(tmp_path: Path, postgres_server: EmbeddedPostgres) -> Non
 
 
 def besiege(tmp_path: Path, server: EmbeddedPostgres, seed: int, *, times: int, at_random: int) -> None:
-    """A siege from its seed, and its verdict."""
+    """Play a siege from its seed, and return its verdict."""
     with siege(tmp_path, server, seed) as (under, connection):
         kill_everything_everywhere(under, connection, times=times, at_random=at_random)
         problems = settle(under, connection)
@@ -231,7 +235,7 @@ def besiege(tmp_path: Path, server: EmbeddedPostgres, seed: int, *, times: int, 
 
 
 def report(under: Siege, seed: int) -> None:
-    """What was killed: on the terminal, where -s or a failure shows it."""
+    """Print the kills; -s or a failure shows them on the terminal."""
     committed = sum(1 for step in under.steps if step.committed)
     print(f"seed {seed}: {committed} transactions; kills with work in flight:")  # noqa: T201 - counts and seeds are told
     for point, count in sorted(under.kills.items()):

@@ -1,9 +1,9 @@
-"""The lake under SIGKILL, at every point where it changes files, while people ask it.
+"""The lake under SIGKILL, at every point where it changes files, while clients query it.
 
-Accounts and the entries that move money between them change together in every transaction, and a counter tells which
-transaction is the last. So any answer of `query` can be checked: it holds whole transactions, and just those of its own
-counter. The processes die in the first build of a large table, in folds, in compaction, before files are deleted, while a table
-is built anew, and while rows are repaired.
+Accounts and the entries that move money between them change together in every transaction, and a counter has
+the number of the last transaction. So any answer of `query` can be checked: it holds whole transactions,
+exactly those of its counter. The processes die in the first build of a large table, in folds, in compaction,
+before files are deleted, while a table is rebuilt, and while rows are repaired.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REPAIRS = {
 }
 ACCOUNTS = 40
 LARGE_ROWS = 510_000
-"""More than a first fold holds at once: it goes in parts."""
+"""More rows than a first fold holds at once: it goes in parts."""
 SETUP = f"""
     CREATE TABLE accounts (id int PRIMARY KEY, owner text, balance numeric(20, 2) NOT NULL);
     CREATE TABLE entries (id bigint PRIMARY KEY, tx bigint NOT NULL, account int NOT NULL, amount numeric(20, 2) NOT NULL);
@@ -69,16 +69,16 @@ fold_interval = "0s"
 compact_files = 10
 disk_factor = 2
 """
-"""Upkeep at its busiest, and folds of the large table a quarter as often as they could be: each writes all of it."""
+"""Upkeep as often as possible. Folds of the large table are a quarter as frequent: each rewrites all of it."""
 LOG = """[streams.shop.log]
 segment_bytes = "64KiB"
 retention_age = "0s"
 """
-"""A log that drops all that nobody needs."""
+"""A log that drops every segment that isn't needed."""
 
 
 class Bank:
-    """Moves money, a transaction after the other, and reads the source as it stands between two of them."""
+    """A client that moves money, one transaction after the other, and reads the source's state between two of them."""
 
     def __init__(self, server: EmbeddedPostgres, database: str, seed: int) -> None:
         self._server, self._database = server, database
@@ -104,7 +104,7 @@ class Bank:
 
     @contextmanager
     def resting(self) -> Iterator[int]:
-        """No transaction runs meanwhile; tells the last one's number."""
+        """Pause transactions in the block; yield the last one's number."""
         self._idle.clear()
         self._go.clear()
         wait_for(lambda: self._idle.is_set() or self.failure, "the bank to rest")
@@ -146,12 +146,12 @@ class Bank:
 
 
 def ask(home: Home, sql: str, *arguments: str) -> list[dict[str, str]]:
-    """A query's rows as text; empty where the tables haven't landed yet."""
+    """Return a query's rows as text; empty if the tables haven't landed so far."""
     return list(csv.DictReader(io.StringIO(home.command("query", sql, "--format", "csv", *arguments, check=False))))
 
 
 def in_source(connection: psycopg.Connection[Any]) -> list[tuple[str | None, ...]]:
-    """The joined tables in one REPEATABLE READ transaction."""
+    """Return the joined tables as one REPEATABLE READ transaction sees them."""
     connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     rows = connection.execute(JOINED).fetchall()
     connection.execute("COMMIT")
@@ -163,7 +163,7 @@ def in_lake(home: Home, *arguments: str) -> list[tuple[str | None, ...]]:
 
 
 def check_whole(home: Home) -> int:
-    """A query over all three tables holds whole transactions; returns the last one's number."""
+    """Check that a query over all three tables holds whole transactions; return the last one's number."""
     (answer,) = ask(home, WHOLE) or [{"tx": "0", "seen": "0", "total": "", "torn": "0"}]
     tx = int(answer["tx"] or 0)
     assert answer["torn"] == "0", f"an account and its entries differ at transaction {tx}: {answer}"
@@ -181,7 +181,7 @@ def unsent(connection: psycopg.Connection[Any], table: str, statement: str) -> N
 
 
 def leftovers(folder: Path) -> int:
-    """Files in a table's folder that its newest version doesn't name."""
+    """Return the files in a table's folder that its newest version doesn't name."""
     from deltalake import DeltaTable
 
     live = {Path(uri.removeprefix("file://")).name for uri in DeltaTable(str(folder)).file_uris()}
@@ -217,7 +217,7 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         bank = Bank(postgres_server, "bank", 3)
         with home.running(failpoints=",".join([*POINTS, *REPAIRS]), witnesses=witnesses) as run:
             with bank.working():
-                # The large table's first build, in the midst of its parts.
+                # Kill during the large table's first build, between its parts.
                 wait_for(lambda: home.lake("history", "public.large").exists(), "the copy to land", timeout_s=600)
                 strike("lake.fold_file_written")
                 wait_for(lambda: check_whole(home) > 0, "the first transactions in the lake", timeout_s=300)
@@ -226,7 +226,7 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
                 for point in order:
                     strike(point)
                     check_whole(home)
-                # At rest the lake comes to stand where the source does, and both say the same.
+                # Once transactions pause, the lake reaches the source's state, and both have the same rows.
                 with bank.resting() as last:
                     wait_for(lambda: check_whole(home) == last, f"transaction {last} in the lake", timeout_s=500)
                     assert in_lake(home) == in_source(connection)
@@ -242,7 +242,7 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
                 with home.commanding("diff", "public.large", "--repair", "--wait"):
                     strike(*REPAIRS)
                     check_whole(home)
-            # What was left half done goes, once nobody can need it.
+            # Half-written files go, once no reader can need them.
             tables = [home.lake("current", f"public.{name}") for name in ("accounts", "entries", "counter", "large")]
             wait_for(lambda: all(leftovers(table) == 0 for table in tables), "leftovers to go", timeout_s=500)
             wait_for(lambda: home.status()["streams"][0]["log"]["first_seq"] > 1, "the log to let go", timeout_s=500)

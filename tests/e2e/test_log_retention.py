@@ -1,6 +1,7 @@
-"""The log at its tightest under SIGKILL: a pipeline that dies between the lake's commit and Spark's own finds what it has to replay.
+"""The tightest retention under SIGKILL: a pipeline killed between the lake's commit and Spark's own can replay.
 
-`retention_age` is nothing and retention looks ten times a second, so that whatever nobody needs is gone before anything else happens.
+`retention_age` is 0 and retention runs ten times a second, so a segment that isn't needed is gone before
+anything else happens.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_d
                 wait_for(landed, "what was written to land after the kill", timeout_s=400)
             assert run.process.poll() is None, f"run ended:\n{run.output()[-4000:]}"
             assert "offset_expired" not in run.output()
-            # Two small batches more: of all that went before nothing is needed.
+            # Two small batches more: the segments before them are no longer needed.
             for _ in range(2):
                 write(1)
                 wait_for(landed, "the last rows", timeout_s=300)

@@ -1,4 +1,7 @@
-"""Names that go from table to table under a running pipeline: released blue/green, rolled back, swapped; no row is lost or another's."""
+"""Names that move between tables under a running pipeline: released blue/green, rolled back, swapped.
+
+Every table keeps its rows.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def is_folded(home: Home, view: str, name: str, rows: Rows) -> bool:
 
 
 def settled(home: Home, source: Connection[tuple[object, ...]], *names: str) -> dict[str, Rows]:
-    """What the source has, once both views of each table have it too."""
+    """Return the source's rows, once both views of each table have them too."""
     shown = {}
     for name in names:
         rows = [(str(key), str(v)) for key, v in source.execute(f"SELECT id, v FROM {name} ORDER BY id").fetchall()]

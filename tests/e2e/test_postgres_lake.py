@@ -1,4 +1,4 @@
-"""Tables in another PostgreSQL: rows and events end as the source has them and as the log tells them, whatever is killed when."""
+"""Tables in another PostgreSQL: rows equal the source's and events the log's, whichever process is killed when."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_and_events_are_whole_whatever_is_killed_when(
 
 
 def rows_that_differ(under: Siege, source: psycopg.Connection[Any], there: psycopg.Connection[Any]) -> Iterator[str]:
-    """Every table that has rows to be told apart, in the source and there, as text."""
+    """Return the rows of every table that has a key, in the source and in the lake, as text."""
     tables = [table["name"] for table in json.loads(under.home.command("tables", "ls", "--json"))]
     compared = 0
     for name in tables:
@@ -84,7 +84,7 @@ def rows_that_differ(under: Siege, source: psycopg.Connection[Any], there: psyco
 
 
 def events_that_differ(home: Home, there: psycopg.Connection[Any]) -> Iterator[str]:
-    """The events of each table, in order of `seq`, are the log's records of it in their order: none twice, none left out."""
+    """Check that each table's events, by `seq`, are the log's records of it in order: none twice, none missing."""
     log: dict[str, list[tuple[Any, ...]]] = {}
     for record in home.records():
         if record["op"] == "raw":
@@ -129,7 +129,7 @@ def events_that_differ(home: Home, there: psycopg.Connection[Any]) -> Iterator[s
 
 
 def as_json_reads(values: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Numbers as those who read JSON hold them: beyond 2^53 as doubles."""
+    """Convert numbers as JSON readers hold them: beyond 2^53 as doubles."""
 
     def read(value: Any) -> Any:
         if isinstance(value, float) and value == 0 and math.copysign(1, value) < 0:
@@ -202,7 +202,7 @@ def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on
 
 
 def to_number(there: psycopg.Connection[Any], table: str) -> int:
-    """How many rows a table of a column `id` has; -1 where it isn't there."""
+    """Return the row count of a table with a column `id`; -1 if the table doesn't exist."""
     found = there.execute(
         "SELECT count(*) FROM information_schema.columns WHERE column_name = 'id' AND table_schema || '.' || table_name = %s",
         [table],

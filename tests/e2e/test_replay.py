@@ -1,4 +1,4 @@
-"""What a person sees of a replay that is killed: `status`, the process's own lines, and the lake that it ends with."""
+"""A replay that is killed, as a user sees it: `status`, the process's output, and the final lake."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ segment_bytes = "16KiB"
 batch_bytes = "64KiB"
 """
 TRANSACTIONS, ROWS = 140, 100
-"""Some twenty batches: the replay is looked at, and killed, long before its end."""
+"""Some twenty batches: the test checks the replay, and kills it, long before its end."""
 
 
 @contextmanager
 def part(home: Home, name: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A part in the background, killed at the end."""
+    """Run a part in the background; kill it at the end."""
     with log.open("wb") as stderr:
         process = subprocess.Popen([MILLSTREAM, "--home", str(home.path), name, "run"], stderr=stderr)
     try:
@@ -53,7 +53,7 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
         return dict(found)
 
     def in_the_log() -> int:
-        """Records, of which each has a number."""
+        """Make records, each with a number."""
         with contextlib.suppress(LogError):
             return StreamReader(str(home.path / "data" / "wal" / "shop")).persisted_upto()
         return 0
@@ -70,7 +70,7 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
                     "INSERT INTO items SELECT i, md5(i::text) || md5((-i)::text) FROM generate_series(%s::bigint, %s::bigint) AS i",
                     [number * ROWS + 1, (number + 1) * ROWS],
                 )
-                # Each in a commit group of its own, so that there are many segments.
+                # Each record in a commit group of its own, so that there are many segments.
                 wait_for(lambda upto=(number + 1) * ROWS: in_the_log() >= upto, "a transaction in the log")
             capture.send_signal(signal.SIGTERM)
             assert capture.wait(180) == 0
@@ -83,7 +83,7 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
     first_log, second_log = tmp_path / "first.log", tmp_path / "second.log"
     told: list[dict[str, Any]] = []
 
-    # A look at the status is a process: none while Spark starts.
+    # Each status check is a process: make none while Spark starts.
     def under_way() -> bool:
         if "replay begins" not in first_log.read_text():
             return False

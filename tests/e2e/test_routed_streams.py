@@ -1,4 +1,7 @@
-"""A table spread over shards and partitions, landed by Spark: what was appended is what `current` and `history` have, across changes of the ring."""
+"""A table spread over shards and partitions, landed by Spark.
+
+`current` and `history` have exactly the appended rows, across changes of the ring.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ KEYS = 37
 
 
 def click(n: int) -> dict[str, Any]:
-    """Keys come back soon, in other partitions, within one request too."""
+    """Keys repeat soon, in other partitions, also within one request."""
     kind = ("man", "woman", "bot")[n % 11 % 3]
     return {"id": n * n % KEYS, "n": n, "kind": kind, "at": DAY + dt.timedelta(days=n % 4)}
 

@@ -1,4 +1,4 @@
-"""The way of docs/how-to/source-changes-place.md, walked by the commands that stand there, down to the lake."""
+"""Run the commands of docs/how-to/source-changes-place.md, down to the lake."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_a_home_follows_a_promotion_and_begins_anew_after_a_lost_slot(tmp_path: 
             with primary.connect() as connection, standby.connect() as copy, capturing(home):
 
                 def copied() -> bool:
-                    # Word of who runs, and WAL that moves the slot: what a busy server has by itself.
+                    # Write a snapshot of running transactions, and WAL that moves the slot: a busy server has
+                    # both anyway.
                     connection.execute(
                         f"SELECT pg_log_standby_snapshot(), pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')"
                     )

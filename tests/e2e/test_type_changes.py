@@ -1,4 +1,4 @@
-"""A type that can't follow its change sets one table aside, with what to run; what it says to run brings the table back."""
+"""A type change that can't be followed sets one table aside, with a command to run that brings it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of every end-to-end test: the lake held against its source by a judge that shares no code with the product."""
+"""The end of every end-to-end test: a judge that shares no code with the product compares the lake with its source."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def judge(
     *,
     history_only: Iterable[tuple[str, str]] = (),
 ) -> list[str]:
-    """What is wrong with the lake's tables; empty when nothing is.
+    """Return the errors of the lake's tables; empty if there are none.
 
     Args:
         lake: the stream's folder.
-        connection: to the source, quiet by now.
-        tables: (schema, table) of those with `current` and `history`.
+        connection: to the source, which no longer changes.
+        tables: (schema, table) of the tables with `current` and `history`.
         steps: all transactions since the slot was made.
-        history_only: (schema, table) of those that have no usable identity.
+        history_only: (schema, table) of the tables without a usable identity.
     """
     problems: list[str] = []
     histories: dict[str, Path] = {}
@@ -68,14 +68,15 @@ def judge(
 
 
 def histories_of(lake: Path, schema: str, table: str) -> Path:
-    """The folder of a table's history."""
+    """Return the folder of a table's history."""
     return table_folder(lake / "history", schema, table)
 
 
 def copied_again(history: Path) -> int:
-    """The number of the last truncate with which a copy began (it has no index in a transaction); 0 where there is none.
+    """Return the number of the last truncate that began a copy (it has no index in a transaction); 0 without one.
 
-    The copy of a table without a key, and any but the first of one with a key, begins with a truncate of its own.
+    The copy of a table without a key, and any but the first of one with a key, begins with a truncate of its
+    own.
     """
     table = DeltaTable(str(history)).to_pyarrow_table(columns=["__op", "__seq", "__commit_index"])
     marks = [r["__seq"] for r in table.to_pylist() if r["__op"] == "t" and r["__commit_index"] is None]
@@ -83,20 +84,21 @@ def copied_again(history: Path) -> int:
 
 
 def excused(violation: str, again: int) -> bool:
-    """Whether a copy explains it.
+    """Return whether a copy explains the violation.
 
-    Before it, rows were there of which the log didn't know; in it, changes may come before the copied row that they change.
+    Before the copy, the table may have had rows that the log didn't have. During it, changes may precede the
+    copied row that they change.
     """
     return again > 0 and (seq_in(violation) < again or "is gone" in violation or "isn't there" in violation)
 
 
 def seq_in(violation: str) -> int:
-    """The number that a violation names first."""
+    """Return the first number in a violation."""
     return int(violation.split()[1])
 
 
 def as_told(source: TableRows, history: Path) -> TableRows:
-    """The source's rows without columns that the stream hasn't told of yet, where these hold nothing but nulls.
+    """Return the source's rows without columns that the stream hasn't described so far, if these hold only nulls.
 
     PostgreSQL describes a table in the stream when it changes a row, not when a column is added.
     """
@@ -114,7 +116,7 @@ def as_told(source: TableRows, history: Path) -> TableRows:
 
 
 def _plain(connection: psycopg.Connection[Any], name: str) -> str:
-    """A name as PostgreSQL quotes it: only where it must be."""
+    """Quote a name as PostgreSQL does: only if necessary."""
     row = connection.execute("SELECT quote_ident(%s)", [name]).fetchone()
     assert row is not None
     return str(row[0])

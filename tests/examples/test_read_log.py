@@ -1,4 +1,4 @@
-"""`examples/read_log.py`, which knows the format's description alone, prints what `wal cat` prints: over logs of every kind."""
+"""`examples/read_log.py` knows only the format's description, and prints what `wal cat` prints, for every log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SHARD_OF = {1: 0, 2: 1, 3: 2}
 
 
 def read(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """What the example says, in an interpreter that sees no Millstream."""
+    """Run the example in an interpreter that can't import Millstream."""
     command = [sys.executable, str(READER), str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, env={}, timeout=600, check=False)
 
@@ -78,7 +78,7 @@ def cat(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def same(home: Path, *options: str) -> list[str]:
-    """The lines that both print."""
+    """Check that both print the same lines, and return them."""
     ours, theirs = cat(home, *options), read(home / "data" / "wal" / "shop", *options)
     assert (ours.returncode, theirs.returncode) == (0, 0), ours.stderr + theirs.stderr
     assert theirs.stdout.splitlines() == ours.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""The write buffer that the documentation builds passes the suite that it names, and a home takes it by its entry point."""
+"""The documentation's write buffer passes the suite that it names, and a home loads it by its entry point."""
 
 from __future__ import annotations
 

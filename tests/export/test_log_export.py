@@ -1,4 +1,4 @@
-"""A log exported and imported is the same log; and what other programs get of it."""
+"""A log exported and imported is the same log; other programs can read the export."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def writer_of(home: Home, catalog: Catalog, stream: StreamId, options: LogOption
 
 
 def fill(home: Home) -> None:
-    """Every kind of operation and record, over two shards, two versions of a schema, small frames and several segments."""
+    """Write every kind of operation and record, over two shards, two schema versions and several segments."""
     with home.open_catalog() as catalog:
         stream = known_stream(catalog, ORDERS, ITEMS, MESSAGES, RAW)
         with writer_of(home, catalog, stream, LogOptions(segment_bytes=40_000, frame_bytes_max=3_000)) as log:
@@ -137,7 +137,7 @@ def reader_of(home: Home) -> StreamReader:
 
 
 def lines(home: Home, values: str = "text") -> list[dict[str, Any]]:
-    """All records as `wal cat` has them, but for the stream's own numbers."""
+    """Return all records as `wal cat` prints them, without `seq`."""
     found = list(Cat("shop", reader_of(home), values).lines())  # type: ignore[arg-type]
     for line in found:
         del line["seq"]
@@ -145,7 +145,7 @@ def lines(home: Home, values: str = "text") -> list[dict[str, Any]]:
 
 
 def operations_of(home: Home) -> dict[int, list[dict[str, Any]]]:
-    """Every operation's facts by shard, in order."""
+    """Return every operation's facts by shard, in order."""
     reader = reader_of(home)
     found: dict[int, list[dict[str, Any]]] = {}
     for group in reader.read_groups(Seq(reader.first_seq() - 1), reader.persisted_upto()):
@@ -156,7 +156,7 @@ def operations_of(home: Home) -> dict[int, list[dict[str, Any]]]:
 
 
 def replayed(home: Home) -> dict[str, dict[str, Any]]:
-    """The tables that the records make, by key."""
+    """Return the tables that the records produce, by key."""
     tables: dict[str, dict[str, Any]] = {}
     for line in lines(home):
         if line["op"] in ("m", "raw"):
@@ -196,7 +196,7 @@ def test_what_was_exported_and_imported_is_the_same_log(filled: Home, exported: 
             ("public", "Order Items"),
         }
         assert [(s.system_identifier, s.reached) for s in catalog.sources(stream)] == [(77, 0x1800000000)]
-        # A writer goes on from there, above every number that was given.
+        # A writer goes on from there, above every number in use.
         with LogWriter.open(
             str(home.wal_folder("shop")),
             stream=stream,
@@ -235,7 +235,7 @@ def test_a_log_of_every_numbering_is_exported_and_imported_with_a_number_for_eac
     found: dict[int, list[int]] = {}
     for records in reader.read_between(Seq(0), reader.persisted_upto()):
         found.setdefault(records.schema.table_id, []).extend(records.batch.column("__seq").to_pylist())
-    # Also those whose frames carried no number but their operation's.
+    # Also the operations whose frames carried only the operation's number.
     assert [len(numbers) for numbers in found.values()] == [3 * 3 * per_session, 3 * 2 * per_session]
     assert all(numbers == sorted(numbers) for numbers in found.values())
     assert len({seq for numbers in found.values() for seq in numbers}) == 3 * 5 * per_session
@@ -458,7 +458,7 @@ def test_csv_of_several_tables_is_a_file_each(filled: Home, tmp_path: Path) -> N
 
 
 def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:
-    """What lies in a folder's CSV files, by file."""
+    """Return the rows of a folder's CSV files, by file."""
     found = {}
     for path in folder.iterdir():
         with path.open(newline="") as file:
@@ -553,7 +553,7 @@ def test_line_protocol_has_key_tags_typed_fields_and_commit_times(filled: Home) 
     assert items.startswith("public.Order\\ Items,id=5 ")
     message = next(text for (op, _, _), text in by.items() if op == "m")
     assert message.startswith("_messages,prefix=p ")
-    # Copied rows have the moment of their copy.
+    # Copied rows have the time of their copy.
     assert all(text is not None for line, text in found if line.facts["op"] == "r")
     escaped = orders[1]
     assert 'note="línea,10\n\\"q\\"",more="m"' in escaped

@@ -1,4 +1,4 @@
-"""Writes acks-v1.acks and acks-v1.json, once, when the format was fixed.
+"""Write acks-v1.acks and acks-v1.json: run once, when the format was fixed.
 
 Run again only to add files for a new format version: old golden files stay as they are, for ever.
 """

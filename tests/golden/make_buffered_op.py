@@ -1,4 +1,7 @@
-"""Makes `buffered-op-v1.bin`: an operation with every type as write buffers keep it. Run it only for a new version; the old files stay."""
+"""Make `buffered-op-v1.bin`: an operation with every type, as write buffers keep it.
+
+Run it only for a new version; the old files stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes crdt-v1.json, once: what a version has written, every later one reads. `python tests/golden/make_crdt.py`."""
+"""Write crdt-v1.json, once: every later version reads it. `python tests/golden/make_crdt.py`."""
 
 from __future__ import annotations
 

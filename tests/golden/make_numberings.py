@@ -1,4 +1,4 @@
-"""Writes the golden segments of each numbering (`segment-numbers-*.wal`) and of batch header v1, once, with what is read of them.
+"""Write the golden segments of each numbering (`segment-numbers-*.wal`) and of batch header v1, and their contents.
 
 Run again only to add files: old golden files stay as they are, for ever.
 """
@@ -94,7 +94,7 @@ def frames(numbering: Numbering, shard: ShardId) -> list[list[Bytes]]:
 
 
 def header(numbering: Numbering, shard: ShardId) -> SegmentHeader:
-    """That of a segment whose frames are numbered so."""
+    """Return the header of a segment whose frames have this numbering."""
     stream = StreamId(UUID("5f0c21aa-0d5e-4b7e-9c1e-0123456789ab"))
     created_ns = 1_795_178_096_789_000_000
     return SegmentHeader(
@@ -103,7 +103,7 @@ def header(numbering: Numbering, shard: ShardId) -> SegmentHeader:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all files."""
     for numbering in Numbering:
         shard = ShardId(1)
         write_golden(f"segment-numbers-{numbering}", header(numbering, shard), frames(numbering, shard))

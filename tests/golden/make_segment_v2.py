@@ -1,4 +1,4 @@
-"""Writes segment-v2.wal and segment-v2.json, once, when the format was fixed.
+"""Write segment-v2.wal and segment-v2.json: run once, when the format was fixed.
 
 Run again only to add files for a new format version: old golden files stay as they are, for ever.
 """

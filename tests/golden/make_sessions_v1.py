@@ -1,4 +1,4 @@
-"""Writes sessions-v1.state and sessions-v1.json, once, when the format was fixed.
+"""Write sessions-v1.state and sessions-v1.json: run once, when the format was fixed.
 
 Run again only to add files for a new format version: old golden files stay as they are, for ever.
 """
@@ -22,7 +22,7 @@ UPTO = Seq(4711)
 
 
 def written() -> Sessions:
-    """Sessions of which one has gaps, one rows on two shards, one was forgotten; and keys."""
+    """Three sessions, one with gaps, one with rows on two shards, one forgotten; and keys."""
     sessions = Sessions(SessionLimits(sessions_max=3, keys_max=2))
     for i, (name, number) in enumerate((("gone", 1), ("a", 1), ("a", 2), ("a", 5), ("ü", 1), ("b", 1))):
         shards = {ShardId(shard): (Offset(10 * i), Offset(10 * i + 1 + shard)) for shard in range(1 + (name == "ü"))}

@@ -1,4 +1,4 @@
-"""A golden segment's two files: the sealed segment, and what is read of it."""
+"""A golden segment's two files: the sealed segment, and its contents as read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream.model.positions import Offset
 
 HERE = Path(__file__).parent
 MOMENT = dt.datetime(2026, 11, 20, 12, 34, 56, 789000, tzinfo=dt.UTC)
-"""Of every record in them."""
+"""Time of every record in the files."""
 
 
 def write_golden(name: str, segment: SegmentHeader, frames: Iterable[list[Bytes]]) -> None:

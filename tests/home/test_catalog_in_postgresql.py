@@ -1,4 +1,4 @@
-"""A home whose catalog lies in PostgreSQL: all that a user changes is one line."""
+"""A home whose catalog lies in PostgreSQL: a user changes only one line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_home_runs_on_a_catalog_in_the_very_database_that_it_captures(
 def test_an_idle_home_writes_next_to_nothing_into_the_database_that_it_captures(
     tmp_path: Path, source: Database
 ) -> None:
-    """What capture writes into its catalog comes by it again as WAL: that must not go round for ever."""
+    """Capture's writes to its catalog reach it again as WAL; that must not cause new writes for ever."""
     home = make_home(tmp_path / "shop", config(source.dsn, source.dsn) + 'heartbeat_interval = "2s"\n')
     with _capturing(home), source.connect() as connection:
         wait_for(lambda: _states(connection) == ["streaming"])
@@ -103,7 +103,7 @@ def test_the_catalogs_server_crashes_while_capture_runs_and_nothing_is_lost(tmp_
                 for _ in range(50):
                     number += 1
                     connection.execute("INSERT INTO orders VALUES (%s)", [number])
-                # A table that only the catalog can give a number, while it is away.
+                # A new table during the catalog's outage: only the catalog can give it a number.
                 connection.execute(f"CREATE TABLE t{crash} (id bigint PRIMARY KEY)")
                 server.stop("immediate")
                 connection.execute(f"INSERT INTO t{crash} VALUES (%s)", [1000 + crash])
@@ -172,7 +172,7 @@ def test_a_home_is_moved_into_postgresql_with_the_numbers_that_its_log_has(
     found = {t["name"]: t["id"] for t in json.loads(done(home, "tables", "--json"))}
     assert {t["name"]: t["id"] for t in json.loads(before)}.items() <= found.items()
     assert len(set(found.values())) == 3
-    # Nothing goes back to a new, empty file unsaid.
+    # The home doesn't silently fall back to a new, empty file.
     make_home(home, config(source.dsn, None))
     ended = run(home, "capture", "run", "--until-caught-up")
     assert ended.returncode == 1
@@ -287,7 +287,7 @@ def test_a_home_that_was_never_run_has_nothing_to_show(tmp_path: Path, elsewhere
 
 @contextmanager
 def _capturing(home: Path) -> Iterator[Command]:
-    """`capture run` as a process, ended by SIGTERM."""
+    """Run `capture run` as a process, and end it by SIGTERM."""
     process = Command(["--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL)
     try:
         yield process

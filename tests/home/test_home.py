@@ -90,7 +90,7 @@ def test_a_home_of_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> N
 
 
 def test_a_home_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
-    # A file where a folder should be stops root as well, whom no mode bits stop.
+    # A file in a folder's place stops root as well; mode bits don't.
     home = make(tmp_path)
     (tmp_path / "data").write_text("in the way")
     with pytest.raises((HomeUnwritable, CatalogError)):
@@ -98,7 +98,7 @@ def test_a_home_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
 
 
 def test_a_read_only_home_is_a_typed_error(tmp_path: Path) -> None:
-    """As root in a process of its own that has given its rights up: mode bits don't stop root."""
+    """Run as root without its rights, in a process of its own: mode bits don't stop root."""
     home = make(tmp_path)
     tmp_path.chmod(0o500)
     child = os.fork()
@@ -106,7 +106,7 @@ def test_a_read_only_home_is_a_typed_error(tmp_path: Path) -> None:
         code = 1
         try:
             if os.getuid() == 0:
-                # Without rights to pass over mode bits, root is its files' owner like anybody else.
+                # Without the capability to bypass mode bits, root is an ordinary owner of its files.
                 without_rights()
             try:
                 home.prepare()
@@ -120,7 +120,7 @@ def test_a_read_only_home_is_a_typed_error(tmp_path: Path) -> None:
 
 
 def without_rights() -> None:
-    """Give up, for good, what lets root pass over mode bits: its capabilities. Its files stay its own."""
+    """Drop, for good, root's capabilities, with which it bypasses mode bits. Root stays the owner of its files."""
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.capset(header, none) != 0:

@@ -1,4 +1,4 @@
-"""A home's folders and files are its owner's alone, whatever the umask; a group that the owner has let in stays in."""
+"""A home's folders and files are private to its owner, whatever the umask; a group with access keeps it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """The modes of all that lies in and below a folder, itself too; links count for nothing."""
+    """Return the modes of a folder and of everything below it, except links."""
     found = [folder, *folder.rglob("*")]
     return {str(path): stat.S_IMODE(path.lstat().st_mode) for path in found if not path.is_symlink()}
 

@@ -1,4 +1,4 @@
-"""Rows in Arrow from the network: a small body takes little memory, whatever its types mean, or is refused before anything is made of it."""
+"""Arrow rows from the network: a small body takes little memory, whatever its types, or is refused unread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 10_000
 BODY_BYTES_MAX = 180_000
 MEMORY_MAX = 96 << 20
 _POOLS: list[pa.MemoryPool] = []
-"""They outlive what was allocated from them: an error's traceback holds arrays."""
+"""Keep the memory pools: an error's traceback may still hold arrays of theirs."""
 
 
 def body_of(column: pa.Array) -> bytes:
@@ -34,18 +34,18 @@ def body_of(column: pa.Array) -> bytes:
 
 
 def within(column: pa.Array) -> pa.Array:
-    """The column as the only field of an object."""
+    """Return the column as the only field of a struct."""
     return pa.StructArray.from_arrays([column], names=["inner"])
 
 
 def views(child: pa.Array, rows: int = ROWS) -> pa.Array:
-    """Lists that all are the whole child."""
+    """Return lists that are each the whole child."""
     offsets, sizes = pa.array(np.zeros(rows, np.int32)), pa.array(np.full(rows, len(child), np.int32))
     return pa.ListViewArray.from_arrays(offsets, sizes, child)
 
 
 def union(child: pa.Array, rows: int = ROWS) -> pa.Array:
-    """Values that all are the child's first."""
+    """Return values that are each the child's first."""
     kinds, offsets = pa.array(np.zeros(rows, np.int8)), pa.array(np.zeros(rows, np.int32))
     return pa.UnionArray.from_dense(kinds, offsets, [child])
 
@@ -55,7 +55,7 @@ def runs(value: pa.Array, rows: int = ROWS) -> pa.Array:
 
 
 def string_views(rows: int = ROWS) -> pa.Array:
-    """Texts that all lie in one place."""
+    """Return texts that share one buffer."""
     text = b"x" * 100_000
     view = np.array([(len(text), int.from_bytes(b"xxxx", "little"), 0, 0)] * rows, np.int32)
     return pa.Array.from_buffers(
@@ -96,7 +96,7 @@ MANY: dict[str, pa.Array] = {
 
 @contextmanager
 def measured(most: int) -> Iterator[None]:
-    """The block takes no more memory than that, of Python and of Arrow."""
+    """Check that the block takes at most so much memory, Python's and Arrow's together."""
     before = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(before)
     _POOLS.append(pool)
@@ -113,7 +113,7 @@ def measured(most: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("what", SHARED)
 def test_nested_types_that_use_a_value_many_times_are_refused(what: str) -> None:
-    """A list view in an object counted as its own length: 180 kB took more than a gigabyte."""
+    """A list view in a struct counted as its own length: 180 kB took more than a gigabyte."""
     body = body_of(SHARED[what])
     assert len(body) < BODY_BYTES_MAX
     with measured(MEMORY_MAX), pytest.raises(InvalidValue, match="may use a value many times") as caught:

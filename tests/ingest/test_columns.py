@@ -1,4 +1,4 @@
-"""Rows of applications as columns: each value comes back as it was, or its call is refused."""
+"""Rows of applications as columns: each value comes back unchanged, or its call is refused."""
 
 from __future__ import annotations
 

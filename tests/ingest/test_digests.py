@@ -1,4 +1,4 @@
-"""Digests of requests: of the table and the rows alone, whichever others they came with."""
+"""Digests of requests depend on the table and the rows alone, not on other requests in the batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_digest_is_the_rows_own(requests: list[list[dict[str, Any]]], data: st
     columns = columns_of([row for request in requests for row in request], names)
     counts = [len(request) for request in requests]
     together = digests_of("public.t", names, columns, counts, [True] * len(counts))
-    # As a slice of others, too.
+    # Also as a slice of other arrays.
     shifted = [pa.concat_arrays([column[:1], column])[1:] for column in columns]
     assert digests_of("public.t", names, shifted, counts, [True] * len(counts)) == together
     for request, found in zip(requests, together, strict=True):
@@ -85,7 +85,7 @@ LENGTHS = struct.Struct("<i")
 
 
 def parts_by_the_format(name: str, kind: pa.DataType, values: list[Any], tag: int) -> list[tuple[bytes, int]]:
-    """A column's parts with their tags."""
+    """Return a column's parts with their tags."""
     nulls = [(bytes(value is not None for value in values), tag)] if None in values else []
     if pa.types.is_list(kind):
         lengths = b"".join(LENGTHS.pack(len(value or ())) for value in values)
@@ -99,7 +99,7 @@ def parts_by_the_format(name: str, kind: pa.DataType, values: list[Any], tag: in
 
 
 def digest_by_the_format(table: str, rows: list[dict[str, Any]]) -> int:
-    """As docs/internals/FORMAT.md has it, value by value."""
+    """Compute the digest as docs/internals/FORMAT.md defines it, value by value."""
     mix = 0x9E3779B97F4A7C15
     digest = crc32c(table.encode()) * mix + len(rows)
     for name, (kind, _) in TYPES.items():
@@ -154,7 +154,7 @@ def golden_rows() -> list[dict[str, Any]]:
 
 
 def test_digests_that_stand_in_logs_are_made_for_ever() -> None:
-    """Another sum for the same rows would refuse each write that is sent again after an upgrade."""
+    """If the same rows had another digest after an upgrade, every write that is sent again would be refused."""
     names = list(TYPES)
     rows = golden_rows()
     counts = [1, 3, 1, 2, 1]

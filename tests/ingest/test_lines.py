@@ -1,4 +1,4 @@
-"""Lines of InfluxDB's line protocol as tables: every rule, at its edge and over it."""
+"""Lines of InfluxDB's line protocol as tables: every rule, at its edge and beyond."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LONGEST = "n" * 255
 
 
 def lines_of(body: bytes | str, precision: str = "ns") -> Lines:
-    """The lines' tables, which the oracle makes of them too."""
+    """Return the lines' tables, after checking that the oracle makes the same."""
     return same(body.encode() if isinstance(body, str) else body, precision)
 
 
 def one_row(body: bytes | str) -> dict[str, Any]:
-    """The row of a body of one line, without its time."""
+    """Return the row of a body of one line, without its time."""
     found = lines_of(body)
     assert found.rejected == []
     (table,) = found.tables
@@ -34,7 +34,7 @@ def one_row(body: bytes | str) -> dict[str, Any]:
 
 
 def reason(body: bytes | str, precision: str = "ns") -> str:
-    """Why the one line of a body is rejected."""
+    """Return the reason why the only line of a body is rejected."""
     found = lines_of(body, precision)
     assert found.tables == []
     (line,) = found.rejected
@@ -152,7 +152,7 @@ def test_what_may_be_wrong_with_a_line(line: str | bytes, why: str):
 
 
 def test_a_float_of_many_digits_that_rounds_to_infinity_rejects_its_line():
-    most = (2**1024 - 2**970) * 10**20  # half way between the largest double and the next one there would be
+    most = (2**1024 - 2**970) * 10**20  # half way between the largest double and its next would-be neighbour
     found = lines_of(f"m f={most - 1}e-20\nm f={most}e-20\nm f={most + 1}e-20\nm g=1")
     assert [(line.line, line.reason) for line in found.rejected] == [
         (2, "a float is beyond 64 bits"),

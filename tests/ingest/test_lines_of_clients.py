@@ -1,7 +1,8 @@
-r"""What InfluxDB's own clients write comes back as it was: their serialisers, with values that are odd.
+r"""InfluxDB's own clients write values that come back unchanged: their serialisers, with odd values.
 
-Two things their writing itself loses, in tags, keys and measurements alike: a newline, a tab or a carriage return becomes a backslash and a letter, and a
-backslash at the end of a tag's value gets a space behind it, which it escapes. Of frames, tags' values are escaped as if they were strings.
+In tags, keys and measurements alike, the clients themselves change two things. A newline, a tab or a carriage
+return becomes a backslash and a letter. A backslash at the end of a tag's value gets a space behind it, which
+the client escapes. Values of a frame's tags are escaped as if they were strings.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _VALUES = (
 
 @st.composite
 def _keys(draw: st.DrawFn) -> tuple[list[str], list[str]]:
-    """Keys of tags and of fields, of which no two are one but for their case."""
+    """Draw keys of tags and of fields that differ by more than case."""
     found = draw(
         st.lists(
             _TAGS.filter(lambda key: column_fault(key) is None),
@@ -59,7 +60,7 @@ def _keys(draw: st.DrawFn) -> tuple[list[str], list[str]]:
 
 
 def _as_read(value: Any) -> Any:
-    """A value as a column has it: a decimal is written as a float."""
+    """Return a value as a column has it: a decimal is written as a float."""
     return float(value) if isinstance(value, Decimal) else value
 
 

@@ -1,4 +1,4 @@
-"""What a caller learns whose writer doesn't take what it sends."""
+"""The error that a caller gets if its writer doesn't take its request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millstream.ingest.local_async import AsyncAppendClient
 
 
 def test_a_request_that_is_cut_off_by_time_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told as refused it was sent again: and its last byte may have gone just as the time was over."""
+    """Reported as refused, it was sent again, although its last byte might have gone just at the deadline."""
     monkeypatch.setattr(local_async, "ANSWER_PATIENCE_S", 0.2)
     rows = pa.table({"text": ["x" * 1000] * 10_000})
     path = tmp_path / "w.sock"

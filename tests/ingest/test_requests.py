@@ -1,4 +1,4 @@
-"""What each request of a batch is told of what all of them were given together."""
+"""Each request of a batch gets its own part of the batch's outcome."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Place = tuple[int, str | None]
 
 
 def placed(counts: list[int], places: list[Place]) -> WriteOps:
-    """Requests of so many rows, whose rows, all numbered from 0, go round these shards and partitions."""
+    """Requests of so many rows. All rows, numbered from 0, go round the given shards and partitions."""
     total = sum(counts)
     of_row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     index = np.concatenate([np.arange(count) for count in counts])

@@ -1,4 +1,4 @@
-"""Schema on write: a table grows by what comes, as it may, and no value changes on its way into a column."""
+"""Schema on write: a table grows by new columns as configured, and no value changes on its way into a column."""
 
 from __future__ import annotations
 

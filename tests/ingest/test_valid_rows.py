@@ -1,4 +1,4 @@
-"""Rows that are kept where others of their request have no place: by their places, and each of the others by its own reason."""
+"""Rows that are kept although others of their request are rejected: indexes of both, a reason for each rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process whose embedded catalog is removed or replaced while it runs: it ends, and says why."""
+"""If the embedded catalog is removed or replaced, a running process ends and reports why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream.processes.child_process import Lifeline
 
 
 def has_open(pid: int, file: Path) -> bool:
-    """Whether a process has a file open."""
+    """Return whether a process has a file open."""
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
             if entry.readlink() == file.resolve():
@@ -38,7 +38,7 @@ def test_an_idle_server_whose_catalog_is_replaced_ends_with_the_error(tmp_path: 
 
 
 def test_the_watch_ends_the_process_once_it_has_seen_the_catalog(tmp_path: Path) -> None:
-    """The catalog may be made after the process has begun."""
+    """The catalog may be created after the process has started."""
     home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
     home.prepare()
     lifeline = Lifeline()
