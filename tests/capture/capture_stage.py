@@ -104,7 +104,7 @@ class MemoryLog:
             try:
                 written = self._write(ops)
             except BaseException as error:
-                # Its waiter needs the error, and so do all waiters after it.
+                # The operation's waiter needs the error, and so do all waiters after it.
                 with self._changed:
                     self._closed, self._failure = True, error
                     unanswered = [one for _, one in self._queue]

@@ -227,7 +227,7 @@ MODIFIED: Mapping[str, str] = {
     "interval year to month": "interval",
     "bit(5)": "bit(5)",
 }
-"""By declared type: the type of `testing._workload_values` whose values it takes."""
+"""The type of `testing._workload_values` whose values a declared type takes."""
 MODIFIED_15: Mapping[str, Generator] = {
     "numeric(3,-2)": _one_of("0", "99900", "-100", "NaN"),
     "numeric(2,4)": _one_of("0", "0.0099", "-0.0001", "NaN"),

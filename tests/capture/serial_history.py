@@ -2,8 +2,8 @@
 
 Every transaction is numbered, and sends its number in a logical message. Every version of a row has the
 number of the transaction that made it. So for a prefix of the log it is known up to which step the
-stream is in it. For each row it is known whether the source had it like that at that very step: not an
-older version, not at a former key, not after its deletion.
+stream is in it. For each row it is known whether the source had it like that at that very step. An
+older version, a former key and a deleted row are errors.
 """
 
 from __future__ import annotations

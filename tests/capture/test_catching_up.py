@@ -322,7 +322,7 @@ def test_a_transaction_across_many_chunks_is_left_to_the_stream(stage: Stage) ->
 
 
 def test_a_transaction_that_is_open_when_a_chunk_ends_comes_once(stage: Stage) -> None:
-    """Its first pieces arrive with several chunks.
+    """The transaction's first pieces arrive with several chunks.
 
     In a later chunk it commits, rolls a part back, or aborts as a whole.
     """

@@ -85,7 +85,7 @@ def test_under_a_low_rate_chunks_are_small_so_that_they_come_evenly() -> None:
 
 
 def test_workers_that_read_side_by_side_share_one_bound() -> None:
-    """Each worker used to see only what had been read, so all of them went on at once below the bound."""
+    """Regression: each worker saw only what had been read, so all of them went on at once below the bound."""
     open_bytes = OpenBytes()
     asked = OPEN_BYTES_MAX // 4
     assert [open_bytes.reserve(asked, held=asked) for _ in range(5)] == [True, True, True, False, False]

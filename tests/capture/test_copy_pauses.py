@@ -66,9 +66,9 @@ def test_a_paused_copy_reads_nothing_more_while_changes_go_on_and_survives_resta
 
 
 def test_rows_that_move_incomplete_into_what_was_copied_before_a_pause_come_whole(stage: Stage) -> None:
-    """Their unsent TOAST values were never in the log.
+    """The rows' unsent TOAST values were never in the log.
 
-    If capture didn't remember such rows, they would be missing for good.
+    If capture didn't remember such rows, the values would be missing for good.
     """
     fill(stage, 1000, "repeat(i::text || ' ', 700)")
     stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)

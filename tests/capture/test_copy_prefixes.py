@@ -1,4 +1,7 @@
-"""At no prefix of the log does replay show a row older than its copy, twice or resurrected: whatever interrupts the copy."""
+"""At no prefix of the log does replay show a row older than its copy, twice or resurrected.
+
+This holds whatever interrupts the copy.
+"""
 
 from __future__ import annotations
 

@@ -426,8 +426,8 @@ def test_more_rows_than_there_is_memory_for_enter_as_one_operation(stage: Stage)
             code, printed = run_process(stage)
         assert code == 0
         peaks.append(int(printed.split()[-1]) / 1024)
-    # Measured: 350 MiB for 410 MB of rows, then 500 MiB for 1.3 GB. The difference is what malloc
-    # keeps in pieces and never gives back.
+    # Measured: 350 MiB for 410 MB, then 500 MiB for 1.3 GB. The difference is what malloc keeps in
+    # pieces and never gives back.
     assert peaks[1] - peaks[0] < 256, f"{peaks} MiB, of 25 and 300 MB of rows"
     run_here(stage)
     assert bag_on_disk(stage) == bag_there(stage)

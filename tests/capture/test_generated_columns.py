@@ -1,4 +1,4 @@
-"""Stored generated columns of PostgreSQL 18: copied, streamed and followed like others, if the publication sends them."""
+"""Stored generated columns of PostgreSQL 18: copied, streamed and followed like others, if they are published."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_
     assert as_source(stage, without="g")
     stage.sql("UPDATE t SET note = 'seen without' WHERE id = 11", "INSERT INTO whole VALUES (3, 3)")
     capture = stage.start() if running else None
-    # By this name they look like those that Millstream makes.
+    # By this option the publications look like those that Millstream makes.
     stage.sql(
         f"ALTER PUBLICATION {stage.config.publication} SET (publish_via_partition_root = true)",
         f"ALTER PUBLICATION {stage.config.publication}_inserts SET (publish_via_partition_root = true)",

@@ -119,7 +119,7 @@ def test_rows_that_are_no_text(ascii_stage: Stage, keyed: bool) -> None:
 
 
 def test_a_change_that_is_no_text(ascii_stage: Stage) -> None:
-    """Its rows can be copied again; the next such change sets the table aside again."""
+    """The table's rows can be copied again; the next such change sets the table aside again."""
     ascii_stage.sql(ORDERS, "CREATE TABLE bad (id int PRIMARY KEY, v text)")
     ascii_stage.catch_up()
     for number in range(2):

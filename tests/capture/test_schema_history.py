@@ -319,7 +319,7 @@ def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(ascii_st
     assert [type(change) for _, change in changes] == [Update, Insert, Update, Delete, Update], "nothing of it is lost"
     told = [[c.name for c in relation.columns] for relation, _ in changes]
     assert told == [["id", "v"], *[["id", "v", "more"]] * 4], "each under the definition of its moment"
-    # It returns when it is asked for, with the rows written until then and since.
+    # The table returns when it is asked for, with the rows written until then and since.
     stage.sql(
         "ALTER TABLE t RENAME more TO number",
         "UPDATE t SET v = 'text' WHERE id = 6",

@@ -69,8 +69,8 @@ def test_a_standby_is_copied_and_streamed_while_its_primary_is_written(version: 
         wait_for_replay(servers.primary, standby)
         servers.point_at(standby)
         stage.config = replace(stage.config, chunk_rows=50)
-        # Its commit comes after the first chunks are read: they mustn't have its rows, and the stream
-        # must.
+        # The transaction's commit comes after the first chunks are read: they mustn't have its rows,
+        # and the stream must.
         with servers.primary.connect(autocommit=False) as open_one, telling(servers.primary):
             running = stage.start()
             wait_until(lambda: running.ended or stage.slot_confirmed(), "the slot is made")

@@ -1,4 +1,4 @@
-"""A promoted standby is followed if it branched off above everything in the log. Otherwise it is refused with a hint."""
+"""A promoted standby is followed if it branched off above the whole log. Otherwise it is refused, with a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at the source's tables: a table dropped during a look is no error, and a look that can't go on is reported."""
+"""Looking at the source's tables: a table dropped during a look is no error, and a look that fails is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A catalog on a disk without a free byte: the error names the cause, and the catalog works again once there is space."""
+"""A catalog on a disk without a free byte: the error names the cause, and space makes the catalog work again."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_damage_anywhere_is_said() -> None:
 
 @given(st.data())
 def test_bytes_of_a_sender_that_lies_are_an_error_or_an_operation(data: st.DataObject) -> None:
-    """With a valid checksum, they give an operation or one of our errors."""
+    """With a valid checksum, the bytes give an operation or one of our errors."""
     changed = bytearray(encode_op(application_op()))
     for _ in range(data.draw(st.integers(1, 4))):
         changed[data.draw(st.integers(8, len(changed) - 1))] = data.draw(st.integers(0, 255))

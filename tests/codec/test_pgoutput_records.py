@@ -104,8 +104,8 @@ def test_messages_outside_transactions_are_operations_of_their_own_and_heartbeat
     assert rows_of(ops, 1) == [
         {"__operation": 1, "__index": 0, "__op": "m", "prefix": "app", "content": b"\xff\x00", "transactional": False}
     ]
-    # Its LSN is its record's end: a position there has reached it, but the end of the transaction
-    # before hasn't.
+    # The message's LSN is its record's end: a position there has reached it, but the previous
+    # transaction's end hasn't.
     assert decode(run, after=1040).operations.column("commit_lsn").to_pylist() == [1060]
     assert decode(run, after=1060).operations.num_rows == 0
 

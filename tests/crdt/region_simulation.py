@@ -450,7 +450,7 @@ class World:
                 if site is not self.sites[number]:
                     site.let_go(number, region.log.dropped)
 
-    # --- the whole world -----------------------------------------------------------------------------------------------
+    # --- the whole world ----------------------------------------------------------------------------------------------
 
     def play(self) -> None:
         for region in self.regions.values():

@@ -1,4 +1,4 @@
-"""Merging of tables: whole columns give what one value at a time gives, and replicas with different records converge."""
+"""Merging of tables: whole columns give what one value at a time gives, and differing replicas converge."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Feed changed inputs to decoders under one rule: a value or a typed error, soon, in little memory.
 
-    python -m tests.fuzz.harness [--targets NAME,NAME] [--seed N] [--count N | --seconds S] [--findings
-    FOLDER]
+    python -m tests.fuzz.harness [--targets NAME,NAME] [--seed N] [--count N | --seconds S] [--findings FOLDER]
 
-Targets run in their own process. There numba checks every index (NUMBA_BOUNDSCHECK), the address space
-is bounded, and an input that takes many seconds ends the process; so a crash of the interpreter is a
+Targets run in their own process. There numba checks every index (NUMBA_BOUNDSCHECK), and the address
+space is bounded. An input that takes many seconds ends the process. So a crash of the interpreter is a
 finding as well. An input that breaks the rule is written to the folder of findings, as
 `<target>/<hash>`. Once the defect is fixed, the input belongs in `tests/fuzz/corpus/<target>`. The exit
 code is 1 if there is a finding.

@@ -97,7 +97,7 @@ class Scope:
 
 
 class World(NamedTuple):
-    """One state. `processes` and `takeovers` are by writer; a writer may have an old, hung incarnation and a new one."""
+    """One state. `processes` and `takeovers` are by writer; a writer may have a hung incarnation and a new one."""
 
     ledger: Ledger
     processes: tuple[tuple[Process, ...], ...]
@@ -357,7 +357,7 @@ def _reports(world: World, place: int, index: int) -> Iterator[tuple[str, World]
 
 
 def all_report(world: World) -> World:
-    """Let every open process report its position to the store twice: the second report has what the first one learnt."""
+    """Let every open process report its position to the store twice: the second report has what the first learnt."""
     for _ in range(2):
         before = world
         for place, running in enumerate(world.processes):
@@ -539,8 +539,8 @@ def _can_be_heard_of(world: World, truth: Truth) -> bool:
                 return True
             entry = world.ledger.entry(truth.writer)
             if entry.epoch == truth.epoch and process.ask is not None:
-                # It lost a reply, or will have lost one: it asks for the newest range that it was
-                # given.
+                # The process lost a reply, or will have lost one: it asks for the newest range that
+                # it was given.
                 found, _ = _numbers(process.numbers, "resolved", entry.last)
                 return bool(found == truth.given)
     return False

@@ -144,7 +144,10 @@ def test_numbers_that_come_out_of_order_are_all_taken() -> None:
 
 @pytest.mark.parametrize("shards", [0, 1, 254, 255, 256, 1024])
 def test_a_write_may_lie_on_as_many_shards_as_a_stream_has(shards: int) -> None:
-    """With a count of one byte, a keyed write on more than 255 shards broke the writer, and its copy every later one."""
+    """Regression: with a one-byte count, a keyed write on more than 255 shards broke the writer.
+
+    The copy then broke every later writer.
+    """
     sessions = Sessions()
     ids = [WriteId(key="k"), WriteId("s", 1), WriteId("s", 3)]
     for n, write_id in enumerate(ids):

@@ -75,7 +75,7 @@ MIXED = ("kill", "power", "cut", "cut", "clock", "wipe", "links")
 ELECTIONS = ("kill", "power", "cut", "alone", "alone", "alone")
 DISKS = ("power", "cut", "cut", "wipe", "wipe")
 AGE_ERROR_S = 1.5
-"""Tolerance in seconds of a follower's reported age: it may be too young by the time that the quickest shipment takes."""
+"""Seconds by which a follower's reported age may be too low: the time that the quickest shipment takes."""
 
 
 class Crashed(Exception):
@@ -140,7 +140,7 @@ class Node:
         self.is_wiped = False
         """Whether its disk was replaced and still lacks something: a promotion now would lose what the disk had."""
         self.ghost = 0
-        """The last group that it had before the wipe, until every leader is certain to know that it is gone."""
+        """The last group that it had before the wipe, until a leader can know that the group is gone."""
 
     # --- its life --------------------------------------------------------------------------------------------------
 

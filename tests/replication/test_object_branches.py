@@ -59,7 +59,7 @@ def group_of(folder: Path) -> GroupNumber:
 
 
 class Scene:
-    """A store, an old leader's log, and a new leader's log: what it has of the old one, and its own groups after that."""
+    """A store, an old leader's log, and a new leader's log: its part of the old one, and its own groups."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -47,7 +47,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def seal(scene: Scene) -> None:
-    """Complete every segment in the store whose end is there."""
+    """Ship until the store has every sealed segment of the log whole."""
     with closing(scene.transport("a")) as transport:
         assert transport.accept(10.0) is not None
         for shard in (0, 1):

@@ -273,7 +273,7 @@ def test_whoever_claims_fences_who_leads_and_has_all_that_was_stored(stage: Stor
     with pytest.raises(Fenced):
         old.send(sent[5])
     assert read(stage, sent[:5]).same_as(arrived(sent[:5]))
-    # It returns, and still doesn't know: its first write is refused, too.
+    # The old leader returns, and still doesn't know: its first write is refused, too.
     again = leads(stage)
     again.send(sent[5])
     assert isinstance(next_error(again.recv), Fenced)
@@ -290,9 +290,9 @@ def test_whoever_claims_fences_who_leads_and_has_all_that_was_stored(stage: Stor
 
 
 def test_the_first_leader_is_fenced_as_any_other_and_goes_on_after_a_restart(stage: StoreStage):
-    """Its epoch is 0, as a link's was at its start.
+    """Regression: the first leader's epoch is 0, with which a link also began.
 
-    It had claimed nothing, so nothing ended it, and it began again at the first name.
+    The leader had claimed nothing, so nothing ended it, and it began again at the first name.
     """
     sent = [replace(one, epoch=Epoch(0)) for one in shipments_of(is_sealed=False)]
     ship(leads(stage), sent[:2], singly=True)

@@ -82,6 +82,6 @@ def read_segment(data: bytes) -> Iterator[Found]:
 
 
 def read_log(segments: dict[str, list[str]], read: Callable[[str], bytes]) -> list[Found]:
-    """Return the records of a whole log, by operation, then by index; `segments` lists each shard's segments in order."""
+    """Return a whole log's records, by operation, then by index; `segments` lists each shard's segments in order."""
     found = [record for paths in segments.values() for path in paths for record in read_segment(read(path))]
     return sorted(found, key=lambda record: (record.operation, record.index))

@@ -70,7 +70,7 @@ def test_another_count_reads_only_what_has_come_since(tmp_path: Path):
 
 
 def test_whatever_the_bounds_a_count_is_the_sum_of_its_frames_and_segments(tmp_path: Path):
-    """Segments whole between the bounds are counted by their totals, others frame by frame; both give the same count."""
+    """Segments whole between the bounds are counted by their totals, others frame by frame; both counts agree."""
     with opened(tmp_path, segment_bytes=12_000) as log:
         ends = [log.append(plain_ops({xid: [(TABLE, xid % 4 + 1, "x")]})).seqs.last for xid in range(1, 41)]
         bases = [int(file.stem) for file in sorted((tmp_path / "00000").glob("*.wal"))]

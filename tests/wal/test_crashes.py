@@ -30,7 +30,7 @@ OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
 
 
 def play(truth: Truth, files: MemoryFiles):
-    """Write groups on one shard, on both, of several frames, spilled; seal by size and by close; open a second writer."""
+    """Write groups on one shard, on both, in several frames, spilled; seal by size and by close; open a new writer."""
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2)], [(2, 1)], [(1, 1), (2, 2), (1, 1)]))
     truth.commit(log, truth.ops([(2, 3)]))

@@ -1,4 +1,4 @@
-"""A writer that joins others, as readers see it at every step: nothing is settled too soon, and no position goes back."""
+"""A writer that joins others, as readers see each step: nothing is settled too soon, and no position goes back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StagedFiles(MemoryFiles):
 
 @dataclass
 class Joining:
-    """A writer of shards 2 and 3 that has appended rows 1 to 4, and a writer of shards 0 and 1 with only empty marks."""
+    """A writer of shards 2 and 3 that has appended rows 1 to 4, and one of shards 0 and 1 with only empty marks."""
 
     files: StagedFiles = field(default_factory=StagedFiles)
 

@@ -152,7 +152,7 @@ def test_an_append_past_its_deadline_is_told_who_is_missing_and_those_behind_it_
         assert not behind.done()
         life.others.hold(5)
         behind.result(DEADLINE_S)
-        # It was durable all along, and is shown once other nodes have it.
+        # The record was durable all along, and is shown once other nodes have it.
         assert life.shown() == [1, 2]
 
 
@@ -228,7 +228,7 @@ def test_closing_waits_for_its_patience_and_then_answers_everybody() -> None:
 
 
 def test_who_waits_when_another_process_takes_the_log_over_waits_on_until_its_deadline() -> None:
-    """The error for missing nodes came after the writer's patience of five seconds.
+    """Regression: the error for missing nodes came after the writer's patience of five seconds.
 
     A minute was left to the deadline.
     """
@@ -402,7 +402,7 @@ def test_a_repeated_write_waits_for_what_the_first_one_waits_for() -> None:
         behind = log.submit(write((WriteId(key="l"), 1)))
         durable(log, 2)
         assert not later.done()
-        # Its own first write is held; those after it aren't.
+        # The repeated write's own first write is held; the writes after it aren't.
         life.others.hold(1, upto=1)
         (outcome,) = later.result(DEADLINE_S).each
         assert isinstance(outcome, Repeated)

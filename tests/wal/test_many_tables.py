@@ -29,7 +29,10 @@ class CountedFiles(RealFiles):
 
 
 def test_each_schema_of_a_segment_is_read_once(tmp_path: Path) -> None:
-    """Three hundred tables took half a minute to read, as each frame's schema read all earlier schemas again."""
+    """Regression: three hundred tables took half a minute to read.
+
+    Each frame's schema read all earlier schemas again.
+    """
     folder = str(tmp_path / "log")
     with closing(
         LogWriter.open(folder, stream=StreamId(UUID(int=7)), shards=[ShardId(0)], epoch=Epoch(1), reservations=MemoryReservations())

@@ -1,4 +1,4 @@
-"""Several writers of one stream in one folder: what readers see, in whatever order the writers write, die and return."""
+"""Several writers of one stream in one folder: what readers see, in any order of writes, deaths and returns."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_a_writer_that_hangs_loses_its_shards_once_its_lease_has_run_out():
 
 @pytest.mark.parametrize(("stands", "kept"), [(1, 4), (2, 8)])
 def test_a_writer_that_wakes_in_the_midst_of_a_group_answers_nobody(stands: int, kept: int):
-    """It sleeps before the group is written, or once it is on the disk, where the shards' recovery has found it."""
+    """The writer sleeps before the group is written, or once it is on the disk, where recovery has found it."""
     writers = Writers()
     hung = writers.start(0)
     writers.append(0)
@@ -467,7 +467,7 @@ def _fails(*_: object) -> Drawn:
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_source_is_asked_again_for_what_was_set_aside(fresh: bool):
-    """Also if the last group brought a schema, whose frame names that group."""
+    """The last group may also have brought a schema, whose frame names that group."""
     source = SourceId(1)
 
     def capture(lsn: int, table: TableSchema) -> None:

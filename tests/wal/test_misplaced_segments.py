@@ -1,6 +1,6 @@
 """Segments that lie in another segment's place.
 
-No reader takes them for what their names say, and `repair` puts them back if it can.
+No reader takes them for the segments that their names denote, and `repair` puts them back if it can.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Logs:
 def rows_of(reader: StreamReader) -> Rows:
     """Return what reading by offset and by number gives, by shard and offset.
 
-    Both give the same, as long as a mark says where shards end.
+    Both give the same, as long as a mark has each shard's end.
     """
     found: Rows = {}
     for shard in reader.shards:

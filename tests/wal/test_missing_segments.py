@@ -58,7 +58,10 @@ def test_readers_notice_segments_that_are_missing(tmp_path: Path, gone: str) -> 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_shards_folder_that_is_gone_is_damage_to_all_that_look(tmp_path: Path, gone: int) -> None:
-    """The shard's contents were left out silently, with halves of operations, and a writer began the shard again."""
+    """Regression: the shard's contents were left out silently, with halves of operations.
+
+    A writer began the shard again.
+    """
     folder, reservations = str(tmp_path / "shop"), MemoryReservations()
     tables, shards = [plain_table(number) for number in (1, 2, 3)], [ShardId(number) for number in range(3)]
     with LogWriter.open(folder, stream=STREAM, shards=shards, epoch=Epoch(1), reservations=reservations) as log:
@@ -81,7 +84,7 @@ def test_a_shards_folder_that_is_gone_is_damage_to_all_that_look(tmp_path: Path,
 
 
 def test_a_shard_that_a_writer_adds_is_found_by_readers_that_look_meanwhile(tmp_path: Path) -> None:
-    """A reader that had listed the folders before left out the contents of the new one."""
+    """Regression: a reader that had listed the folders before left out the contents of the new one."""
     folder, reservations = str(tmp_path / "shop"), MemoryReservations()
     one, other = plain_table(1), plain_table(2)
     with LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(1), reservations=reservations) as log:

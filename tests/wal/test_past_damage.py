@@ -1,4 +1,4 @@
-"""Reading on past damage: only the damaged records are left out, on a live log, a copy, and a copy without its marks."""
+"""Reading on past damage: only damaged records are left out, on a live log, a copy, and a copy without marks."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def named_by(losses: list[Loss]) -> set[Range]:
 @pytest.mark.parametrize("hit", ["head", "directory", "payload", "segment header", "footer", "schema", "tail"])
 @pytest.mark.parametrize("state", ["open", "sealed", "closed"])
 def test_readers_name_the_range_that_verify_names(truth: Truth, state: str, hit: str) -> None:
-    """A reader that had to walk past one bad frame reported everything after it as unreadable, and then showed it."""
+    """Regression: a reader reported everything after a bad frame as unreadable, and then showed it."""
     files = MemoryFiles()
     writer = truth.open(files, options=SMALL if state == "sealed" else LogOptions(segment_bytes=1 << 20))
     for _ in range(12):

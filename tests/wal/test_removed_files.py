@@ -44,7 +44,7 @@ def put_back(segment: Path) -> None:
 def test_nothing_is_acknowledged_in_a_segment_that_no_name_leads_to(
     tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
-    """Its writer went on, and acknowledged records that vanished when it ended."""
+    """Regression: the segment's writer went on, and acknowledged records that vanished when it ended."""
     log = opened(tmp_path, MemoryReservations(), 1)
     append(log)
     (segment,) = (tmp_path / "00000").glob("*.wal")
@@ -70,7 +70,7 @@ def test_a_writer_that_opens_after_that_says_what_is_gone(tmp_path: Path) -> Non
 
 
 def test_a_follower_takes_nothing_into_a_segment_that_no_name_leads_to() -> None:
-    """Its leader counted what it acknowledged as held there."""
+    """Regression: the leader counted what the follower acknowledged as held there."""
     pair = Pair()
     pair.append()
     pair.ship()
@@ -84,7 +84,7 @@ def test_a_follower_takes_nothing_into_a_segment_that_no_name_leads_to() -> None
 
 
 def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
-    """The error was a bare FileNotFoundError, and HTTP reported it as a bug."""
+    """Regression: the error was a bare FileNotFoundError, and HTTP reported it as a bug."""
     log = opened(tmp_path, MemoryReservations(), 1)
     append(log)
     shutil.rmtree(tmp_path / "00000")

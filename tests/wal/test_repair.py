@@ -364,7 +364,7 @@ def test_a_folder_of_which_nothing_says_whose_it_is_is_refused(truth: Truth) -> 
 
 @pytest.mark.parametrize("numbering", Numbering)
 def test_a_lost_header_is_made_anew_for_the_numbers_that_its_frames_carry(numbering: Numbering) -> None:
-    """The header names the directory's columns. One made with the default would leave other frames without a meaning."""
+    """The header names the directory's columns. One made with the default would make other frames meaningless."""
     truth, files = Truth(), MemoryFiles()
     fill(truth, files, replace(SMALL, numbering=numbering, segment_bytes=3_000))
     before = truth.read_by_seq(StreamReader(FOLDER, files=files))

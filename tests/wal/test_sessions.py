@@ -333,7 +333,10 @@ def test_retention_keeps_what_the_copy_lacks() -> None:
 
 
 def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None:
-    """Copies were made only each 64 MiB of log: a stream of some rows an hour dropped nothing for years."""
+    """Regression: copies were made only each 64 MiB of log.
+
+    A stream of some rows an hour dropped nothing for years.
+    """
     files, life = MemoryFiles(), Life(every_bytes=1 << 30, segment_bytes=1 << 20)
     committer, keyed = life.open(files)
     for hour in range(1, 4):
@@ -351,7 +354,7 @@ def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None
 
 
 def test_what_retention_keeps_for_the_copy_alone_goes_once_it_is_asked_for() -> None:
-    """Segments that could be dropped at once stayed for an hour."""
+    """Regression: segments that could be dropped at once stayed for an hour."""
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
     committer, keyed = life.open_with_segments(files, looks=True)
     swept = retain(files)
@@ -375,7 +378,7 @@ def test_segments_that_fill_up_within_the_hour_make_no_copy_each() -> None:
 
 
 def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgotten() -> None:
-    """Its numbers counted as far ahead of a mark of 0.
+    """Regression: the session's numbers counted as far ahead of a mark of 0.
 
     They were kept one by one, until there were too many for a copy.
     """
@@ -396,9 +399,9 @@ def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgott
 
 
 def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no disk for another copy, it counted as the log's own once the log had grown as far.
+    """Regression: without space for a new copy, the old one counted as the log's own once the log had grown as far.
 
-    It then held writes that aren't in the log.
+    The copy then held writes that aren't in the log.
     """
     files, life = MemoryFiles(), Life()
     committer, keyed = life.open(files)
@@ -429,7 +432,7 @@ def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkey
 
 
 def test_without_a_copy_each_group_tries_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention uses the copy: if the first one found no space, retention dropped what only the log knew."""
+    """Regression: if the first copy found no space, retention dropped what only the log knew."""
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
 
     def full(*_: object) -> int:

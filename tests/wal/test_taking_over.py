@@ -249,7 +249,10 @@ def own_shard(*, groups: int = 2, dropped: bool = False) -> tuple[Pair, MemoryFi
 
 
 def test_a_shard_of_which_nothing_stays_says_so_to_whoever_reads_it():
-    """Its mark was removed with it: readers took the log for damaged, and their error advised to start the writer."""
+    """Regression: the shard's mark was removed with it, and readers reported a damaged log.
+
+    The error's hint was to start the writer.
+    """
     pair, old = own_shard()
     had = rows(old.crash(), pair.truth)
     group = durable_marks(pair.files, FOLDER)[ShardId(0)].group
@@ -285,7 +288,10 @@ def test_a_shard_of_which_nothing_stays_says_so_to_whoever_reads_it():
 
 
 def test_what_retention_had_dropped_of_a_shard_stays_dropped_though_nothing_else_stays_there():
-    """It was forgotten: until the new leader's records came, a reader from the start got only the other shards' records."""
+    """Regression: what was dropped was forgotten.
+
+    Until the new leader's records came, a reader from the start got only the other shards' records.
+    """
     pair, old = own_shard(dropped=True)
     first = StreamReader(FOLDER, files=old).first_seq()
     assert first > 1

@@ -146,7 +146,7 @@ def test_every_page_that_fails_is_damage_of_its_place(log: Log, bad_pages: set[t
 
 
 def test_a_writer_and_a_leader_stop_at_it_and_lose_nothing(log: Log, bad_pages: set[tuple[str, int]]) -> None:
-    """At the end of the open segment it would have passed for a torn tail."""
+    """At the end of the open segment an unreadable page would have passed for a torn tail."""
     whole = offsets(StreamReader(log.folder))
     path = log.segments()[-1]
     for page in range(-(-path.stat().st_size // PAGE)):

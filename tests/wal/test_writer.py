@@ -181,7 +181,10 @@ def test_a_group_that_is_full_a_queue_that_is_full_and_the_end_cut_the_delay_sho
 def test_an_append_broken_off_in_its_midst_leaves_its_outcome_open_and_the_log_sound(
     error: type[BaseException], where: str, told: type[BaseException]
 ):
-    """Ctrl-C in a thread that wrote its own append left half a group, and the next group was written after it."""
+    """Regression: Ctrl-C in a thread that wrote its own append left half a group.
+
+    The next group was written after it.
+    """
 
     class BreaksOff(MemoryFiles):
         at: str | None = None
@@ -211,7 +214,7 @@ def test_an_append_broken_off_in_its_midst_leaves_its_outcome_open_and_the_log_s
 
 
 def test_a_forked_childs_copy_of_the_writer_is_closed_and_the_parents_goes_on(tmp_path: Path):
-    """A child that appended wrote over the parent's records, and both had been acknowledged."""
+    """Regression: a child that appended wrote over the parent's records, and both had been acknowledged."""
     with opened(tmp_path) as log:
         log.append(small(1))
         reading, writing = os.pipe()
@@ -254,7 +257,10 @@ def test_a_forked_child_that_lives_on_keeps_no_lock_of_the_log(tmp_path: Path):
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
 def test_what_a_callback_of_a_future_raises_stops_nobody(error: type[BaseException]):
-    """The error ended the writer's thread: others in the group waited for ever, and the locks stayed taken."""
+    """Regression: the error ended the writer's thread.
+
+    Others in the group waited for ever, and the locks stayed taken.
+    """
 
     def fails(_: object) -> None:
         raise error
