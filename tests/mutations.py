@@ -1,4 +1,4 @@
-"""Defects that a search has to find: each a world in which something is done wrongly, and a seed that notices."""
+"""Defects that a search has to find: each is a world with one thing done wrongly, and a seed that finds it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ class Mutation(Drawn, Protocol):
     """A kind of worlds, drawn from seeds, with a defect."""
 
     found_by: ClassVar[int]
-    """A seed that notices."""
+    """A seed that finds the defect."""
 
     def __init__(self, seed: int) -> None: ...
 
 
 def noticed(mutation: type[Mutation], seed: int) -> str | None:
-    """What that seed says of the defect, if anything: a promise has to be broken. A mutation that fails otherwise shows nothing, and raises."""
+    """Return how a seed's world breaks a promise, or None.
+
+    A mutation that fails otherwise shows nothing, and raises.
+    """
     try:
         mutation(seed).play()
     except AssertionError as error:
@@ -28,14 +31,14 @@ def noticed(mutation: type[Mutation], seed: int) -> str | None:
 
 
 def check_found(mutation: type[Mutation]) -> None:
-    """Its seed has to notice it still."""
+    """Check that the mutation's seed still finds the defect."""
     assert noticed(mutation, mutation.found_by), (
         f"a seed that finds it: python -m {mutation.__module__} {mutation.__name__}"
     )
 
 
 def main(mutations: Sequence[type[Mutation]], seeds_max: int, arguments: list[str]) -> int:
-    """Say which of the first seeds finds each defect, or those that are named; 1 where none does."""
+    """Print which of the first seeds finds each defect, or each of those named; return 1 if one is never found."""
     missed = 0
     for mutation in mutations:
         if arguments and mutation.__name__ not in arguments:

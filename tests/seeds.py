@@ -1,4 +1,4 @@
-"""Searches: lives and worlds that are drawn from seeds, played one after the other; a seed repeats its own exactly."""
+"""Searches: lives and worlds drawn from seeds, played one after the other; a seed always repeats the same one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Protocol
 
 
 class Violation(AssertionError):
-    """A promise was broken; its message says it all."""
+    """A promise was broken; its message has all the facts."""
 
 
 class Drawn(Protocol):
-    """What is drawn from a seed."""
+    """A world or life that is drawn from a seed."""
 
     counts: Counter[str]
-    """How often what happened."""
+    """Number of each kind of event."""
 
     def play(self) -> None:
-        """All of it. Raises where a promise is broken."""
+        """Play all of it. Raises if a promise is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,10 @@ class Seeds:
 def search(
     draw: Callable[[int], Drawn], first: int, count: int, *, until: int = 1
 ) -> tuple[dict[int, str], Counter[str]]:
-    """Play that many seeds; what they broke, by seed, and what happened in them. It ends once `until` are broken."""
+    """Play that many seeds; return the broken promises by seed, and event counts.
+
+    Stop once `until` promises are broken.
+    """
     broken: dict[int, str] = {}
     counts: Counter[str] = Counter()
     for seed in range(first, first + count):
@@ -67,7 +70,7 @@ def search(
 
 
 def main(draw: Callable[[int], Drawn], arguments: list[str]) -> int:
-    """Play `FIRST COUNT`, and say what came of it; 1 where a seed broke something."""
+    """Play `FIRST COUNT`, and print the outcome; return 1 if a seed broke a promise."""
     first, count = int(arguments[0]), int(arguments[1])
     began = time.monotonic()
     broken, counts = search(draw, first, count, until=5)

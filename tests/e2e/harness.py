@@ -102,7 +102,7 @@ class Home:
             raise AssertionError(f"run --until-caught-up: exit {done.returncode}\n{log.read_text()[-6000:]}")
 
     def caught_up_here(self) -> dict[str, str]:
-        """Do the work of `caught_up`, the lake's part in this process's Spark; return tables set aside, with reasons."""
+        """Do the work of `caught_up`, the lake in this process's Spark; return tables set aside, with reasons."""
         self.command("capture", "run", "--until-caught-up")
         return land(self.path)
 

@@ -39,7 +39,7 @@ def orders() -> TableSchema:
 
 @pytest.fixture
 def evolved(orders: TableSchema) -> Callable[..., TableSchema]:
-    """The orders table with other columns, a version on."""
+    """The next version of the orders table, with other columns."""
 
     def change(**columns: pa.DataType | None) -> TableSchema:
         kept = [Column(c.name, columns.pop(c.name, c.arrow)) for c in orders.columns]
@@ -52,7 +52,7 @@ def evolved(orders: TableSchema) -> Callable[..., TableSchema]:
 
 @pytest.fixture
 def records() -> Callable[..., pa.RecordBatch]:
-    """A batch of records: `records(schema, ("c", 1, {"id": 1}), …)`; a row may hold the records' own columns too."""
+    """Make a batch: `records(schema, ("c", 1, {"id": 1}), …)`; a row may hold the records' own columns too."""
 
     def make(schema: TableSchema, *rows: tuple[str, int, dict[str, Any]]) -> pa.RecordBatch:
         shape = record_schema(schema)

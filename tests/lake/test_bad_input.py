@@ -1,4 +1,4 @@
-"""What others do to the lake's folders under a running pipeline is named, for that table alone, and nothing is lost or doubled."""
+"""Other programs' changes to the lake's folders are reported for that table alone; nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Records = Callable[..., pa.RecordBatch]
 
 
 def land(layout: LakeLayout, schema: TableSchema, records: Records, *numbers: int) -> None:
-    """Records `c` of these ids, one batch; a cut; no fold."""
+    """Land one batch of `c` records with these ids, and a cut; don't fold."""
     batch = records(schema, *(("c", n, {"id": n, "note": "x" * 300}) for n in numbers))
     n = Seq(numbers[-1])
     commit_cut(layout, n, [append_history(layout, schema, [batch], n)], committed_at=datetime.now(UTC))

@@ -124,7 +124,7 @@ def test_a_moment_or_a_position_finds_the_last_cut_that_holds_no_more(
             commit_cut(layout, Seq(99), [], committed_at=NOON + 9 * minute, commit_ts_max=NOON + 8 * minute)
         found = [
             cut_at_time(layout, NOON + offset * minute)
-            for offset in (-7, -6, -5.5, -1, 0, 2.9, 3, 4.9, 5)  # a copy counts by when it landed
+            for offset in (-7, -6, -5.5, -1, 0, 2.9, 3, 4.9, 5)  # a copy counts by the time when it landed
         ]
         last = 76 if compacted else 60
         assert [None if c is None else c.n for c in found] == [None, 10, 10, 20, 30, 30, 50, 50, last]

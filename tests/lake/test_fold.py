@@ -1,4 +1,4 @@
-"""Folding any history, in any splits, gives the rows that the source has; the source here is a plain Python model."""
+"""Folding any history, however it is split, gives the source's rows; the source here is a plain Python model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ COLUMNS = (
     Column("at", pa.timestamp("us", tz="UTC")),
     Column("f", pa.float64()),
 )
-# What PostgreSQL prints. NaN and infinity have no typed value in a decimal and a timestamp: they live in __exact.
+# Values as PostgreSQL prints them. NaN and infinity have no typed value in a decimal and a timestamp: they live
+# in __exact.
 TEXTS: dict[str, list[str | None]] = {
     "a": ["1", "2", "-7"],
     "k": ["0.00", "1.50", "NaN"],

@@ -1,4 +1,4 @@
-"""History: appended once whatever is replayed, following the source's columns, refused where others wrote."""
+"""History: each record is appended once in spite of replays; columns follow the source; foreign commits are refused."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_a_location_that_delta_cannot_keep_is_refused(orders: TableSchema, tmp_p
 def test_an_update_that_came_before_the_copy_of_its_row_folds_once_the_copy_is_there(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
-    """An update left its long note out while the table was being copied: the log has the copied row behind it."""
+    """An update during the table copy left its long note out: the log has the copied row after it."""
     update = ("u", 2, {"id": 1, "total": 2, "__unchanged": ["note"]})
     recopied = ("u", 4, {"id": 2, "total": 5, "__unchanged": ["note"]})
     append_history(
@@ -465,7 +465,7 @@ def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
         if n == 2:
             fold_table(layout, orders, Seq(20))
             fold_into_versions(layout, orders, Seq(20))
-    # One file now holds what the folds have and what they lack.
+    # One file now holds records that the folds have and records that they lack.
     assert tend_table(layout, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2).files_compacted == 8
     assert fold_table(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).n == 86
     assert fold_into_versions(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).commit.n == 86

@@ -1,4 +1,4 @@
-"""The life of a row between two positions as one line: whoever applies it stretch by stretch has the table."""
+"""The changes of a row between two positions as one line: a reader that applies them range by range has the table."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_another_key_begins_the_copy_anew(orders: TableSchema, records: Records)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_applies_it_stretch_by_stretch_has_the_table(orders: TableSchema, records: Records, seed: int) -> None:
-    """Rows that move, leave columns out, go and come back; stretches of any length."""
+    """Rows that move, leave columns out, go and come back; ranges of any length."""
     chance = random.Random(seed)
     schema = replace(orders, columns=(Column("id", pa.int64()), Column("a", pa.string()), Column("b", pa.string())))
     source: dict[int, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ def change(source: dict[int, dict[str, Any]], chance: random.Random, seq: int) -
 
 
 def apply(lines: list[dict[str, Any]], copy: dict[int, dict[str, Any]], *, emptied: bool) -> None:
-    """As the documentation says: what is unchanged is looked up first."""
+    """Apply lines as the documentation describes: look up unchanged values first."""
     if emptied:
         copy.clear()
     rows = []

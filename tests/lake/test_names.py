@@ -1,4 +1,4 @@
-"""Names that go from table to table: each row stays its table's, whatever order, fold, rebuild, moment or upkeep it is asked by."""
+"""Names that move between tables: each row stays with its table, in any order, fold, rebuild, past query or upkeep."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Table:
     id: int
     name: str
     names: list[str]
-    """By version, from 1: a name that comes back has its old version again, as in the catalog."""
+    """Name of each version, from 1: a name that returns has its old version again, as in the catalog."""
     rows: Rows = field(default_factory=dict)
     pending: list[tuple[TableSchema, dict[str, Any]]] = field(default_factory=list)
     landed: TableSchema | None = None
-    """Of the last of its records in the lake."""
+    """Schema of its last record in the lake."""
 
     def schema(self) -> TableSchema:
         return TableSchema(
@@ -74,9 +74,9 @@ class Source:
         self.seq = 0
         self.tables: dict[str, Table] = {}
         self.past: list[tuple[Seq, dict[str, Rows]]] = []
-        """What each cut shows."""
+        """Rows of each table at each cut."""
         self.known: dict[str, Table] = {}
-        """Whose each name is by the records that have landed: the lake knows of a rename by the first record after it."""
+        """Table of each name by the landed records: the lake learns of a rename from the first record after it."""
         self._late_first = late_first
 
     def create(self, name: str, number: int, *keys: int) -> None:
@@ -88,7 +88,7 @@ class Source:
         self.tables[f"(dropped {gone.id})"] = gone
 
     def rename(self, *pairs: tuple[str, str]) -> None:
-        """One after another, each by the names of then."""
+        """Rename tables one after another: each pair uses the names as they are by then."""
         for old, new in pairs:
             table = self.tables.pop(old)
             table.name = new
@@ -124,7 +124,7 @@ class Source:
         return NOON + timedelta(minutes=int(n))
 
     def land(self) -> None:
-        """Append what is pending, in one batch."""
+        """Append the pending records, in one batch."""
         commits = []
         for table in sorted(self.tables.values(), key=lambda table: table.id, reverse=self._late_first):
             if table.pending:
@@ -167,12 +167,12 @@ class Source:
                 tend_table(self.layout, view, schema, now_ms=now_ms, compact_files=2)
 
     def check_now(self) -> None:
-        """What the last cut shows, by a tail over whatever was folded."""
+        """Check the rows of the last cut, read by a tail over the folds so far."""
         with LakeSession(self.layout) as session:
             self._check(session, self.past[-1][1])
 
     def check(self) -> None:
-        """What the lake shows, by every way of asking, against what the source had."""
+        """Compare what the lake returns, by every way of reading, with the source's rows."""
         self.check_now()
         for n, shown in self.past:
             with LakeSession(self.layout, as_of=n) as session:
@@ -219,7 +219,7 @@ def blue_green(source: Source, low: int, high: int) -> Iterable[None]:
     source.put("bg_new", 12, 13)
     source.put("bg", 3)
     yield
-    # In one transaction, with records before and behind.
+    # Renames in one transaction, with records before and after.
     source.put("bg", 2)
     source.put("bg_new", 11)
     source.rename(("bg", "bg_old"), ("bg_new", "bg"))
@@ -239,7 +239,7 @@ def blue_green(source: Source, low: int, high: int) -> Iterable[None]:
 
 
 def taken_silently(source: Source, low: int, high: int) -> Iterable[None]:
-    """Nobody writes into a table that lost its name until it has it again, or yet another one."""
+    """A table that lost its name gets no writes until it has that name again, or another one."""
     source.create("bg", low, 1, 2, 3)
     source.create("bg_new", high, 11, 12)
     yield
@@ -292,7 +292,7 @@ def dropped(source: Source, low: int, high: int) -> Iterable[None]:
 
 
 def within_one_batch(source: Source, low: int, high: int) -> Iterable[None]:
-    """A name goes to a table of short life and comes back before anything of it is in the lake."""
+    """A name moves to a short-lived table and back before any of that table's records are in the lake."""
     source.create("a", low, 1, 2, 3)
     yield
     source.put("a", 2)
@@ -353,7 +353,7 @@ def test_names_that_moved_between_two_folds_move_all_the_same(layout: LakeLayout
 def test_records_of_a_lake_of_before_belong_to_the_table_that_bore_the_name(
     layout: LakeLayout, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its files don't say whose they are, and compaction made one of two tables' of them."""
+    """Such files don't say which table they belong to, and compaction merged files of two tables."""
     source = Source(layout)
     with monkeypatch.context() as before:
         for module in (folder_module, upkeep_module, moves_module):
@@ -436,7 +436,7 @@ def test_what_one_table_has_folded_lets_no_other_tables_records_go(layout: LakeL
     source.land()
     source.fold()
     source.check_now()
-    # What was brought along says what it lacks.
+    # The old table's records moved with it, without those that were dropped: a fold reports that.
     source.put("bg_bad", 11)
     source.land()
     bad = source.known["bg_bad"].landed
@@ -446,7 +446,7 @@ def test_what_one_table_has_folded_lets_no_other_tables_records_go(layout: LakeL
 
 
 def test_records_that_lie_in_a_folder_that_was_moved_aside_are_found(layout: LakeLayout):
-    """Another table took over the name in other types, and its history was begun anew."""
+    """Another table took over the name with other types, and its history was restarted."""
     source = Source(layout)
     for step, _ in enumerate(taken_silently(source, 3, 9)):
         source.land()

@@ -1,4 +1,4 @@
-"""Keys that are hard to place among leaves, and commits that come between: each once was a row lost, doubled or missed."""
+"""Keys that are hard to assign to leaves, and commits in between: each case once lost, doubled or missed a row."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def append(lake: LakeLayout, schema: TableSchema, first: int, records: Sequence[
 def step(
     lake: LakeLayout, schema: TableSchema, first: int, *records: Record, sizes: FoldSizes = DEFAULT_SIZES
 ) -> list[dict[str, Any]]:
-    """Append and fold; the rows of `current`."""
+    """Append and fold; return the rows of `current`."""
     fold_table(lake, schema, append(lake, schema, first, records), sizes=sizes)
     return sorted(DeltaTable(lake.table_path("current", schema)).to_pyarrow_table().to_pylist(), key=lambda r: r["v"])
 

@@ -1,7 +1,7 @@
-"""Tokens inside an operation: nothing ever shows half of one, whatever tables it has, in which batch and files.
+"""Tokens inside an operation: no reader sees half of one, whichever tables, batches and files it spans.
 
-A user took tokens from `scd2.__seq` and from `wal cat`, and `--as-of` answered counts that no committed state ever had: half a
-transaction, or 1,500 of the 2,000 rows of a copied chunk.
+A user took tokens from `scd2.__seq` and from `wal cat`, and `--as-of` returned counts that no committed state
+ever had: half a transaction, or 1,500 of the 2,000 rows of a copied chunk.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_token_inside_a_transaction_shows_none_of_it_in_any_table(
         (orders, [("c", 3 + i, {"id": 10 + i, "__commit_index": 2 * i} | second) for i in range(4)]),
         (lines, [("c", 7 + i, {"id": 10 + i, "__commit_index": 2 * i + 1} | second) for i in range(4)]),
     ]
-    # The cut below is far away, and the transaction shares its batch with others.
+    # The next cut is far away, and the transaction shares its batch with others.
     last = [(orders, [("c", 11, {"id": 99, "__commit_lsn": 300, "__commit_index": 0, "__commit_ts": NOON})])]
     start = commit_cut(
         layout,
@@ -78,7 +78,7 @@ def test_a_token_inside_a_transaction_shows_none_of_it_in_any_table(
         assert str(session.moved_from).endswith(".s8")
     with LakeSession(layout, as_of=Seq(10)) as session:
         assert session.moved_from is None
-    for table in (orders, lines):  # what is folded and dropped can't be shown, and never shows half
+    for table in (orders, lines):  # folded and dropped records can't be shown, and half of them never are
         fold_table(layout, table, Seq(11))
     drop_history(layout, lines, HistoryBound(Seq(11)))
     assert whole_upto(layout, Seq(5)) == 2
@@ -94,7 +94,8 @@ def test_a_token_inside_a_copied_chunk_shows_none_of_it(
     marker = ("t", 9, {"__commit_lsn": 100})
     batches = [
         append_history(layout, orders, [records(orders, *chunk(1, 4, 0), *chunk(5, 4, 1))], Seq(15)),
-        # Of another table, at the same LSN and in the same microsecond; behind the marker of a copy that follows an earlier one.
+        # Chunks of another table, at the same LSN and in the same microsecond; after the marker of a copy that
+        # follows an earlier one.
         append_history(layout, lines, [records(lines, marker, *chunk(10, 3, 1), *chunk(13, 3, 2))], Seq(15)),
     ]
     commit_cut(layout, Seq(15), batches, committed_at=NOON)
@@ -153,7 +154,7 @@ def test_any_token_stands_for_the_last_whole_operation(
         tend_table(layout, "history", orders, now_ms=4 * 10**12, compact_files=2)
     for n in range(seq + 1):
         end = max(e for e in ends if e <= n)
-        # Numbers that nobody has belong to what stands in front of them.
+        # Unused numbers count as part of the operation before them.
         assert whole_upto(layout, Seq(n)) in (
             {end} if n == end else {n} if set(range(end + 1, n + 1)) <= gaps else {end}
         )

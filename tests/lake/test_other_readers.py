@@ -1,4 +1,4 @@
-"""The lake's tables are Delta tables to anybody: other engines read the very rows that `query` gives."""
+"""The lake's tables are ordinary Delta tables: other engines read the same rows that `query` returns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = {
 
 @pytest.fixture
 def written(layout: LakeLayout, orders: TableSchema, records: Records) -> TableSchema:
-    """A table with a column that came later, a value beyond its type, deletes, a key that moved; folded twice."""
+    """A table with a column added later, a value beyond its type, deletes and a key that moved; folded twice."""
     at = datetime(2026, 2, 3, 4, 5, 6, 7, tzinfo=UTC)
     row = {
         "id": 1, "total": Decimal("1.50"), "note": "", "at": at, "local": at.replace(tzinfo=None), "day": date(2026, 2, 3),
@@ -70,7 +70,7 @@ def by_polars(path: str) -> list[dict[str, Any]]:
 
 
 def plain(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows without regard to their order and to how an engine has maps (Polars: lists of pairs)."""
+    """Return rows regardless of their order and of how an engine has maps (Polars: lists of pairs)."""
     rows = [
         {
             name: [tuple(e.values()) if isinstance(e, dict) else e for e in value] if isinstance(value, list) else value

@@ -138,7 +138,7 @@ def test_a_row_of_json_is_a_row_of_the_table(
 
 
 class Source:
-    """A table that makes records as a source would, and remembers what it was after each."""
+    """A table that makes records as a source would, and remembers its rows after each."""
 
     def __init__(self, seed: int, *, keyed: bool) -> None:
         self.chance = random.Random(seed)
@@ -677,7 +677,7 @@ def test_a_value_that_the_destination_refuses_sets_its_table_aside_alone(
 def test_events_of_the_first_layout_stay_and_new_ones_are_numbered_above_them(
     target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any], key: str
 ) -> None:
-    """There, seq was the commit's LSN, and several changes of a row in one transaction were one event."""
+    """In that layout `seq` was the commit's LSN, and several changes of a row in one transaction were one event."""
     target = replace(target, views=("changes",))
     asked(
         "CREATE SCHEMA sales_changes; "
@@ -763,7 +763,7 @@ def test_positions_that_were_lost_double_no_event(
 def test_numbers_become_visible_in_their_order_whoever_writes(
     target: PostgresTarget, table: TableSchema, records: Records
 ) -> None:
-    """A reader that asks for what lies above the last number it saw misses nothing, beside tasks that land the same batches at once."""
+    """A reader that asks for numbers above its last one misses nothing while two tasks land the same batches."""
     target = replace(target, views=("changes",))
     landed(target, table, 1, records(table, ("c", 1, {"id": 1})))
     batches = [
@@ -814,7 +814,7 @@ def test_what_a_newer_version_made_is_refused(target: PostgresTarget, asked: Cal
 def test_a_destination_knows_which_tables_were_set_aside(
     target: PostgresTarget, table: TableSchema, records: Records
 ) -> None:
-    """Restored from a backup of that time, it lacks what has landed in them since."""
+    """A destination restored from an old backup lacks the records that have landed in them since."""
     now = datetime.now(UTC)
     done = landing(target, table, 1, records(table, ("c", 1, {"id": 1}))).commit
     assert done is not None

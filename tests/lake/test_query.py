@@ -1,4 +1,4 @@
-"""SQL over the lake: all tables at one token, whatever lands meanwhile; nothing can be harmed."""
+"""SQL over the lake: all tables at one token, whatever lands during the query; no statement changes anything."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_types_and_times_come_out_as_they_went_in(layout: LakeLayout, orders: Ta
         "SELECT * FROM sys_path_of_python",
         "WITH x AS (COPY (SELECT 1) TO '{folder}/lake/shop/x.csv') FROM x",
         "EXPLAIN ANALYZE COPY (SELECT 1) TO '{folder}/lake/shop/x.csv'",
-        # Hidden in what looks like a string to who doesn't know all of DuckDB's.
+        # Hidden in text that looks like a string to a parser that doesn't know all of DuckDB's.
         "WITH z AS (SELECT E'\\'' AS x), y AS (COPY (SELECT 1 AS q) TO '{folder}/lake/shop/x.csv') FROM y",
         "WITH z AS (SELECT 1 AS a$$), y AS (COPY (SELECT 1 AS q) TO '{folder}/lake/shop/x.csv'), x AS (SELECT 1 AS b$$) FROM y",
         "EXPLAIN ANALYZE WITH z AS (SELECT E'\\'' AS x), y AS (COPY (SELECT 1 AS q) TO '{folder}/lake/shop/x.csv') FROM y",
@@ -238,7 +238,7 @@ def test_bad_or_harmful_sql_is_an_error_and_touches_nothing(
     with LakeSession(layout) as session, pytest.raises(InvalidQuery) as caught:
         session.query(sql.format(folder=tmp_path))
     assert caught.value.exit_code == 2
-    # The tables are of help only where one wasn't found.
+    # The hint lists the tables only if one wasn't found.
     assert ("public.orders" in caught.value.hint) == ("no table" in caught.value.message)
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
 
@@ -370,7 +370,7 @@ def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout,
         LakeSession(layout, as_of=Seq(10))
     assert ".s9 or an earlier one" in future.value.hint
     with LakeSession(layout, as_of=Seq(4)) as before, pytest.raises(InvalidQuery):
-        before.query(count)  # the log had no record of it yet
+        before.query(count)  # the log had no record of it so far
 
 
 def test_what_retention_dropped_is_neither_guessed_nor_needed(
@@ -392,7 +392,7 @@ def test_what_retention_dropped_is_neither_guessed_nor_needed(
     with LakeSession(layout) as session:
         assert [tuple(row.values()) for row in session.query(ids).to_pylist()] == rows
     assert [tuple(row.values()) for row in at(layout, ids, 7)] == [*rows[:2], (7, None)]
-    # Where a fold stood just there, it is enough.
+    # If a fold ended exactly at that number, it suffices.
     assert [row["id"] for row in at(layout, ids, 3)] == [1, 2, 3]
     with LakeSession(layout, as_of=Seq(5)) as session:
         with pytest.raises(BeyondRetention) as caught:

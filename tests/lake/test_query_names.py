@@ -1,4 +1,4 @@
-"""Names in SQL: one without a schema is of `public`, and what SQL reserves has to be quoted."""
+"""Names in SQL: one without a schema is of `public`, and words that SQL reserves have to be quoted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SQL writes nothing: neither into the lake nor anywhere else, however it is put."""
+"""SQL writes nothing, neither to the lake nor anywhere else, however the statement is written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WRITES = {
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file below a folder, with a digest of what is in it."""
+    """Return every file below a folder, with a digest of its content."""
     return {
         str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in folder.rglob("*")
@@ -64,7 +64,7 @@ def test_no_statement_writes(
     monkeypatch: pytest.MonkeyPatch,
     sql: str,
 ) -> None:
-    """Into the log of a table, beside it, or into the home of who runs it."""
+    """Targets in a table's log, next to it, and in the user's home folder."""
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
     (tmp_path / "user").mkdir()
     land(layout, 1, {orders: records(orders, ("c", 1, {"id": 1}))}, fold=True)
@@ -84,7 +84,7 @@ def test_no_statement_writes(
     before = contents(tmp_path)
     for target in targets:
         with LakeSession(layout) as session:
-            # Its views stand, and so their files are open to DuckDB.
+            # The session has its views, so their files are open to DuckDB.
             assert session.query("SELECT id FROM public.orders").num_rows == 1
             with pytest.raises(InvalidQuery):
                 session.query(sql.format(target=target, options=""))

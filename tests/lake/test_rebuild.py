@@ -1,4 +1,4 @@
-"""Tables built anew from their history: whatever became of them, in one commit, whoever is killed."""
+"""Tables rebuilt from their history: whatever happened to them, in one commit, in spite of kills."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ids(layout: LakeLayout, schema: TableSchema) -> list[int]:
 
 @pytest.fixture
 def landed(layout: LakeLayout, orders: TableSchema, records: Records) -> LakeLayout:
-    """Rows 1 to 8, then row 3 changed and row 4 deleted; folded in two steps."""
+    """Land rows 1 to 8, then change row 3 and delete row 4; fold in two steps."""
     land(layout, orders, records(orders, *(("c", n, {"id": n, "note": "a", **at(1, n)}) for n in range(1, 9))), 8)
     fold(layout, orders, 8)
     land(layout, orders, records(orders, ("u", 9, {"id": 3, "note": "b", **at(5)}), ("d", 10, {"id": 4, **at(6)})), 10)
@@ -132,7 +132,7 @@ def test_a_table_that_was_vacuumed_to_nothing_broken_or_deleted_is_built_again(
         ("current", "lake.fold_file_written"),
         ("current", "lake.before_fold_commit"),
         ("current", "lake.after_fold_commit"),
-        ("scd2", "lake.after_scd2_commit"),  # of what is built beside
+        ("scd2", "lake.after_scd2_commit"),  # of the table that is built next to it
         ("scd2", "lake.rebuild.before_swap"),
         ("scd2", "lake.after_scd2_commit:2"),
     ],
@@ -175,7 +175,7 @@ def test_a_history_that_is_damaged_begins_anew_with_a_copy_of_the_source(
     aside = restart_history(landed, orders, Seq(11))
     assert aside == f"{path}.set-aside-1"
     assert restart_history(landed, orders, Seq(11)) is None, "what is in order stays"
-    # Row 11 came and was never folded, row 5 went unseen; the copy tells.
+    # Row 11 came and was never folded, the delete of row 5 was never seen; the copy shows both.
     kept = (1, 2, 3, 6, 7, 8)
     copied = [("r", 20 + n, {"id": n, "note": "b" if n == 3 else "a", **at(12, None)}) for n in kept]
     land(landed, orders, records(orders, ("t", 20, at(12, None)), *copied), 30)
@@ -209,7 +209,7 @@ def test_a_copy_that_follows_an_earlier_one_shows_in_one_commit_however_large(
 def test_a_history_that_was_set_back_is_an_error_with_the_way_out(
     landed: LakeLayout, orders: TableSchema, records: Records, *, tended: bool
 ):
-    """Its newest commit went, or its folder was restored: what came later must not follow a gap."""
+    """If its newest commit is lost, or its folder was restored, later records must not follow a gap."""
     log = Path(landed.table_path("history", orders), "_delta_log")
     max(log.glob("*.json")).unlink()
     if tended:

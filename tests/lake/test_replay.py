@@ -1,4 +1,4 @@
-"""A range of a table's records as a table of its own: whole or not there, the same when asked again."""
+"""A range of a table's records as a table of its own: complete or absent, and the same when asked for again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of any history, folded in any splits, are those that a look at the source after each transaction would tell."""
+"""Versions of any history, however its folds are split, equal those seen at the source after each transaction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def version_of(row: Row, began: datetime, ended: datetime | None, seq: int) -> T
 
 @dataclass
 class Watched(Source):
-    """A source whose rows are looked at after each transaction: the versions, told without looking at a record."""
+    """A source whose rows are compared after each transaction: its versions are found without reading a record."""
 
     clock: datetime = MIDNIGHT
     lsn: int = 100
@@ -47,9 +47,9 @@ class Watched(Source):
     ends: list[int] = field(default_factory=lambda: [0])
     """Numbers of records at which a run may end."""
     copied: set[int] = field(default_factory=set)
-    """Those where it does, since a copy is whole there."""
+    """Those of `ends` at which a run does end, since a copy is complete there."""
     put_by: dict[tuple[str | None, ...], int] = field(default_factory=dict)
-    """By key, the last record that put a row there."""
+    """By key, the number of the last record that wrote a row there."""
 
     def send(self, op: str, row: Row, before: Row | None = None, unchanged: list[str] | None = None) -> None:
         super().send(op, row, before, unchanged)
@@ -71,7 +71,7 @@ class Watched(Source):
         self.moment = MIDNIGHT + timedelta(seconds=seconds)
 
     def look(self) -> None:
-        """What has become of the rows since the last look."""
+        """Note what became of the rows since the last look."""
         if len(self.records) == self.ends[-1]:
             return
         if self.records[-1]["__op"] != "t" or self.index is not None:  # a marker's time is of another clock
@@ -87,10 +87,11 @@ class Watched(Source):
         self.ends.append(len(self.records))
 
     def transact(self, steps: list[tuple[int, int, int, int]], seconds: int) -> None:
-        """One transaction. A copied row in it stands for a chunk of its own."""
+        """Play one transaction. A copied row in it stands for a chunk of its own."""
         self.begin(seconds)
         for action, *rest in steps:
-            # A copy behind the first one begins with a marker: rows that are copied one by one are of the first.
+            # A copy after the first one begins with a marker: rows that are copied one by one belong to the
+            # first.
             copied = action == 0 and not self.lost
             step = (action or int(self.lost), *rest)
             if copied:
@@ -103,7 +104,7 @@ class Watched(Source):
         self.look()
 
     def lose(self, steps: list[tuple[int, int, int, int]], seconds: int) -> None:
-        """Changes that nobody sends, then a copy of the whole table."""
+        """Make changes that no record describes, then copy the whole table."""
         self.lost = True
         records = list(self.records)
         self.play(steps)
@@ -219,7 +220,7 @@ Records = Callable[..., pa.RecordBatch]
 
 
 def at(second: int, index: int | None = 0, lsn: int | None = None) -> dict[str, Any]:
-    """A record's place: by default a transaction of its own."""
+    """Return a record's position columns: by default those of a transaction of its own."""
     return {
         "__commit_ts": MIDNIGHT + timedelta(seconds=second),
         "__commit_date": MIDNIGHT.date(),
@@ -229,7 +230,7 @@ def at(second: int, index: int | None = 0, lsn: int | None = None) -> dict[str, 
 
 
 def short(store: Store) -> list[tuple[int, str | None, int, int | None, int]]:
-    """Each version as key, note, seconds at which it began and ended, number of the record that began it."""
+    """Each version as key, note, seconds of its begin and end, and number of the record that began it."""
     return [
         (
             int(json.loads(row)["id"]),
@@ -289,7 +290,7 @@ def test_a_copy_begun_again_and_again_makes_no_false_versions(orders: TableSchem
         (1, "a", 1, None, 1),
         (2, "a", 2, 13, 2),
         (2, "b", 13, None, 14),
-        (3, "a", 3, 4, 3),  # gone, nobody knows since when: at the latest when the copy that misses it began
+        (3, "a", 3, 4, 3),  # deleted at an unknown time: at the latest when the copy that lacks it began
         (4, "a", 4, None, 4),
     ]
     assert len(found.kept) == 2, "equal rows are left where they are"

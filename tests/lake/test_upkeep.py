@@ -1,4 +1,4 @@
-"""Upkeep changes no row, leaves readers in time alone, and can be done beside writes."""
+"""Upkeep changes no row, doesn't disturb readers of retained versions, and can run during writes."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def commits(layout: LakeLayout, view: View, schema: TableSchema) -> list[int]:
 
 
 def age(layout: LakeLayout, view: View, schema: TableSchema, *, upto: int, by_s: float) -> None:
-    """Set the log's files of a table up to a version back in time."""
+    """Move the times of a table's log files, up to a version, into the past."""
     for file in Path(layout.table_path(view, schema), "_delta_log").glob("*.*"):
         if file.name[:20].isdecimal() and int(file.name[:20]) <= upto:
             at = file.stat().st_mtime - by_s

@@ -1,4 +1,4 @@
-"""The Delta table of versions: exact under any batches, folds, replays and kills, and readable by others."""
+"""The Delta table of versions: exact under any batches, folds, replays and kills, and readable by other engines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TINY = FoldSizes(leaf_bytes=3_000, small_bytes=0, rows_max=4)
 
 
 def stored(layout: LakeLayout, schema: TableSchema) -> list[Told]:
-    """The table's versions, as deltalake alone reads them."""
+    """Return the table's versions, as deltalake alone reads them."""
     rows = DeltaTable(layout.table_path("scd2", schema)).to_pyarrow_table()
     names = [field.name for field in VERSION_COLUMNS]
     facts = rows.select(names).to_pylist()
@@ -111,7 +111,7 @@ def rows_in(layout: LakeLayout, schema: TableSchema, *names: str) -> list[tuple[
 
 
 def seconds(layout: LakeLayout, schema: TableSchema) -> list[tuple[int, int, int | None]]:
-    """Each version as key, and seconds at which it began and ended."""
+    """Return each version as key, and seconds of its begin and end."""
     return [
         (int(str(key)), *(None if t is None else round((t - MIDNIGHT).total_seconds()) for t in (began, ended)))  # type: ignore[misc,operator]
         for key, began, ended in rows_in(layout, schema, "id", "valid_from", "valid_to")
@@ -343,7 +343,7 @@ def test_versions_stay_as_they_were_while_the_table_is_copied_again(
 def test_versions_that_stood_still_while_history_was_dropped_go_on_from_current(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):
-    """`scd2` was left out of the views, history kept only what `current` lacked, and then `scd2` was asked for again."""
+    """`scd2` left the views, so that history kept only records that `current` lacked; then `scd2` returned."""
     many = [("c", n, {"id": n, "note": "a", **at(1, n)}) for n in (1, 2, 3)]
     land(layout, orders, records(orders, *many), 3)
     fold_table(layout, orders, Seq(3))

@@ -1,4 +1,4 @@
-"""Where a stream is written: by the node's role, and by what the catalog has noted of who leads."""
+"""The node that a stream's writes go to: by this node's role, and by the leaders that the catalog has noted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def noted(home: Home) -> list[tuple[int, str]]:
 
 
 def told(home: Home) -> tuple[str, str, int, bool]:
-    """What all who are asked say alike: whom to write to."""
+    """Return where writes go, after checking that every command and status reports the same."""
     asked: list[dict[str, Any]] = [
         explain_route(home, None, "orders", None)["leader"],
         list_replicas(home)["streams"][0]["writes_go_to"],
@@ -77,14 +77,14 @@ def test_who_leads_is_told_through_all_that_becomes_of_a_node(tmp_path: Path) ->
         opened.append("shop", "orders", {"id": 1})
     put(home, RoleFact())
     assert told(home) == ("a", "grpc://127.0.0.1:1", 0, True)
-    # It promises itself to b: nothing is noted, since b may yet fail; who writes is sent there.
+    # It promises itself to b. No leader is noted, since b may yet fail, but writers are sent to b.
     fenced = RoleFact().heard_of(promise(1, B))
     put(home, fenced)
     assert told(home) == ("b", "grpc://127.0.0.1:2", 1, False)
     assert noted(home) == [(0, "a")]
     with pytest.raises(Fenced, match=r"b .*was promoted"), millstream.open(home.path) as opened:
         opened.append("shop", "orders", {"id": 2})
-    # It follows b, and hears from it that it has led since.
+    # It follows b, and learns that b has led since.
     follows = fenced.following(B)
     put(home, RoleFact(Role.FOLLOWS, follows.promise, B, follows.lineage.with_reign(promise(1, B), GroupNumber(1))))
     assert noted(home) == [(0, "a"), (1, "b")]
@@ -93,7 +93,7 @@ def test_who_leads_is_told_through_all_that_becomes_of_a_node(tmp_path: Path) ->
     assert (refused.value.details["leader"], refused.value.details["epoch"]) == told(home)[0:3:2]
     words = run(home.path, "route", "explain", "orders").stdout
     assert "is written at b (grpc://127.0.0.1:2), which leads with epoch 1" in words
-    # And is promoted itself.
+    # Then it is promoted itself.
     with Roles(home).changing("shop") as changing:
         changing.put(changing.fact.standing_for(promise(2, A)).promoted(GroupNumber(1)))
     note_leaders(home, "shop")

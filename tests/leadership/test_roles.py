@@ -1,4 +1,4 @@
-"""What a node has noted of its part in a stream, where it is damaged or gone, and what others may ask it to note."""
+"""A node's stored role in a stream: damaged or missing files, and the notes that other nodes may request."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_promise_that_nobody_could_keep_isnt_given(tmp_path: Path, epoch: Any)
 def test_a_promise_tells_of_all_that_was_durable_though_a_power_cut_has_taken_the_marks_back(
     tmp_path: Path, *, follower: bool
 ) -> None:
-    """Marks aren't fsynced with each group: whoever is promoted by what they say would go on without groups that were acknowledged."""
+    """Marks aren't fsynced with each group: a promotion that trusted them would lose groups that were acknowledged."""
     with nodes(tmp_path) as (a, _):
         home = home_of(a)
         mark = home.wal_folder(STREAM) / "00000" / "durable.mark"
@@ -125,7 +125,7 @@ def test_a_role_that_is_damaged_holds_up_no_other_stream(tmp_path: Path) -> None
             for stream in (STREAM, "other"):
                 opened.append(stream, "orders", [{"id": 2}])
         home_of(b).role_file(STREAM).write_bytes(b"{")
-        # As `run` starts it: a person who names a stream is told at once.
+        # Start it as `run` does: a user who names a broken stream gets the error at once.
         b.start("follow", "--stream", "other")
         eventually(lambda: rows_of_other(b) == [1, 2], "the other stream comes", a, b)
         shown = {one["stream"]: one for one in b.answer("replicas")["streams"]}
@@ -143,7 +143,7 @@ def rows_of_other(node: Node) -> list[int]:
 
 
 def test_a_promotion_goes_by_the_level_and_the_nodes_that_the_leader_acknowledged_with(tmp_path: Path) -> None:
-    """A leader of three nodes acknowledged what one of two followers had: the other one, configured for two, can't know."""
+    """A leader of three nodes acknowledged with one of two followers; the other is configured for two nodes."""
     with nodes(tmp_path, "abc", acks="durable(2)") as (_, _, c):
         home = home_of(c)
         follows(home, "a")
@@ -178,7 +178,7 @@ def test_a_disk_that_fails_under_a_role_is_no_bug(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_neither_mended_by_itself_nor_imported_into(tmp_path: Path) -> None:
-    """Other bytes than the leader's, or a log of its own, would have the node stop at the next word of its leader."""
+    """With bytes that differ from the leader's, or a log of its own, the node would stop at the next message."""
     with nodes(tmp_path) as (a, b):
         with millstream.open(a.home) as opened:
             opened.append(STREAM, "orders", [{"id": 1}])

@@ -1,4 +1,4 @@
-"""Several homes as nodes of one stream that applications write, each with its own processes: who writes, who serves, who follows."""
+"""Several homes as nodes of one stream that applications write, each with its own owner, server and follower."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STREAM: Final = "shop"
 
 
 class Node:
-    """One home, and its processes by name. `start` and `kill` as often as one likes."""
+    """One home, and its processes by name. `start` and `kill` may be called any number of times."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class Node:
         """Make its home.
 
         Args:
-            folder: where.
-            name: its own.
-            ports: where Flight of each node listens.
-            acks: the stream's level.
-            more: what else `[replication]` has.
-            stream: what else the stream has.
-            others: where it reaches other nodes, if not there.
+            folder: where the home goes.
+            name: the node's name.
+            ports: the Flight port of each node.
+            acks: the stream's acknowledgement level.
+            more: further lines of `[replication]`.
+            stream: further lines of the stream.
+            others: the ports at which it reaches other nodes, if they differ.
             http: its port for HTTP; 0: any.
-            network: the file of the network namespace in which its processes are to run; empty: this one's.
+            network: the file of the network namespace in which its processes run; empty: this process's.
         """
         self.name: Final = name
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in (ports | (others or {})).items())
@@ -72,7 +72,10 @@ class Node:
         self._processes: dict[str, Command] = {}
 
     def start(self, part: str, *words: str) -> Command:
-        """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline; more words go to the command."""
+        """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline.
+
+        Further words go to the command.
+        """
         command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
             words = "--home", str(self.home), *command, *words
@@ -88,16 +91,16 @@ class Node:
         return process.wait(180)
 
     def kill(self) -> None:
-        """SIGKILL all that it runs."""
+        """SIGKILL all its processes."""
         for part in list(self._processes):
             self.end(part, signal.SIGKILL)
 
     def runs(self, part: str) -> bool:
-        """Whether the process is there."""
+        """Return whether the process runs."""
         return part in self._processes and self._processes[part].poll() is None
 
     def parts(self) -> list[str]:
-        """Those that were started and not ended: they run, or have ended by themselves."""
+        """Return the processes that were started and not ended by `end`; they run, or have ended on their own."""
         return sorted(self._processes)
 
     def signal(self, part: str, how: signal.Signals) -> None:
@@ -105,45 +108,47 @@ class Node:
         self._processes[part].send_signal(how)
 
     def log(self, part: str) -> str:
-        """What a process has said."""
+        """Return a process's output."""
         with contextlib.suppress(FileNotFoundError):
             return (self.home / f"{part}.log").read_text()
         return ""
 
     def is_there(self) -> bool:
-        """Whether others can ask it who leads."""
+        """Return whether other nodes can ask it for the leader."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
             return True
         return False
 
     def url(self) -> str:
-        """Where its HTTP listens; nothing before it does."""
+        """Return the address of its HTTP; empty until it listens."""
         found = re.findall(r"listening \(address ([\d.:]+)\)", self.log("serve"))
         return f"http://{found[-1]}" if found else ""
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command, to its end."""
+        """Run a command to its end."""
         return run(self.home, *words, network=self._network)
 
     def answer(self, *words: str) -> Any:
-        """What a command prints with `--json`; it has to succeed."""
+        """Return the output of a command with `--json`; it has to succeed."""
         done = self.ask(*words, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     def rows(self, column: str = "id", *, durable: bool = False) -> list[Any]:
-        """A column of all records, in the log's order; none where there is no log yet, or it is just cut back to what its leader has.
+        """Return a column of all records, in the log's order.
+
+        Empty if there is no log so far, or if the log is just being cut back to its leader's.
 
         Args:
             column: its name.
-            durable: with those that are shown to nobody until others are known to hold them.
+            durable: also return records that readers aren't shown until other nodes are known to hold them.
         """
         folder = self.home / "data" / "wal" / STREAM
         if not folder.is_dir():
             return []
         reader = StreamReader(str(folder), durable=durable)
         found: list[Any] = []
-        # One that has led is cut back when it follows: a file may go while it is read.
+        # A former leader is cut back when it follows: a file may vanish while it is read.
         try:
             for some in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
                 found += some.batch.column(column).to_pylist()
@@ -152,7 +157,7 @@ class Node:
         return found
 
     def tables_that_came(self) -> dict[str, str]:
-        """As a follower: the state of each table in the newest catalog that its leader has sent; one comes a second after it has changed."""
+        """Return each table's state in the newest catalog from the leader, which sends it a second after a change."""
         came = FollowingNotes(Home(self.home, needs_source=False), STREAM).document(CATALOG)
         if came is None:
             return {}
@@ -161,7 +166,7 @@ class Node:
             return dict(catalog.execute("SELECT name, state FROM tables"))
 
     def bytes_of_log(self) -> dict[str, bytes]:
-        """The log's files as they are: without marks, room for what comes, and segments that have nothing yet."""
+        """Return the log's files without marks, preallocated space and segments that are still empty."""
         folder = self.home / "data" / "wal" / STREAM
         found = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.glob("*/*.wal"))}
         return {name: data.rstrip(b"\0") for name, data in found.items() if any(data[SEGMENT_HEADER_SIZE:])}
@@ -171,14 +176,14 @@ class Node:
 def nodes(
     folder: Path, names: str = "ab", *, acks: str = "local", more: str = "", stream: str = ""
 ) -> Iterator[list[Node]]:
-    """Nodes that know of each other; whatever they run is killed at the end.
+    """Make nodes that know of each other; kill all their processes at the end.
 
     Args:
         folder: where their homes go.
-        names: a letter a node.
-        acks: the stream's level.
-        more: what else `[replication]` has.
-        stream: what else the stream has.
+        names: a letter for each node.
+        acks: the stream's acknowledgement level.
+        more: further lines of `[replication]`.
+        stream: further lines of the stream.
     """
     ports = {name: free_port() for name in names}
     made = [Node(folder / name, name, ports, acks=acks, more=more, stream=stream) for name in names]
@@ -190,7 +195,7 @@ def nodes(
 
 
 def eventually(condition: Any, what: str, *of: Node) -> None:
-    """Wait until it holds; what the nodes have said is told where it doesn't come to that."""
+    """Wait until the condition holds; if it doesn't in time, fail with the nodes' output."""
     wait_for(
         condition,
         what=lambda: (

@@ -1,6 +1,7 @@
-"""Three nodes under siege: real processes over links that are cut, killed and stopped while clients write and leaders change; what is drawn comes from a seed.
+"""Three nodes under siege: real processes over links, with faults drawn from a seed.
 
-What is done is the seed's, when it hits is the machine's: a seed that has found something is played again and again.
+Links are cut, processes killed and stopped, while clients write and leaders change. The seed decides the
+faults, the machine their exact moments: a seed that has found a bug is played again and again.
 
     python -m tests.nodes.nodes_siege LEVEL FIRST COUNT [PROMOTIONS]
 """
@@ -36,12 +37,12 @@ NAMES: Final = "abc"
 _SESSIONS: Final = 3
 _ID_STEP: Final = 1_000_000
 _TABLE_WRITES: Final = 20
-"""Writes of a session until it goes on in another table: catalogs have to be where the records are."""
+"""Writes of a session before it goes on in another table: catalogs have to be where the records are."""
 _BETWEEN_S: Final = 0.005
 """A client's pause between two writes."""
 _APPEND_S: Final = 1.5
 _PATIENCE_S: Final = 240.0
-"""How long what has to come about may take, once everything was healed: two slow cores are shared with others."""
+"""Time limit for events that must happen once everything was healed: other processes share the two slow cores."""
 _AWAY: Final = ("dead", "stopped", "cut off", "silent")
 
 
@@ -51,17 +52,20 @@ class Intensity:
 
     promotions: int = 2
     faults: int = 3
-    """Between two promotions."""
+    """Number between two promotions."""
     pause_s: float = 0.6
-    """Between two faults, at most."""
+    """Longest pause between two faults."""
     long_s: float = 2.0
-    """A fault's length, at most."""
+    """Longest duration of a fault."""
     kills_promotions: float = 0.0
-    """How often a promotion is killed on its way first."""
+    """Probability that a promotion is first killed on its way."""
 
 
 class Writer:
-    """A client: one write after the other in a session of its own, each sent again under its number until somebody acknowledges it."""
+    """A client that writes in a session of its own, one write after the other.
+
+    It sends each write again under the same number until a node acknowledges it.
+    """
 
     def __init__(self, index: int, urls: dict[str, str], acks: str | None) -> None:
         self.index: Final = index
@@ -77,7 +81,7 @@ class Writer:
         self._thread.start()
 
     def end(self, within_s: float) -> bool:
-        """Have the write that is under way acknowledged, then end; whether it was."""
+        """Wait until the current write is acknowledged, then end; return whether it was."""
         self._ending.set()
         self._thread.join(within_s)
         was_done = not self._thread.is_alive()
@@ -88,7 +92,7 @@ class Writer:
         return was_done
 
     def id_of(self, number: int) -> int:
-        """Of the row that the write with the number brings."""
+        """Return the id of the row in the write with that number."""
         return self.index * _ID_STEP + number
 
     def _run(self) -> None:
@@ -114,7 +118,8 @@ class Writer:
                     acks=self.acks,
                 )
             except SessionGap:
-                # Its last thousand writes were lost with a leader, which `local` lets happen: it goes on under another name.
+                # The session's last thousand writes were lost with a leader, which `local` allows: go on under
+                # another name.
                 self.refusals["session_gap"] += 1
                 self._incarnation += 1
             except MillstreamError as error:
@@ -137,14 +142,14 @@ class _Undo:
 
 
 class Siege:
-    """One play. `play` raises `Violation` where a promise is broken.
+    """One play. `play` raises `Violation` if a promise is broken.
 
     Args:
-        seed: of all that is drawn.
-        acks: the stream's level.
+        seed: of everything that is drawn.
+        acks: the stream's acknowledgement level.
         folder: where the homes go.
         intensity: how much happens.
-        tell: hears what happens, a line each.
+        tell: called with a line for each event.
     """
 
     def __init__(
@@ -187,7 +192,7 @@ class Siege:
         self._undo: list[_Undo] = []
         self._writers: list[Writer] = []
         self._seen: set[int] = set()
-        """What somebody has read that can't vanish."""
+        """Rows that a reader has seen and that can't vanish."""
         self._accepted_loss = False
         self._lock = threading.RLock()
         self._over = threading.Event()
@@ -196,7 +201,7 @@ class Siege:
     # --- the play ------------------------------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """All of it."""
+        """Play all of it."""
         try:
             self._begin()
             for _ in range(self._intensity.promotions):
@@ -229,7 +234,7 @@ class Siege:
         ]
         self._until(lambda: all(len(one.acknowledged) > 3 for one in self._writers), "the first writes")
         for name in "bc":
-            # Who is to lead once finds that out by itself.
+            # These owners become writers if they are promoted, without a further command.
             self._nodes[name].start("owner")
         self._keeper.start()
         self._say("begins")
@@ -249,7 +254,7 @@ class Siege:
                             node.start(part)
 
     def _pass(self, seconds: float) -> None:
-        """Let time pass, and undo what was done for so long."""
+        """Let time pass, and undo faults whose time is over."""
         until_s = time.monotonic() + seconds
         while True:
             now_s = time.monotonic()
@@ -302,7 +307,7 @@ class Siege:
         self.counts[kind] += 1
 
     def _links_of(self, name: str, other: str | None, *, both: bool) -> list[Link]:
-        """Those between a node and another, or all others; those that other nodes have made go along with `both`."""
+        """Return the links from a node to another, or to all others; with `both`, also those in the other direction."""
         return [
             link
             for (x, y), link in self._between.items()
@@ -344,7 +349,7 @@ class Siege:
             node.signal(part, signal.SIGCONT)
 
     def _heal(self) -> None:
-        """Undo all that was done for a while."""
+        """Undo all temporary faults."""
         for undo in sorted(self._undo):
             undo.call()
         self._undo.clear()
@@ -353,7 +358,7 @@ class Siege:
     # --- another leader ----------------------------------------------------------------------------------------------------
 
     def _change_leader(self, how: str) -> None:
-        """Take the leader away, or leave it, and promote another; then the old one comes back, and follows."""
+        """Take the leader away, or leave it, and promote another; then the old one returns, and follows."""
         self.counts[f"leader {how}"] += 1
         old = self._leader
         self._say(f"leader {old.name} is {how}")
@@ -374,7 +379,7 @@ class Siege:
         self._follow(old)
 
     def _take_away(self, old: Node, how: str) -> Callable[[], None]:
-        """Returns what brings it back."""
+        """Take the node away as `how` says; return a function that brings it back."""
         parts = ("owner", "serve", "follow")
         links = self._links_of(old.name, None, both=True)
         if self._rng.random() < 0.3 and how in ("cut off", "silent"):
@@ -411,7 +416,7 @@ class Siege:
         return back
 
     def _promote(self, old: Node, how: str) -> Node:
-        """Somebody else leads at the end."""
+        """Promote another node than the old leader; return once one has succeeded."""
         others = [node for node in self._nodes.values() if node is not old]
         self._rng.shuffle(others)
         deadline_s = time.monotonic() + _PATIENCE_S
@@ -437,7 +442,7 @@ class Siege:
             self._pass(1.0 if attempt < 3 else 3.0)
 
     def _asked(self, node: Node, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command, while faults go on."""
+        """Run a command, while faults go on."""
         found: list[subprocess.CompletedProcess[str]] = []
         asking = threading.Thread(target=lambda: found.append(node.ask(*words)), daemon=True)
         asking.start()
@@ -446,7 +451,7 @@ class Siege:
         return found[0]
 
     def _kill_command(self, node: Node, *words: str) -> None:
-        """Begin a command, and kill it somewhere, where it lasts for so long."""
+        """Start a command, and kill it at a random moment."""
         process = Command(["--home", str(node.home), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._pass(self._rng.uniform(0.5, 4.0))
         process.kill()
@@ -469,7 +474,7 @@ class Siege:
     # --- what is so --------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Look what readers see: at a level of others it can't vanish."""
+        """Read as clients do: at a level that needs other nodes, rows that were read can't vanish."""
         if self._acks == "local":
             return
         for node in self._nodes.values():
@@ -532,7 +537,7 @@ class Siege:
         assert not vanished, f"was read and has vanished: {vanished}"
 
     def _set_aside(self) -> set[int]:
-        """What the reports name."""
+        """Return the ids in the reports about logs that were set aside."""
         found: set[int] = set()
         for node in self._nodes.values():
             folder = node.home / "data" / "replication" / STREAM
@@ -585,7 +590,7 @@ def _folder(seed: int) -> Iterator[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Play, and say what came of it."""
+    """Play, and print the outcome."""
     level, first, count = arguments[0], int(arguments[1]), int(arguments[2])
     intensity = Intensity(
         promotions=int(arguments[3]) if len(arguments) > 3 else 3, faults=5, long_s=3.0, kills_promotions=0.3

@@ -1,4 +1,4 @@
-"""`acks`, by every way in: whoever appends is answered once others have the rows, or is told that they don't."""
+"""`acks`, by every kind of home: an append is acknowledged once other nodes hold the rows, or it raises an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TARGET = "/v1/streams/web/tables/clicks"
 
 
 class Follower:
-    """What a node says of a home's stream, as who ships it would write it down."""
+    """A node's report about a home's stream, as the process that ships the log would write it."""
 
     def __init__(self, home: Path) -> None:
         found = Home.find(home)
@@ -55,7 +55,7 @@ class Follower:
 
 @contextmanager
 def held_soon(follower: Follower) -> Iterator[None]:
-    """What is appended in the block is held a moment later, however long its writer takes to begin."""
+    """Report appends in the block as held a moment later, however long the writer takes to start."""
     over = threading.Event()
 
     def say() -> None:
@@ -77,7 +77,7 @@ def numbers(home: Path) -> list[int]:
 
 
 def ask(way: str, where: Path | str, follower: Follower) -> None:
-    """Append by one of the ways to a home: two rows for nobody else, one that is held in time."""
+    """Append by one of the kinds of home: two rows that no other node holds, and one that is held in time."""
     with a_home(way, where) as opened:
         assert opened.append("web", "clicks", {"n": 1}).row_count == 1
         with pytest.raises(UsageError, match="no acknowledgement level"):
@@ -126,13 +126,14 @@ def test_a_stream_that_asks_for_a_follower_shows_and_acknowledges_what_one_has(t
         assert session.append("clicks", {"n": 2}).row_count == 1
         assert numbers(home) == [0, 1, 2]
     with millstream.open(home) as opened, held_soon(follower):
-        # Who claims more than the log has isn't believed by a writer that begins, before it says something else.
+        # A new writer doesn't trust a follower that claims more than the log has, until that follower reports
+        # something else.
         opened.append("web", "clicks", {"n": 3}, deadline_s=30)
         assert opened.session_facts("web", "s").mark == 2
 
 
 def test_who_waits_for_a_follower_goes_on_waiting_while_another_process_takes_the_stream_over(tmp_path: Path) -> None:
-    """It heard that others are missing as soon as the writer let go of the log, a minute in front of its deadline."""
+    """The caller got the error as soon as the writer released the log, a minute before its deadline."""
     home = make_home(tmp_path / "web", REQUIRED)
     run_folder = Home.find(home).run_folder
     with (
@@ -152,7 +153,7 @@ def test_who_waits_for_a_follower_goes_on_waiting_while_another_process_takes_th
         waiting = [append(first, 0)]
         follower = Follower(home)
         follower.hold(0)
-        waiting.append(append(through, 1))  # by the first one's socket
+        waiting.append(append(through, 1))  # through the first one's socket
         with RoleLock.take(run_folder, "owner", writer=None):
             wait_for(lambda: not holder(run_folder, writer_role(None)))
         waiting.append(append(second, 2))
@@ -178,7 +179,7 @@ def test_requests_commands_and_transfers_name_their_level(tmp_path: Path) -> Non
         assert late.headers["Retry-After"]
         assert "durable here" in late.json()["detail"]
         assert "session or key" in late.json()["hint"]
-        # The parser of lines may just be compiled, which is longer than the next request waits.
+        # The parser of lines may still be compiling, which takes longer than the next request waits.
         wait_for(lambda: client.post("/write?db=web", content="# nothing").status_code != 429)
         lines = client.post(
             "/write?db=web&deadline_s=0.3", content="clicks n=2i", headers={"Millstream-Acks": "durable(2)"}

@@ -1,4 +1,4 @@
-"""A node's log is filled from an object store: broken off anywhere it goes on, and what isn't the store's history is set aside."""
+"""Fill a node's log from an object store: it resumes anywhere, and sets aside what isn't the store's history."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["scene"]
 
 @pytest.fixture
 def home(scene: Scene) -> Home:
-    """Of a node that follows, and has nothing yet."""
+    """A node that follows, and has nothing so far."""
     text = (
         "[streams.web]\n[streams.web.ingest]\n"
         f'[replication]\nnode = "c"\nobject_store = "{scene.store.as_uri()}"\n'

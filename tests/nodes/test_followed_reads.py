@@ -1,4 +1,4 @@
-"""What is read of a node that follows: within its bound of age by all who read a home, of any age by who looks at the log."""
+"""Reads of a node that follows: readers of a home get data within its age bound, and readers of the log of any age."""
 
 from __future__ import annotations
 

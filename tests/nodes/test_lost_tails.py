@@ -1,4 +1,4 @@
-"""A region's log loses its tail, and the copies of it are cut back: what was merged of the tail goes, and the regions see the same again."""
+"""A region's log loses its tail, and copies are cut back: merged rows of the tail go, and the regions agree."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ tags = "union_set"
 text = "lww"
 """
 NOT_RUNNING = shutil.ignore_patterns("run")
-"""What a copy of a home leaves out: a process's own."""
+"""A process's own files, which a copy of a home leaves out."""
 
 
 def home(folder: Path, region: int) -> Path:
@@ -50,7 +50,7 @@ def home(folder: Path, region: int) -> Path:
 
 
 def write(folder: Path, table: str = "posts", **row: Any) -> None:
-    """A segment each: each opening of a log begins one."""
+    """Write one segment per row: each opening of a log begins one."""
     with millstream.open(folder) as opened:
         opened.append("shop", table, row)
 
@@ -79,7 +79,7 @@ def group_of(log: Path) -> GroupNumber:
 
 
 class Sites:
-    """Region 1 has the nodes `a`, which leads and is lost, and `b`, which has all but its tail; region 2 follows `a`, then `b`."""
+    """Region 1 has nodes `a`, a leader that is lost, and `b`, which lacks its tail; region 2 follows `a`, then `b`."""
 
     def __init__(self, folder: Path) -> None:
         self.a, self.b, self.two = home(folder / "a", 1), folder / "b", home(folder / "two", 2)
@@ -92,11 +92,11 @@ class Sites:
         self.copy = self.two / "data" / "wal" / "shop@1"
 
     def lose(self) -> None:
-        """The tail of `a`, as a follower that hears of the promotion of `b` cuts its copy back."""
+        """Set aside the tail of `a`, as a follower does that learns of the promotion of `b`."""
         FollowingNotes(Home(self.two), "shop@1").set_aside(self.common)
 
     def follow_b(self) -> None:
-        """From `b`; what it has taken away it has noted, so that the copy goes on where `b` has it."""
+        """Copy the log of `b`. The removed records are noted, so the copy goes on from the common part."""
         shutil.rmtree(self.copy)
         follow(self.two, self.b, "shop@1")
 
@@ -109,7 +109,10 @@ class Sites:
 
 @pytest.mark.parametrize("looks_between", [False, True])
 def test_what_was_merged_of_a_lost_tail_goes_with_it(tmp_path: Path, looks_between: bool) -> None:
-    """Region 2 had merged what region 1 lost, and never forgot it: the regions differed for ever, and what region 1 wrote under the lost numbers was left out."""
+    """Region 2 had merged rows that region 1 lost, and never removed them.
+
+    The regions differed for ever, and region 1's new rows under the lost numbers were left out.
+    """
     sites = Sites(tmp_path)
     for likes in (7, 8):
         write(sites.a, id=1, likes=likes, tags=["lost"])
@@ -145,7 +148,7 @@ def test_a_node_that_led_and_follows_forgets_what_it_had_merged_of_its_own_tail(
 
 
 class CutBeforeReading(RegionTable):
-    """The log is cut back between the look at its end and the reading."""
+    """The log is cut back between reading its end and reading the records."""
 
     sites: Sites
     is_cut = False
@@ -162,7 +165,7 @@ class CutBeforeReading(RegionTable):
 
 
 class CutBehindReading(CutBeforeReading):
-    """… or right behind the reading."""
+    """The log is cut back right after the records are read."""
 
     def _parts(self, region: RegionId, after: Seq, upto: Seq) -> Iterator[TableRecords]:
         yield from RegionTable._parts(self, region, after, upto)
@@ -188,7 +191,7 @@ def test_a_cut_while_a_log_is_merged_leaves_nothing_of_the_lost_tail(
 
 
 def drop(log: Path) -> None:
-    """All that is sealed."""
+    """Drop all sealed segments."""
     drop_segments(str(log), Retention(), Bounds(0.0, 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""Nodes of one stream: followers have the leader's bytes, and go on through everything that happens to either."""
+"""Nodes of one stream: followers have the leader's bytes, and resume after anything that happens to either."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         a.start("serve")
         append(a, 1, 2, 3)
         eventually(a.is_there, "a answers", a)
-        told = b.ask("promote")  # which nobody has told yet whom to follow
+        told = b.ask("promote")  # b has no leader to follow so far
         assert (told.returncode, "two_leaders" in told.stderr) == (1, True), told.stderr
         b.start("follow", "a")
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
@@ -50,7 +50,7 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         with pytest.raises(ReadOnly) as refused:
             append(b, 5)
         assert refused.value.details["leader"] == "a"
-        asked = b.ask("query", "from public.orders")  # which `millstream run` here wouldn't land either
+        asked = b.ask("query", "from public.orders")  # `millstream run` on b wouldn't land the tables either
         assert re.search(r"hint: .* a\b.* leads the stream, and does", asked.stderr), asked
         (of_a,) = a.answer("replicas")["streams"]
         assert [one["node"] for one in of_a["followers"]] == ["b"]
@@ -58,7 +58,7 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         eventually(lambda: has_all in a.ask("status").stdout, "a knows what b has", a, b)
         b.end("follow", signal.SIGKILL)
         append(a, 5, 6)
-        # How much one lacks that is away isn't known; how old what it has is at least, is.
+        # How many records a missing follower lacks isn't known; the least age of its data is.
         eventually(lambda: re.search(r"followed by b: [\d.]+ s old", a.ask("status").stdout), "b is away", a)
         b.start("follow")
         eventually(lambda: b.rows() == [1, 2, 3, 4, 5, 6], "it goes on where it was", a, b)
@@ -93,7 +93,7 @@ def test_a_follower_lets_go_of_what_its_leader_has_let_go_of(tmp_path: Path) -> 
 
 
 def check_what_a_follower_says(a: Node, b: Node) -> None:
-    """The commands and addresses at which people and load balancers look."""
+    """Check the commands and addresses at which people and load balancers look."""
     status = b.answer("status")
     assert status["streams"][0]["state"] == "follows"
     assert status["streams"][0]["replication"]["following"]["records_behind"] == 0
@@ -114,7 +114,7 @@ def check_what_a_follower_says(a: Node, b: Node) -> None:
 
 
 def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> None:
-    """… and whoever waits to write the node that is promoted, as `millstream run` does, goes on through it."""
+    """Writers that wait for the node that is promoted, as `millstream run` does, go on through the promotion."""
     with nodes(tmp_path) as (a, b):
         b.start("follow", "a")
         for node in (a, b):
@@ -161,7 +161,8 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         assert "a" in promoted[0]["losses"][0]
         b.start("owner")
         append(b, 4)
-        # Nobody has come to it yet: it asks the others, which on a busy machine may take more than one look.
+        # No node has contacted it so far: it asks the others, which on a busy machine may take more than one
+        # attempt.
         eventually(lambda: not hear_of_promotions(Home(a.home), STREAM), "it hears of the promotion", a, b)
         with pytest.raises(Fenced):
             append(a, 9)
@@ -176,13 +177,13 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         assert (facts["records"], facts["tables"]) == (1, {"public.orders": 1})
         assert StreamReader(facts["log"]).persisted_upto() == facts["last_seq"]
         a.end("follow", signal.SIGKILL)
-        (report / "report.json").unlink()  # as if it had been killed in front of that
+        (report / "report.json").unlink()  # as if it had been killed just before writing that
         a.start("follow")
         eventually((report / "report.json").exists, "the report is written by whoever follows next", a)
 
 
 def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: Path) -> None:
-    """… and one that was sent again to the new leader, in its session, is there once."""
+    """A write that was sent again to the new leader, in its session, is stored once."""
     with nodes(tmp_path, acks="durable(1)") as (a, b):
         a.start("owner")
         a.start("serve")
@@ -195,7 +196,8 @@ def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: 
         a.kill()
         b.answer("promote")
         b.start("owner")
-        # With both nodes needed for a level of one follower, the old one has to follow before anything is acknowledged.
+        # The level of one follower needs both nodes: the old leader has to follow before any write is
+        # acknowledged.
         a.start("serve")
         a.start("follow", "b")
         with millstream.open(b.home) as home:
@@ -325,7 +327,7 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
 
 
 def test_an_application_that_writes_lets_go_where_another_node_is_promoted(tmp_path: Path) -> None:
-    """… without a process of its home beside it that does."""
+    """No other process of its home runs that could notice the promotion."""
     with nodes(tmp_path) as (a, b):
         a.start("serve")
         with millstream.open(a.home) as home:
@@ -352,7 +354,7 @@ def test_a_follower_that_has_less_than_another_takes_that_before_it_leads(tmp_pa
         eventually(lambda: b.rows() == c.rows() == [1], "what was there comes", a, b, c)
         c.end("follow", signal.SIGKILL)
         with millstream.open(a.home) as home:
-            # A table that the one to be promoted has never heard of.
+            # A table that the future leader has never seen.
             home.append(STREAM, "others", [{"id": 2}], deadline_s=100)
         a.kill()
         assert c.rows() == [1]

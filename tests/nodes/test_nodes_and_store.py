@@ -1,4 +1,4 @@
-"""Nodes of one stream with an object store beside them: what the leader has dropped, the store still has."""
+"""Nodes of one stream with an object store: the store still has the segments that the leader has dropped."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ retention_interval = "100ms"
 
 
 def store_in(folder: Path) -> str:
-    """The line of `[replication]`."""
+    """Return the store's line of `[replication]`."""
     return f'object_store = "{(folder / "store").as_uri()}"\n'
 
 
 def append_large(node: Node, *ids: int) -> None:
-    """Once they are in the store, too."""
+    """Append rows, and return once they are in the store, too."""
     with millstream.open(node.home) as home:
         for one in ids:
             home.append(STREAM, "orders", [{"id": one, "text": secrets.token_hex(2_000)}], acks="object", deadline_s=60)
 
 
 def pipeline_has_all(node: Node) -> None:
-    """Retention waits for it alone from now on who holds something."""
+    """Advance the pipeline past everything, so that retention waits only for the other holders."""
     home = Home(node.home)
     with home.open_catalog() as catalog:
         stream = catalog.stream(STREAM).id
@@ -51,7 +51,7 @@ def pipeline_has_all(node: Node) -> None:
 
 
 def keep_all(node: Node) -> None:
-    """Have it let go of nothing that its leader lets go of."""
+    """Configure the node to keep segments that its leader drops."""
     config = node.home / "millstream.toml"
     config.write_text(config.read_text().replace(SMALL_LOG, ""))
 
@@ -62,7 +62,7 @@ def first_seq(node: Node) -> int:
 
 @contextmanager
 def appending(node: Node, first: int) -> Iterator[list[int]]:
-    """Appends one after the other from that number on, until the block ends; what was acknowledged."""
+    """Append one row after the other from that number on, until the block ends; yield the acknowledged ones."""
     done: list[int] = []
     stop = threading.Event()
 
@@ -85,7 +85,7 @@ def appending(node: Node, first: int) -> Iterator[list[int]]:
 
 
 def test_what_the_leader_has_dropped_a_follower_has_from_the_object_store(tmp_path: Path) -> None:
-    """… while the stream is written to; and whoever is built anew has all of it."""
+    """The stream is written to while that happens; a follower that is rebuilt has everything."""
     with nodes(tmp_path, more=store_in(tmp_path), stream=SMALL_LOG) as (a, b):
         keep_all(b)
         a.start("serve")
@@ -113,7 +113,7 @@ def test_what_the_leader_has_dropped_a_follower_has_from_the_object_store(tmp_pa
 
 
 def test_without_its_store_a_write_that_asks_for_it_fails_by_name_and_nothing_else_stops(tmp_path: Path) -> None:
-    """… and once the store is there again, so is the write, once."""
+    """Once the store is back, the write is in it, once."""
     store, away = tmp_path / "store", tmp_path / "away"
     with nodes(tmp_path, more=store_in(tmp_path)) as (a, b):
         a.start("serve")
@@ -140,7 +140,7 @@ def test_without_its_store_a_write_that_asks_for_it_fails_by_name_and_nothing_el
 
 
 def test_a_store_that_cant_be_used_keeps_no_follower_waiting(tmp_path: Path) -> None:
-    """… such as one whose account nobody has named."""
+    """An unusable store is, for example, one without a configured account."""
     with nodes(tmp_path, more='object_store = "az://container/nodes"\n') as (a, b):
         a.start("serve")
         with millstream.open(a.home) as home:
@@ -167,7 +167,7 @@ def test_a_new_follower_needs_no_store_while_its_leader_has_everything(tmp_path:
 
 
 def restored(folder: Path, name: str, *words: str) -> list[int]:
-    """What comes out of the store."""
+    """Return the rows that a restore from the store brings."""
     url = (folder / "store").as_uri()
     done = run(folder, "restore", "--from", url, "--stream", STREAM, *words, str(folder / name))
     assert done.returncode == 0, done.stderr
@@ -176,7 +176,7 @@ def restored(folder: Path, name: str, *words: str) -> list[int]:
 
 
 def test_a_promotion_takes_what_only_the_store_has_and_one_without_the_store_sets_that_aside(tmp_path: Path) -> None:
-    """… of region 2: its log lies in the store by that."""
+    """The stream is of region 2, and its log lies in the store under that region."""
     store, away = tmp_path / "store", tmp_path / "away"
     with nodes(tmp_path, acks="object", more=store_in(tmp_path), stream="region = 2\n") as (a, b):
 
@@ -193,9 +193,10 @@ def test_a_promotion_takes_what_only_the_store_has_and_one_without_the_store_set
         a.kill()
         (promoted,) = b.answer("promote")
         assert promoted["losses"] == []
-        # Where it has followed a leader that waited for the store, so do its readers, until somebody writes and its own `serve` has looked there.
+        # It followed a leader that waited for the store, so its readers wait too, until its own `serve` has
+        # checked the store after a write.
         assert b.rows(durable=True) == [1, 2], "what only the store had"
-        # The other way round, and the store is away while it happens.
+        # The same in the other direction, while the store is away.
         b.start("serve")
         append(b, 3)
         assert b.rows() == [1, 2, 3]

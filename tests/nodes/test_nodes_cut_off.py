@@ -1,4 +1,4 @@
-"""Cables that are pulled, between nodes that run: connections stay half open, and whoever is at one end has to find that out."""
+"""Cables that are pulled between running nodes: connections stay half open, and each end has to find that out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ pytestmark = pytest.mark.siege
 
 
 class Client:
-    """An application beside a node: writes a record after the other, each again until it is acknowledged, into whichever home it is told."""
+    """An application next to a node: it writes one record after the other into the home it is given.
+
+    It repeats each write until it is acknowledged.
+    """
 
     def __init__(self, home: Path) -> None:
         self.acknowledged: list[int] = []
@@ -39,7 +42,7 @@ class Client:
         self._home = home
 
     def goes_on(self) -> bool:
-        """Whether more is acknowledged; waits for a while."""
+        """Wait a while; return whether more is acknowledged."""
         before = len(self.acknowledged)
         self._ending.wait(0.2)
         return len(self.acknowledged) > before
@@ -66,7 +69,7 @@ class Client:
 
 @contextlib.contextmanager
 def nodes_on(wires: Wires, folder: Path, names: str) -> Iterator[list[Node]]:
-    """Nodes as they stand on machines of their own: with certificates, and a token by which they know one another."""
+    """Make nodes as on machines of their own: with certificates, and a token by which they know one another."""
     authority = Authority(folder)
     token: str | None = None
     made: list[Node] = []
@@ -97,13 +100,16 @@ def nodes_on(wires: Wires, folder: Path, names: str) -> Iterator[list[Node]]:
 
 
 def phases(node: Node) -> dict[str, str]:
-    """Where its followers stand, as it sees them."""
+    """Return the phase of its followers, as it sees them."""
     (stream,) = list_replicas(Home(node.home))["streams"]
     return {one["node"]: one["phase"] for one in stream["followers"]}
 
 
 def test_what_was_acknowledged_outlives_cables_that_are_pulled(tmp_path: Path) -> None:
-    """A leader that one follower hears no more, and then nobody does: another node leads, and it finds out when it is plugged in again."""
+    """First one follower can't reach the leader, then no node can.
+
+    Another node becomes leader, and the old leader finds out once it is plugged in again.
+    """
     with contextlib.ExitStack() as stack:
         wires = wires_between("abc")
         stack.callback(wires.close)

@@ -1,4 +1,4 @@
-"""Plays of `nodes_siege`: one a level in `make test-all`, new ones for as long as the soak lets them."""
+"""Plays of `nodes_siege`: one for each level in `make test-all`, new ones for as long as the soak runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_was_acknowledged_is_with_the_new_leader_once_whatever_dies_or_is_c
 
 @pytest.mark.soak
 def test_soak_of_nodes_under_siege(tmp_path: Path) -> None:
-    """A seed after the other; MILLSTREAM_SOAK_SEED and MILLSTREAM_SOAK_LEVEL repeat one."""
+    """Play one seed after the other; MILLSTREAM_SOAK_SEED and MILLSTREAM_SOAK_LEVEL repeat one."""
     wanted, wanted_level = os.environ.get("MILLSTREAM_SOAK_SEED"), os.environ.get("MILLSTREAM_SOAK_LEVEL")
     until_s = time.monotonic() + 60 * SOAK_MINUTES
     plays = 0

@@ -1,4 +1,4 @@
-"""`docs/how-to/fail-over.md` is followed word by word: its commands in their order, on two nodes that run, and what it shows is what comes."""
+"""Run the commands of `docs/how-to/fail-over.md` in order on two nodes, and compare their output with the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.siege
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "fail-over.md"
 LOOKS: Final = {"replicas", "status"}
-"""They change nothing: what they show may take a moment to be so."""
+"""Commands that change nothing: their output may take a moment to match."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Step:
     node: str
     words: tuple[str, ...]
     shown: tuple[str, ...]
-    """The lines that stand below it."""
+    """The lines below it on the page."""
 
     def is_shown_by(self, printed: str) -> bool:
-        """Whether each of them came, in their order; `…` stands for anything, and blanks only part words."""
+        """Return whether each of them came, in order; `…` matches anything, and any run of blanks separates words."""
         words = [re.sub(r"\s+", " ", line).strip() for line in self.shown]
         lines = [".*?".join(map(re.escape, line.split("…"))) for line in words]
         found = [re.sub(r"\s+", " ", line).strip() for line in printed.splitlines()]
@@ -48,7 +48,7 @@ class Step:
 
 
 def steps_of(text: str) -> Iterator[Step]:
-    """The commands of a page's console blocks. A block's node is the last one that the words in front of it name."""
+    """Return the commands of a page's console blocks. A block's node is the last one named in the text before it."""
     section = node = ""
     tokens = MarkdownIt("commonmark").parse(text)
     for at, token in enumerate(tokens):
@@ -65,7 +65,7 @@ def steps_of(text: str) -> Iterator[Step]:
 
 
 def follow_step(step: Step, node: Node) -> None:
-    """Do what the page says; it comes to what the page shows."""
+    """Run the page's commands; their output comes to match the page's."""
     if step.words == ("run",):
         node.start("run")
         return
@@ -121,7 +121,7 @@ def test_the_runbook_is_followed_word_by_word(tmp_path: Path, postgres: Database
         for section, steps in sections.items():
             if section.startswith("2."):
                 a.end("run", signal.SIGKILL)
-                # Its parts see that, and end.
+                # Its parts notice that, and end.
                 eventually(
                     lambda: not any(holder(a.home / "data" / "run", part) for part in ("owner", "serve")), "a ends", a
                 )

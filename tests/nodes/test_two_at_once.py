@@ -1,4 +1,4 @@
-"""Two promotions at one moment: one wins, the other is told that it didn't, and nothing acknowledged is missing or there twice."""
+"""Two promotions at one moment: one wins, the other fails, and acknowledged writes are there exactly once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.siege
 
 SOAK_MINUTES = float(os.environ.get("MILLSTREAM_SOAK_MINUTES", "60"))
 WAYS = "promises", "store", "postgresql"
-"""What decides: the promises of the others, a claim in an object store, or promises again, where all nodes have one catalog."""
+"""Ways to decide: other nodes' promises, a claim in an object store, or promises of nodes that share a catalog."""
 
 
 def fact_of(node: Node) -> RoleFact:
@@ -59,7 +59,7 @@ def followed(folder: Path, way: str, postgres: Database) -> Iterator[tuple[Node,
 
 
 def promote_at_once(*homes: Path, apart_s: float = 0.0) -> list[tuple[int, str]]:
-    """`millstream promote` at each, in this order, and what came of it."""
+    """Run `millstream promote` at each node, in this order; return the outcomes."""
     gated = [Gated(home, "promote") for home in homes]
     try:
         for one in gated:
@@ -73,7 +73,7 @@ def promote_at_once(*homes: Path, apart_s: float = 0.0) -> list[tuple[int, str]]
 
 
 def check_one_leads(ended: list[tuple[Node, tuple[int, str]]], *, at_once: bool) -> tuple[Node, Node]:
-    """Whoever won leads, has everything, and goes on; the other one follows it by itself. Returns the two."""
+    """Check that the winner leads, has everything, and goes on, and that the other node follows it. Return the two."""
     told = "\n".join(f"{node.name}: {done}" for node, done in ended)
     won = [node for node, done in ended if done[0] == 0]
     leads = [node for node, _ in ended if fact_of(node).role is Role.LEADS]
@@ -83,7 +83,8 @@ def check_one_leads(ended: list[tuple[Node, tuple[int, str]]], *, at_once: bool)
         assert code == 0 or "promotion_lost" in said, told
         assert code == 0 or node is not leader, told
     if len(won) > 1:
-        # Then one came after the other: the later one has stood above what the earlier one had noted by then.
+        # Then one came after the other: the later one has outbid the number that the earlier one had noted by
+        # then.
         assert not at_once, told
         reigns = fact_of(leader).lineage.reigns
         assert {reign.promise.node for reign in reigns[1:]} == {node.name for node in won}, told
@@ -108,7 +109,7 @@ def test_of_two_promotions_at_one_moment_one_wins(tmp_path: Path, postgres: Data
 
 @pytest.mark.soak
 def test_soak_of_two_promotions(tmp_path: Path, postgres: Database) -> None:
-    """A moment after the other, in either order; MILLSTREAM_SOAK_SEED repeats one."""
+    """Start the second one a moment after the first, in either order; MILLSTREAM_SOAK_SEED repeats one."""
     wanted = os.environ.get("MILLSTREAM_SOAK_SEED")
     until_s = time.monotonic() + 60 * SOAK_MINUTES
     plays = 0

@@ -1,9 +1,13 @@
-"""What nodes reach one another by, and how a test cuts it: real cables between network namespaces where the machine lets us have them, else proxies of loopback.
+"""The network between nodes, and how a test cuts it.
 
-In a namespace of its own a node has one cable to a bridge. Pulled, or with packets that go nowhere, nobody is told: no RST, no answer of anybody's
-kernel, so connections stay half open until somebody gives them up. Proxies keep silent in either direction, and their own ends acknowledge what they take.
+Links are real cables between network namespaces if the machine allows that, else proxies on loopback.
 
-Whatever is made in namespaces goes with the processes that hold them, and these end when this one does, however that ends.
+In a namespace of its own a node has one cable to a bridge. If the cable is pulled, or packets go nowhere, no
+end is notified: no RST and no answer from any kernel, so connections stay half open until an end gives them up.
+Proxies keep silent in either direction, and their own ends acknowledge the bytes that they take.
+
+Whatever is made in namespaces goes with the processes that hold them, and these end when this process does,
+however that ends.
 """
 
 from __future__ import annotations
@@ -20,46 +24,46 @@ from millstream.testing._servers.ports import free_port
 
 _FLIGHT: Final = 8788
 _NOBODY: Final = "02:00:00:00:00:ff"
-"""A card that isn't there: what is sent to it goes nowhere."""
+"""A network card that doesn't exist: packets to it go nowhere."""
 _TOOLS: Final = ("ip", "nsenter", "unshare", "cat")
 
 
 class Wires(Protocol):
-    """Between nodes; `heal` undoes whatever was done to them."""
+    """Links between nodes; `heal` undoes whatever was done to them."""
 
     kind: str
     """How they are cut, for people."""
 
     def listens(self, node: str) -> str:
-        """Where its Flight listens."""
+        """Return the address where the node's Flight listens."""
 
     def address(self, of: str, at: str) -> str:
-        """Where a node is reached at another one."""
+        """Return the address at which one node reaches another."""
 
     def network(self, node: str) -> str:
-        """The file of the namespace in which its processes are to run; empty: this one's."""
+        """Return the file of the namespace in which the node's processes run; empty: this process's."""
 
     def lose(self, sender: str, receiver: str) -> None:
-        """What one says to the other is lost; what comes back isn't."""
+        """Drop what the sender sends to the receiver; the other direction works."""
 
     def unplug(self, node: str) -> None:
-        """Nothing comes from it, or to it."""
+        """Cut the node off in both directions."""
 
     def heal(self) -> None:
-        """Everything arrives again."""
+        """Let everything arrive again."""
 
     def close(self) -> None:
-        """Nothing is left of them."""
+        """Remove everything."""
 
 
 def wires_between(names: str) -> Wires:
-    """The best that this machine has, for nodes of a letter each."""
+    """Return the best links that this machine allows, for nodes of a letter each."""
     why = _why_no_namespaces()
     return ProxyWires(names, why) if why else NamespaceWires(names)
 
 
 class NamespaceWires:
-    """See the module. Needs root, iproute2 and util-linux."""
+    """Links between namespaces, as the module describes. They need root, iproute2 and util-linux."""
 
     def __init__(self, names: str) -> None:
         self.kind = "cables between network namespaces"
@@ -86,7 +90,7 @@ class NamespaceWires:
         return _network(self._nodes[node])
 
     def lose(self, sender: str, receiver: str) -> None:
-        # The sender alone takes the other one's card for another one.
+        # Only the sender gets a wrong address for the receiver's card.
         to = self._addresses[receiver]
         _ip(self._nodes[sender], f"neigh replace {to} lladdr {_NOBODY} dev cable nud permanent")
         self._lost.add((sender, receiver))
@@ -119,7 +123,7 @@ class NamespaceWires:
         return pid
 
     def _hold(self) -> int:
-        """A process in a namespace of its own, that does nothing."""
+        """Start a process that does nothing, in a namespace of its own."""
         holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._holders.append(holder)
         assert holder.stdin is not None
@@ -132,7 +136,7 @@ class NamespaceWires:
 
 
 class ProxyWires:
-    """See the module."""
+    """Links through proxies, as the module describes."""
 
     def __init__(self, names: str, why: str) -> None:
         self.kind = f"proxies of loopback ({why})"
@@ -168,7 +172,7 @@ class ProxyWires:
 
 
 def _why_no_namespaces() -> str:
-    """Empty where they can be made, and cut."""
+    """Return why namespaces can't be made and cut; empty if they can."""
     if os.environ.get("MILLSTREAM_WIRES") == "proxies":
         return "as asked"
     lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]

@@ -23,7 +23,7 @@ def test_facts_stand_behind_what_happened() -> None:
 
 
 def test_lines_that_find_no_room_end_nobody() -> None:
-    """A process whose lines go to a disk that ran full went down with its first word about that."""
+    """A process whose log lines go to a full disk crashed at its first message about that."""
     talk = "import structlog; from millstream.processes.logs import configure_logs; configure_logs(part='x'); structlog.get_logger().warning('no room'); print('on')"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", talk], stdout=subprocess.PIPE, stderr=full, check=False)

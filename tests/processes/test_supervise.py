@@ -60,7 +60,7 @@ def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z" if Path("/proc").is_dir() else True
-    except (ProcessLookupError, FileNotFoundError):  # it may have gone between the two
+    except (ProcessLookupError, FileNotFoundError):  # it may have ended between the two
         return False
 
 
@@ -137,7 +137,7 @@ def test_a_part_may_end_by_itself_and_another_is_told_to_drain() -> None:
 def test_a_part_that_is_started_again_hears_its_word_again() -> None:
     def on(watch: Watch, event: Event) -> None:
         if event[:2] == ("a", "ready") and len(watch.facts("a", "ready")) == 1:
-            watch.supervisor.parts["a"].word = "drain"  # said, but it died before it heard
+            watch.supervisor.parts["a"].word = "drain"  # sent, but it died before it received it
             os.kill(event[2]["pid"], signal.SIGKILL)
 
     watch = Watch(part("a", "drains"), on=on)

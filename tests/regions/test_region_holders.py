@@ -1,4 +1,4 @@
-"""What other regions haven't followed, and what hasn't been merged, holds a region's log."""
+"""Records that other regions haven't followed, and records that aren't merged, hold a region's log."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def configure(folder: Path, more: str, most: str = "1GiB", region: int = 1) -> N
 
 
 def write(folder: Path, *likes: int) -> None:
-    """A segment each: each opening of a log begins one."""
+    """Write one segment per row: each opening of a log begins one."""
     for count in likes:
         with millstream.open(folder) as home:
             home.append("shop", "posts", {"id": count, "likes": count})
 
 
 def retain(folder: Path, home: Home | None = None) -> tuple[int, dict[str, Any]]:
-    """One look of retention, as the owner takes it, where the lake has everything: segments that are left, and who holds them."""
+    """Run retention once as the owner does, with a complete lake; return the segments left, and their holders."""
     home = home or Home(folder)
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
@@ -87,7 +87,8 @@ def test_what_was_not_merged_yet_holds_the_log_whatever_its_size(tmp_path: Path)
     assert after < before
     assert log["held"]["merge public.posts"]["from"] == log["first_seq"] > 1
     assert merged(tmp_path) == [1, 2, 3, 4], "what was merged is there, and what wasn't yet"
-    # A state of other words isn't gone on from, nor one that is gone: then what is left is needed.
+    # A kept state of another configuration can't be continued, nor can a missing one: then all remaining
+    # records are needed.
     configure(tmp_path, MERGES.replace('likes = "pn_counter"', 'likes = "g_counter"'), most="0B")
     assert retain(tmp_path)[1]["held"]["merge public.posts"]["from"] == 1
     configure(tmp_path, MERGES, most="0B")
@@ -117,14 +118,14 @@ def test_who_may_follow_no_more_holds_nothing(tmp_path: Path) -> None:
     before, _ = retain(tmp_path)
     with Home(tmp_path).open_catalog() as catalog:
         stream = catalog.stream("shop").id
-        # Of the node itself, from the time before it was promoted, and of a node that was taken away.
+        # A holder of the node itself, from before its promotion, and one of a node that was removed.
         for name in ("follower one", "follower gone"):
             catalog.set_needed_from(stream, name, Seq(1), kind=HolderKind.FOLLOWER)
     assert list(retain(tmp_path)[1]["held"]) == ["follower region-2", "lake"]
     began_with = Home(tmp_path)
     assert began_with.config.replication.regions
     configure(tmp_path, REGIONS.format(3))
-    # By the file as it is now: the owner may have begun long before.
+    # The configuration file as it is now decides: the owner may have started long before.
     assert list(retain(tmp_path, began_with)[1]["held"]) == ["follower region-3", "lake"]
     configure(tmp_path, "")
     after, log = retain(tmp_path)
@@ -133,7 +134,7 @@ def test_who_may_follow_no_more_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_an_object_store_holds_the_log_for_as_long_as_there_is_one(tmp_path: Path) -> None:
-    """It was taken for a node that may follow no more: what wasn't stored yet went, and the store had a hole."""
+    """The store was taken for a removed node: segments that weren't stored yet went, and the store had a hole."""
     stores = f'[replication]\nnode = "one"\nobject_store = "{(tmp_path / "store").as_uri()}"\n'
     configure(tmp_path, stores)
     write(tmp_path, 1, 2, 3)
@@ -149,7 +150,7 @@ def test_an_object_store_holds_the_log_for_as_long_as_there_is_one(tmp_path: Pat
 
 
 def let_go(folder: Path, name: str, leader_dropped: int = 10**12) -> int:
-    """One look of a follower's retention, where its leader has dropped all up to a number: segments that went."""
+    """Run a follower's retention once, with its leader's first number; return the count of dropped segments."""
     return CopyRetention(Home(folder), name).look(Seq(leader_dropped))
 
 
@@ -170,7 +171,7 @@ def test_the_copy_of_another_regions_log_goes_with_that_once_it_was_merged_here(
 
 
 def test_what_was_dropped_before_it_was_merged_is_said_once_and_the_rest_is_merged(tmp_path: Path) -> None:
-    """A region that was cut off, and whose copy was built anew, could never be merged again without giving up what was kept."""
+    """A region that was cut off, and whose copy was rebuilt, could be merged again only by giving up the kept state."""
     one, two = tmp_path / "one", tmp_path / "two"
     configure(one, MERGES)
     configure(two, '[streams.shop.keys]\nposts = ["id"]\n', region=2)

@@ -1,4 +1,4 @@
-"""Two homes that write one stream's tables as regions of their own, and see the same together."""
+"""Two homes that write one stream's tables as regions, and see the same merged rows."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def made(folder: Path, region: int, config: str = CONFIG) -> Path:
 
 
 def doctor(home: Path) -> tuple[str, str]:
-    """What `doctor` finds of the stream's regions."""
+    """Return what `doctor` reports about the stream's regions."""
     (found,) = (one for one in examine(Home(home), lambda _: None) if one.check == "regions of shop")
     return found.code, found.message
 
 
 def follow(home: Path, other: Path, region: int) -> None:
-    """What a follower does: the other's log, byte for byte, with its marks."""
+    """Do a follower's work: copy the other's log, byte for byte, with its marks."""
     target = home / "data" / "wal" / region_log_name("shop", RegionId(region))
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(other / "data" / "wal" / "shop", target)
@@ -153,9 +153,9 @@ def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path
         assert [(taken["region"], taken["rows"]) for taken in table["taken"]] == [(1, 0), (2, 1)]
         assert rows_of(one) == rows_of(two)
         with RoleLock.take(Home(one).run_folder, "reconcile"), pytest.raises(HomeBusy):
-            # Two at once: who ends last would keep what it began with.
+            # If two ran at once, the last to end would overwrite the other's state with the one it began with.
             reconcile_stream(Home(one), "shop")
-        # Without what is kept it is the same.
+        # Without the kept state the result is the same.
         shutil.rmtree(one / "data" / "regions")
         assert rows_of(one) == rows_of(two)
 
@@ -295,11 +295,11 @@ def test_columns_that_merge_otherwise_lose_nothing_that_retention_has_dropped(tm
     assert done.exit_code == 0, done.output
     drop_segments(str(home / "data" / "wal" / "shop"), Retention(), Bounds(0.0, 0, 0))
     assert StreamReader(str(home / "data" / "wal" / "shop")).first_seq() > 1
-    # What is kept serves for these as well: of them it has the newest value, as it has for any.
+    # The kept state suffices for these as well: it has their newest value, as for any column.
     file.write_text(small.format(region=1).replace("pn_counter", "lww").replace("signal(1d)", "signal(2d)"))
     with millstream.open(home) as opened:
         assert opened.merged("shop", "posts").to_pylist()[0]["likes"] == 3
-    # … and of this one it has more than its newest value, which nothing else can be made of.
+    # For this column the state has more than the newest value, and it can't be converted.
     file.write_text(small.format(region=1).replace("union_set", "or_set"))
     with millstream.open(home) as opened, pytest.raises(MergeUnsuitable, match="retention has dropped"):
         opened.merged("shop", "posts")

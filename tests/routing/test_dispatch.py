@@ -1,4 +1,4 @@
-"""One write to the log and to sinks at once: all of it, or what each of them said."""
+"""One write to the log and to sinks at once: it is written everywhere, or each destination's outcome is reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEYED = schema_of({"id": pa.int64(), "n": pa.int64()}, key=("id",))
 
 
 class Log:
-    """What a log's writer says, of rows that it counts."""
+    """A log's writer that counts rows and returns a prepared outcome."""
 
     def __init__(self, failing: MillstreamError | None = None) -> None:
         self.failing = failing
@@ -62,12 +62,12 @@ class Log:
 
 
 class Sink:
-    """Takes rows until it is told to fail, or those that it shouldn't."""
+    """A sink that takes rows, except certain ones, until it is told to fail."""
 
     def __init__(self) -> None:
         self.failing: MillstreamError | None = None
         self.bad: set[int] = set()
-        """Rows whose operation it doesn't take."""
+        """Rows whose operation it refuses."""
         self.rows: list[int] = []
         self.is_closed = False
         self.goes_on = threading.Event()
@@ -106,7 +106,7 @@ def group(
     ids: Sequence[WriteId | None] | None = None,
     digests: Sequence[int] | None = None,
 ) -> WriteOps:
-    """Several operations in one call; of each place the rows of each, by number."""
+    """Make several operations in one call; for each destination, the rows of each operation, by number."""
     tables = []
     for sink, of_each in entries:
         ns = [n for own in of_each.values() for n in own]
@@ -161,7 +161,7 @@ def test_where_some_fail_it_is_said_what_each_did(by_task: bool) -> None:
 
 @pytest.mark.parametrize("by_task", WAYS)
 def test_what_the_log_refuses_goes_nowhere(by_task: bool) -> None:
-    """Sinks were given rows side by side with the log, and had what that had refused."""
+    """Sinks got rows in parallel with the log, and kept rows that the log had refused."""
     log, copies = Log(DiskFull("no space")), Sink()
     to = Dispatcher(log, {"copies": copies})
     with pytest.raises(DiskFull):
@@ -184,7 +184,7 @@ def test_where_all_fail_nothing_is_partial(by_task: bool) -> None:
 
 @pytest.mark.parametrize("by_task", WAYS)
 def test_of_a_group_those_alone_are_told_whose_rows_were_concerned(by_task: bool) -> None:
-    """Requests travel together: one whose rows a sink didn't take had all of them be told of a partial write."""
+    """Requests travel together: if a sink refused one request's rows, all of them got a partial write."""
     log, copies, audit = Log(), Sink(), Sink()
     copies.bad, audit.failing = {4}, Overloaded("too much at once")
     to = Dispatcher(log, {"copies": copies, "audit": audit})
@@ -225,7 +225,7 @@ def test_a_write_that_is_sent_again_goes_to_those_sinks_that_lack_it(by_task: bo
     audit.failing = None
     assert [isinstance(one, Ack) for one in send().each] == [True] * 3
     assert (copies.rows, audit.rows) == ([1, 2, 3, 3], [2])
-    # Nothing is to be done any more but for what nothing tells apart; other rows under a number are another write.
+    # Only the write without an id goes to its sink again; other rows under a known number are another write.
     send()
     assert (copies.rows, audit.rows) == ([1, 2, 3, 3, 3], [2])
     append(to, group(("copies", {0: [9]}), count=1, ids=[WriteId("s", 1)], digests=[77]), by_task=by_task)
@@ -297,7 +297,10 @@ def test_what_is_on_its_way_when_it_is_closed_is_answered() -> None:
 
 @pytest.mark.parametrize("by_task", WAYS)
 def test_a_sink_that_took_a_part_is_never_told_as_one_that_took_nothing(by_task: bool) -> None:
-    """Of two requests in one call one is too large for the buffer: the error said that nothing was appended, and both were sent again."""
+    """If one of two requests in a call was too large for the buffer, the error said that nothing was appended.
+
+    Both were then sent again.
+    """
     buffer = MemoryBuffer(MemoryServer(), "copies", create_shards=1, op_bytes_max=10_000)
     to = Dispatcher(Log(), {"copies": BufferSink(buffer)})
     sizes = [1, 5_000]
@@ -307,7 +310,7 @@ def test_a_sink_that_took_a_part_is_never_told_as_one_that_took_nothing(by_task:
     assert isinstance(first, Ack)
     assert isinstance(second, RowsTooLarge)
     to.close()
-    # Of one operation on two shards the smaller part is stored.
+    # With one operation on two shards, only the smaller part is stored.
     buffer = MemoryBuffer(MemoryServer(), "copies", create_shards=2, op_bytes_max=10_000)
     to = Dispatcher(Log(), {"copies": BufferSink(buffer)})
     keys = [*([1] * 5_000), *range(2, 40)]
@@ -321,7 +324,7 @@ def test_a_sink_that_took_a_part_is_never_told_as_one_that_took_nothing(by_task:
 
 @pytest.mark.parametrize("by_task", WAYS)
 def test_what_comes_after_the_end_is_told_that_nothing_of_it_was_taken(by_task: bool) -> None:
-    """Who writes the home changes while applications append: those try again with the next one, and only where they hear this."""
+    """When another process becomes the writer, appends retry there, but only if they get this error."""
     log, copies, audit = Log(), Sink(), Sink()
     to = Dispatcher(log, {"copies": copies, "audit": audit})
     to.close()
@@ -338,7 +341,7 @@ def test_a_sink_that_may_fail_fails_no_write_and_is_counted(by_task: bool) -> No
     assert append(to, write((None, [1]), ("copies", [1])), by_task=by_task).seqs.count == 1
     assert append(to, write(("copies", [2])), by_task=by_task).seqs.count == 0
     assert dict(to.ignored) == {"copies": 2}
-    # The log is no such sink.
+    # The log isn't such a sink.
     log.failing = DiskFull("no space")
     with pytest.raises(DiskFull):
         append(to, write((None, [1]), ("copies", [1])), by_task=by_task)

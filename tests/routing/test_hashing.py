@@ -1,4 +1,4 @@
-"""The hash of a key is the same for ever: whatever holds the values, on whatever machine."""
+"""A key's hash never changes, on any machine, whichever type holds the values."""
 
 from __future__ import annotations
 

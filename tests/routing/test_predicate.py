@@ -1,4 +1,4 @@
-"""Predicates of rules mean what SQL means by them, and what can't be read or compared says so."""
+"""Predicates of rules mean what they mean in SQL; one that can't be parsed or compared raises an error."""
 
 from __future__ import annotations
 

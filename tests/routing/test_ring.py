@@ -22,7 +22,7 @@ def shards(count: int) -> list[ShardId]:
 
 
 def by_hand(router: ShardRouter, hashes: np.ndarray) -> np.ndarray:
-    """What the map says of itself, without the buckets that make it fast."""
+    """Find shards by the ring's points alone, without the buckets that make it fast."""
     places = np.searchsorted(router.points, hashes)
     return router.owners[np.where(places == len(router.points), 0, places)]
 

@@ -1,4 +1,4 @@
-"""Where rows go: the first rule that matches, else the table's shard, else the ring, else nowhere, by name; order is kept."""
+"""A row goes to the first matching rule, else its table's shard, else the ring, else an error; order is kept."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows_of(
 
 
 def where(entries: Sequence[TableRows]) -> dict[int, tuple[Any, ...]]:
-    """By `n`: the entry's place, shard, partition and sink."""
+    """By `n`: the entry's index, shard, partition and sink."""
     found = {}
     for place, entry in enumerate(entries):
         sink = entry.sink
@@ -135,7 +135,7 @@ def test_rows_of_one_key_lie_on_one_shard_in_their_order(
         own = entry.rows.column("n").to_pylist()
         assert own == sorted(own)
         assert entry.era == 1
-    # Numbers follow the entries: a key's rows must stand in rising ones, whatever their partitions.
+    # Numbers follow the entries: a key's rows must have rising ones, whatever their partitions.
     by_key: dict[int | None, list[int]] = {}
     for n, key in enumerate(ids):
         by_key.setdefault(key, []).append(found[n][0])
@@ -211,7 +211,7 @@ def test_placed_anew_is_as_if_placed_then(ids: list[int | None], before: int, af
 
 @given(IDS, st.integers(1, 4))
 def test_placed_anew_rows_stay_in_partitions_that_others_made(ids: list[int | None], after: int) -> None:
-    """As a write buffer's operations have them, of which our configuration knows nothing."""
+    """Rows as a write buffer's operations have them, unknown to this home's configuration."""
     made = router(RING, count=3, partitions="{day}").place(
         KEYED, rows_of(ids, days=["xy"[n * n % 3 % 2] for n in range(len(ids))])
     )
@@ -245,7 +245,7 @@ def test_a_predicate_that_would_part_a_key_over_shards_is_refused() -> None:
         rule(".*", ["ring", "copies"], "kind = 'x'"),
     ):
         assert router(ShardConfig((fine,), HashRing())).place(KEYED, rows_of([1]))
-    # Without a key there is nothing to keep together.
+    # Without a key, no rows have to stay together.
     assert router(ShardConfig((rule(".*", "shard:1", "kind = 'x'"),), HashRing(("kind",)))).place(PLAIN, rows_of([1]))
 
 
@@ -302,7 +302,7 @@ def test_it_says_what_takes_a_row_and_what_might() -> None:
 def test_requests_in_one_batch_have_as_many_entries_as_the_one_that_needs_most(
     requests: list[list[tuple[int, str]]],
 ) -> None:
-    """A key that changes its partition from request to request needs no entry for it: numbers go request by request."""
+    """A key whose partition changes from request to request needs no entry: numbers go request by request."""
     asked = router(RING, count=1, partitions="{day}")
     ids = [key for request in requests for key, _ in request]
     days = [day for request in requests for _, day in request]
@@ -319,7 +319,7 @@ def test_requests_in_one_batch_have_as_many_entries_as_the_one_that_needs_most(
 
 
 def merged(entries: Sequence[TableRows]) -> list[TableRows]:
-    """One entry a shard and partition, as an export knows them."""
+    """One entry for each shard and partition, as an export has them."""
     of_place: dict[Any, list[TableRows]] = {}
     for entry in sorted(entries, key=lambda entry: (int(entry.shard), entry.partition or "")):
         of_place.setdefault((entry.shard, entry.partition), []).append(entry)

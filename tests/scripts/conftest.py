@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 
 @pytest.fixture(scope="session")
 def script() -> Callable[[str], ModuleType]:
-    """Give a script's module by its name."""
+    """Load a script's module by its name."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"_script_{name}", SCRIPTS / f"{name}.py")

@@ -1,4 +1,4 @@
-"""What the bootstrap tells uv about this machine, and how it says what is missing."""
+"""The bootstrap passes this machine's facts to uv, and reports what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker of examples finds what is wrong and lets pass what is right."""
+"""The checker of examples finds wrong examples and accepts correct ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of promises names tests that are there."""
+"""The page of promises names tests that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference pages have what the code has: every command, key and error, and a page that is behind is found."""
+"""The reference pages list every command, key and error of the code; a page that is behind is found."""
 
 from __future__ import annotations
 
