@@ -1,4 +1,4 @@
-"""The error tree: every error has a code of its own, survives a pickle, and never shows more than it was given."""
+"""The error tree: every error has a code of its own, survives a pickle, and shows only the details it was given."""
 
 from __future__ import annotations
 

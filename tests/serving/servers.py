@@ -23,35 +23,35 @@ LOCAL: Final = ("localhost", "127.0.0.1")
 
 @dataclass(slots=True)
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     process: Command
     said: list[dict[str, Any]] = field(default_factory=list)
-    """Its log, as it comes."""
+    """Its log, as lines arrive."""
 
     @property
     def address(self) -> str:
-        """Where it answers HTTP."""
+        """Return the address of its HTTP."""
         return self._address("listening")
 
     @property
     def flight(self) -> str:
-        """Where it answers Flight."""
+        """Return the address of its Flight."""
         return self._address("flight listens")
 
     def _address(self, event: str) -> str:
-        """Of a line that comes: which of the two is the first isn't said."""
+        """Return the address in the event's log line; the order of the two lines isn't fixed."""
         wait_for(lambda: event in self.events() or self.process.poll() is not None, what=lambda: self.said)
         return str(next(line["address"] for line in list(self.said) if line["event"] == event))
 
     def events(self) -> list[str]:
-        """What it has said."""
+        """Return the events in its log so far."""
         return [str(line["event"]) for line in list(self.said)]
 
 
 @contextlib.contextmanager
 def served(home: Path, *words: str, until: str = "listening", **environ: str) -> Iterator[Served]:
-    """A server of the home, from when it has said `until` on; it ends without an error."""
+    """Run a server of the home, ready once it has logged `until`; it ends without an error."""
     words = "--home", str(home), "serve", "--log-format", "json", *words
     environ = {**os.environ, "HOME": "/nonexistent", "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"} | environ
     process = Command(words, stderr=subprocess.PIPE, text=True, env=environ)
@@ -82,21 +82,21 @@ def _hear(found: Served) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Makes certificates, and files of them."""
+    """A certificate authority that writes certificates to files."""
 
     folder: Path
     ca: trustme.CA = field(default_factory=trustme.CA)
 
     @property
     def file(self) -> Path:
-        """Its own certificate."""
+        """Return the file of its own certificate."""
         file = self.folder / "ca.pem"
         if not file.exists():  # once: servers look whether it changes
             self.ca.cert_pem.write_to_path(file)
         return file
 
     def issue(self, name: str, identities: Sequence[str] = LOCAL, **options: Any) -> tuple[Path, Path]:
-        """Files of a certificate and its key."""
+        """Issue a certificate; return its file and its key's."""
         leaf = self.ca.issue_cert(*identities, **options)
         certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
         leaf.cert_chain_pems[0].write_to_path(certificate)
@@ -104,7 +104,7 @@ class Authority:
         return certificate, key
 
     def client(self, shown: tuple[Path, Path] | None = None) -> ssl.SSLContext:
-        """What a client trusts, and shows."""
+        """Return a client's TLS context: it trusts this authority, and shows the given certificate."""
         context = ssl.create_default_context(cafile=self.file)
         if shown is not None:
             context.load_cert_chain(*shown)

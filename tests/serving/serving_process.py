@@ -1,4 +1,4 @@
-"""`millstream serve` as a process of its own, on a free port, and what it has made durable."""
+"""`millstream serve` as a process of its own, on a free port, and the rows that it made durable."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LINES = {"content-type": "application/x-ndjson"}
 
 @dataclass
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     home: Path
     process: subprocess.Popen[str]
     said: list[dict[str, Any]] = field(default_factory=list)
-    """What it has said, as it comes."""
+    """Its log, as lines arrive."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -53,7 +53,7 @@ class Served:
             return client.post(f"/v1/streams/web/tables/{table}", content=body, headers={**LINES, **headers})
 
     def rows(self, table: str = "clicks") -> list[dict[str, Any]]:
-        """What the log has of a table, in order."""
+        """Return the log's rows of a table, in order."""
         return rows_of(self.home, table)
 
 
@@ -66,13 +66,13 @@ def rows_of(home: Path, table: str = "clicks", stream: str = "web") -> list[dict
 
 
 def web_home(folder: Path, http: str = "", more: str = "") -> Path:
-    """A home with a stream that applications write."""
+    """Make a home with a stream that applications write."""
     return make_home(folder, f'[streams.web]\n{more}\n[http]\nlisten = "127.0.0.1:0"\n{http}\n')
 
 
 @contextmanager
 def served(home: Path, **environ: str) -> Iterator[Served]:
-    """A server, from when it listens on; told to end at the block's end, and killed where it doesn't."""
+    """Run a server, ready once it listens; at the block's end terminate it, and kill it if it doesn't end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "millstream.cli", "--home", str(home), "serve", "--log-format", "json"],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

@@ -1,4 +1,4 @@
-"""Who may do what: tokens in all the ways in which clients send them, what is kept of them in memory, and what is refused."""
+"""Access rights: tokens in every form in which clients send them, their cache in memory, and refused requests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_token_comes_in_the_header_in_three_ways_and_in_the_address_where_that
     assert credentials_of(scope("Bearer mst_y", "p=mst_x"), in_query=True).token == "mst_y"
     for said in ("Bearer", "Digest abc", "", "mst_x"):
         assert credentials_of(scope(said)).token is None, said
-    # What can't be read is a wrong token, not none: no other way to say who one is takes its place.
+    # Unreadable credentials count as a wrong token, not as none: no other credentials replace them.
     assert credentials_of(scope("Basic !")).token == "!"
 
 
@@ -177,7 +177,7 @@ def test_a_certificate_s_name_is_its_first_alternative_name_else_its_common_one(
 
 
 class Counted:
-    """A catalog that counts how often it is read, and fails when told to."""
+    """A catalog that counts how often it is read, and fails on request."""
 
     def __init__(self, tokens: list[AccessToken]) -> None:
         self.tokens = tokens

@@ -1,4 +1,4 @@
-"""TLS and client certificates, with a real server: who is heard, what is refused at the start, and renewal beside running calls."""
+"""TLS and client certificates with a real server: accepted clients, refused settings, and renewal during calls."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ client_ca = "{authority.file}"
 
 
 def stranger_to(authority: Authority, stranger: Authority) -> ssl.SSLContext:
-    """Trusts the server, and shows a certificate of its name from an authority that nobody knows."""
+    """Return a client that trusts the server, with a certificate of a known name from an unknown authority."""
     return authority.client(stranger.issue("named", ["grafana.example.com"]))
 
 
@@ -93,7 +93,7 @@ def test_a_renewed_certificate_is_taken_while_it_runs_and_a_broken_one_is_not(
 
         assert seen().strip() in first.decode()
         other, other_key = authority.issue("other")
-        other.replace(certificate)  # not its key's yet, as while somebody copies one after the other
+        other.replace(certificate)  # doesn't match its key yet, as while an operator copies one after the other
         wait_for(lambda: any("can't be used" in event for event in server.events()))
         assert seen().strip() in first.decode()
         renewed = certificate.read_text()
@@ -102,7 +102,7 @@ def test_a_renewed_certificate_is_taken_while_it_runs_and_a_broken_one_is_not(
 
 
 def test_other_authorities_of_clients_are_taken_while_it_runs(tmp_path: Path, authority: Authority) -> None:
-    """A server had to be started anew before whoever was taken out was shut out."""
+    """A removed authority's clients were accepted until the server was restarted."""
     (tmp_path / "second").mkdir()
     second = Authority(tmp_path / "second")
     certificate, key = authority.issue("server")
@@ -128,7 +128,7 @@ def test_other_authorities_of_clients_are_taken_while_it_runs(tmp_path: Path, au
 
 
 def test_files_that_are_written_again_as_they_were_renew_nothing(tmp_path: Path, authority: Authority) -> None:
-    """A tool that writes them whenever it runs had Flight listen anew, and end its calls."""
+    """A tool that rewrites unchanged files at every run made Flight restart its listener, and end its calls."""
     certificate, key = authority.issue("server")
     certificates = Certificates(certificate, key, authority.file)
     renewal = Renewal(certificates, certificates.server_context())

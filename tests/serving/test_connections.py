@@ -1,4 +1,4 @@
-"""Clients that are slow, silent, many or gone: they hold nobody up, and what they didn't send whole is nowhere."""
+"""Clients that are slow, silent, many or gone block no other client, and an incomplete request appends nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def request(table: str, body: bytes = ROW, *, length: int | None = None, more: s
 
 
 def answer_of(connection: socket.socket) -> tuple[int, dict[str, Any]]:
-    """The status and the document of one answer; (0, {}) where the connection ends without."""
+    """Return the status and the document of one answer; (0, {}) if the connection ends without one."""
     heard = b""
     while b"\r\n\r\n" not in heard:
         piece = connection.recv(65536)
@@ -50,7 +50,7 @@ def answer_of(connection: socket.socket) -> tuple[int, dict[str, Any]]:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Whether the other side closes, within the socket's time."""
+    """Return whether the other side closes, within the socket's timeout."""
     try:
         while connection.recv(65536):
             pass
@@ -60,7 +60,7 @@ def ends(connection: socket.socket) -> bool:
 
 
 def sent_until_cut_off(connection: socket.socket, piece: bytes, most: int) -> int:
-    """How many bytes go out before the other side closes, in pieces."""
+    """Send pieces until the other side closes; return how many bytes were sent."""
     for sent in range(0, most, len(piece)):
         try:
             connection.sendall(piece)
@@ -81,7 +81,7 @@ def test_who_never_says_a_word_is_let_go(server: Served) -> None:
 
 
 def test_a_thousand_idle_connections_hold_nobody_up_and_more_than_may_be_are_told_so(tmp_path: Path) -> None:
-    """… on a server that lets none of them go meanwhile, however long it takes to open them."""
+    """The server closes none of them during the test, however long it takes to open them."""
     with served(web_home(tmp_path / "web", 'request_timeout = "1h"\nconnections_max = 1100')) as server:
         idle = [connected(server) for _ in range(1000)]
         try:
@@ -122,7 +122,7 @@ def test_a_client_that_trickles_its_request_is_let_go_as_well(server: Served) ->
         deadline = time.monotonic() + 60
         while not select.select([connection], [], [], 0.1)[0]:
             assert time.monotonic() < deadline
-            # It may have been let go since; what it was answered can be read still.
+            # The server may have closed it since; its answer can still be read.
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b" ")
         try:
@@ -138,7 +138,7 @@ def test_a_half_sent_body_appends_nothing_however_whole_its_lines_are(server: Se
     for sent in (request("half", ROW * 3, length=len(ROW) * 4), chunked + b"9\r\n" + ROW + b"\r\n"):
         with connected(server) as connection:
             connection.sendall(sent)
-    # A connection that is answered later has been heard later.
+    # Connections are read in order, so the later one's answer shows that the earlier one was read.
     assert server.post("others", [{"a": 2}]).status_code == 200
     assert server.rows("half") == []
 
@@ -178,7 +178,7 @@ CHUNKED = (
 
 @pytest.mark.parametrize("field", [b"x-more: " + b"a" * 100 + b"\r\n", b"a" * 110])
 def test_what_stands_behind_a_body_is_bounded(server: Served, field: bytes) -> None:
-    """Its fields were kept, whatever their number, for as long as a request may take to come."""
+    """Trailer fields were kept, whatever their number, for as long as a request may take."""
     for body in (b"9\r\n" + ROW + b"\r\n0\r\n", b"9;"):
         with connected(server) as connection:
             connection.sendall(CHUNKED % b"behind" + body)
@@ -207,7 +207,10 @@ def test_chunks_of_a_byte_each_are_taken(server: Served) -> None:
 
 
 def test_who_offers_another_protocol_is_heard_in_this_one(server: Served) -> None:
-    """Java's client and `curl --http2` offer one with each first request: its body was lost, or heard as the next request."""
+    """Java's client and `curl --http2` offer an upgrade with each first request.
+
+    The request's body was lost, or read as the next request.
+    """
     offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
     offering = request("offers", more=offer)
     with connected(server) as connection:
@@ -228,7 +231,7 @@ def test_who_offers_another_protocol_is_heard_in_this_one(server: Served) -> Non
 
 
 def answer_of_next(connection: socket.socket) -> int:
-    """The status of one answer of several, and not a byte more."""
+    """Read the first of several answers, and not a byte more; return its status."""
     heard = b""
     while not heard.endswith(b"\r\n\r\n"):
         heard += connection.recv(1)
@@ -284,7 +287,7 @@ def fill_and_look(server: Served) -> None:
         found = []
 
         def is_full() -> bool:
-            # Each holds what it has sent; four that found room leave none.
+            # Each connection keeps the bytes it has sent; four that fit leave no room for more.
             connection = connected(server)
             waiting.append(connection)
             connection.sendall(request("bounded", b'{"a":"' + b"x" * ((1 << 20) - 100), length=1 << 20))
@@ -299,7 +302,7 @@ def fill_and_look(server: Served) -> None:
             )
             assert (answer.status_code, answer.json()["code"]) == (429, "server_busy")
             assert int(answer.headers["retry-after"]) >= 1
-            # A small one beside them is served.
+            # A small request at the same time is answered.
             assert client.get("/readyz").status_code == 200
         had = len(server.rows("bounded"))
     finally:
@@ -328,7 +331,7 @@ def test_a_server_that_is_told_to_end_answers_what_it_was_asked(tmp_path: Path) 
         def refuses() -> bool:
             try:
                 connected(server).close()
-            except ConnectionResetError:  # it stood in the queue of a listener that was closed: not the answer yet
+            except ConnectionResetError:  # it was still queued at the closed listener: not the answer yet
                 return False
             except ConnectionRefusedError:
                 return True

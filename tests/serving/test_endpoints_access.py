@@ -1,4 +1,4 @@
-"""Every endpoint there is, called by everybody who may not: what the application serves is asked for, so that none can be forgotten."""
+"""Call every endpoint without the right to it: the application itself lists them, so none is missed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from millstream.serving.application import Application
 LINES: Final = {"/write", "/api/v2/write"}
 """InfluxDB's clients expect errors of their own form there."""
 OPEN: Final = {"/healthz", "/readyz", "/ping", "/health", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
-"""What everybody may ask for: whether it lives, and how it is spoken to. Nothing of what it holds."""
+"""Endpoints open to everyone: they report whether the server runs, and its interface, and none of its data."""
 
 
 OF_ONES_OWN: Final = "/v1/streams"
-"""Tells each caller of the streams that it may read."""
+"""It lists for each caller the streams that the caller may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Endpoint:
 
     method: str
     path: str
-    """As the application has it: with `{stream}` in it where it is about one."""
+    """The application's path, with `{stream}` in it if it is about one stream."""
 
     @property
     def url(self) -> str:
-        """Of stream `shop`."""
+        """Return the URL for stream `shop`."""
         url = self.path
         if self.path in LINES:
             return f"{self.path}?db=shop&bucket=shop"
@@ -58,12 +58,12 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """By what they are."""
+    """Tokens by their kind."""
 
     texts: Mapping[str, str]
 
     def header(self, kind: str) -> dict[str, str]:
-        """What a caller sends."""
+        """Return a caller's headers."""
         return {"Authorization": f"Bearer {self.texts[kind]}"} if kind in self.texts else {}
 
 
@@ -115,7 +115,7 @@ def app(home: Home) -> Iterator[Application]:
 
 
 def endpoints(app: Application) -> list[Endpoint]:
-    """All of them, as the application itself says: those that answer beside FastAPI have routes in it too."""
+    """Return all endpoints that the application lists, also the routes that it answers without FastAPI."""
     whole = app.make_fastapi()
     found = [
         Endpoint(method, route.path.replace(":path}", "}"))
@@ -178,7 +178,7 @@ def test_who_may_read_writes_nothing_and_who_may_write_reads_nothing(app: Applic
             kind: call(app, endpoint, tokens.header(kind)).status_code not in {401, 403}
             for kind in ("read", "read all", "write")
         }
-        # Exactly one of the two rights opens it; what is about all streams takes the right to all of them.
+        # Exactly one of the two rights opens it; an endpoint about all streams needs the right to all of them.
         assert not (allowed["read all"] and allowed["write"]), endpoint
         assert allowed["read all"] or not allowed["read"], endpoint
         writes += allowed["write"]
@@ -211,7 +211,7 @@ def test_where_no_token_is_asked_for_a_wrong_one_opens_as_well(home: Home, tmp_p
 
 @pytest.mark.parametrize("kind", ["none", "of another stream", "write"])
 def test_nothing_is_taken_of_what_somebody_sends_who_may_not(app: Application, tokens: Tokens, kind: str) -> None:
-    """FastAPI reads a body whole, whatever its size, before it asks who sends it: one without a token filled the server's memory."""
+    """FastAPI reads a whole body before it checks the token: a body without one filled the server's memory."""
     for endpoint in guarded(app):
         if endpoint.method != "POST" or (kind == "write" and not endpoint.path.endswith("/query")):
             continue

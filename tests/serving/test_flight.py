@@ -1,4 +1,4 @@
-"""Arrow Flight, with a real server: bulk appends that are durable when they are told of, records between tokens, and who is refused."""
+"""Arrow Flight with a real server: durable bulk appends, records between tokens, and refused callers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def put(
     *batches: pa.RecordBatch,
     metadata: dict[int, dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """What was told of the batches."""
+    """Write the batches; return the server's messages about them."""
     with client(server) as caller:
         writer, reader = caller.do_put(where, batches[0].schema)
         for place, rows in enumerate(batches):
@@ -94,7 +94,7 @@ def put(
         with contextlib.suppress(fl.FlightError):
             while (line := reader.read()) is not None:
                 told.append(json.loads(line.to_pybytes()))
-        writer.close()  # raises what the call failed with
+        writer.close()  # raises the call's error
         return told
 
 
@@ -169,12 +169,12 @@ def test_a_refused_batch_ends_the_transfer_and_loses_nothing_before_it(server: t
     with client(flight) as caller:
         writer, reader = caller.do_put(where, pa.schema([("id", pa.string())]))
         writer.write_batch(pa.record_batch({"id": ["x"]}))
-        # Told beside, before the caller has ended: a sender in step needn't wait for ever.
+        # The error comes before the caller ends: a sender that reads after each batch needn't wait for ever.
         told = json.loads(reader.read().to_pybytes())
         assert (told["batch"], told["error"]["code"]) == (0, "invalid_value")
         facts = refused(writer.close)
         assert (facts["code"], facts["details"]["batch"]) == ("invalid_value", 0)
-    # So is what refuses all that came at once.
+    # So do errors that concern the whole transfer.
     for asked, code in (
         ({"stream": "nowhere", "table": "a"}, "unknown_stream"),
         ({"stream": "shop", "table": "a", "session": "s", "number": 0}, "invalid_value"),
@@ -261,7 +261,7 @@ def test_a_large_batch_becomes_several_operations_in_order_and_memory_is_bounded
 
 
 def of_another_shape(rows: pa.RecordBatch, was: bytes, is_now: bytes) -> pa.RecordBatch:
-    """A batch with other bytes in one of its buffers: what who means harm sends."""
+    """Return a batch with other bytes in one of its buffers, as an attacker would send."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as out:
         out.write_batch(rows)
@@ -272,7 +272,7 @@ def of_another_shape(rows: pa.RecordBatch, was: bytes, is_now: bytes) -> pa.Reco
 
 
 def test_a_batch_that_is_not_what_it_says_is_refused_and_the_server_lives_on(server: tuple[Home, FlightServer]) -> None:
-    """The size of such a batch was asked for first, which ended the process."""
+    """The server first computed the size of such a batch, which ended the process."""
     _, flight = server
     offsets, beyond = struct.pack("<3i", 0, 3, 7), struct.pack("<3i", 0, 1 << 30, (1 << 30) + 100)
     lists = pa.ListArray.from_arrays(pa.array([0, 3, 7], pa.int32()), pa.array(["a", "b"] * 4))
@@ -284,7 +284,7 @@ def test_a_batch_that_is_not_what_it_says_is_refused_and_the_server_lives_on(ser
 
 
 def test_what_a_batch_means_many_times_counts_as_often(server: tuple[Home, FlightServer]) -> None:
-    """Written out, a dictionary's values were gigabytes before anybody looked."""
+    """Written out, a dictionary's values took gigabytes before any check."""
     _, flight = server
     where = fl.FlightDescriptor.for_path("web", "often")
 
@@ -323,7 +323,7 @@ os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     assert records(flight, stream="shop", table="public.killed").num_rows == 3
-    # Its call is over, and so are those of readers that go away in the midst.
+    # Its call is over, and so are those of readers that leave in mid-stream.
     with client(flight) as caller:
         reading = caller.do_get(fl.Ticket(json.dumps({"stream": "shop", "table": "public.wide"})))
         reading.read_chunk()
@@ -342,7 +342,7 @@ def test_a_transfer_that_is_sent_again_is_appended_once(server: tuple[Home, Flig
         assert [line["first"] for line in again[:3]] == [line["first"] for line in first]
         found = records(flight, stream="web", table=f"public.again_{len(asked)}")
         assert found["id"].to_pylist() == [1, 2, 3, 4]
-    # From the middle on, each batch with a number or key of its own.
+    # Resume in the middle, each batch with a number or key of its own.
     where = descriptor(stream="web", table="public.own", session="own", number=1)
     assert [line["number"] for line in put(flight, where, batch(1), batch(2))] == [1, 2]
     told = put(flight, where, batch(2), batch(3), metadata={0: {"number": 2}})
@@ -352,7 +352,7 @@ def test_a_transfer_that_is_sent_again_is_appended_once(server: tuple[Home, Flig
 
 
 def stalled(flight: FlightServer) -> tuple[fl.FlightClient, Any]:
-    """A reader that has begun to read far more than connections hold, and takes nothing more."""
+    """Return a reader that has begun to read far more than connections buffer, and then stops."""
     text = "x" * 1000
     rows = pa.record_batch({"text": [f"{number}{text}" for number in range(8000)]})
     put(flight, fl.FlightDescriptor.for_path("shop", "public.long"), *[rows] * 8)
@@ -417,7 +417,7 @@ def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:
             writer.write_batch(batch(1))
             assert reader.read() is not None
             assert refused(lambda: put(flight, where, batch(2)))["code"] == "overloaded"
-            # Reading isn't held up by it.
+            # It doesn't block reads.
             assert records(flight, stream="shop", table="public.orders").num_rows == 1
             writer.close()
         wait_for(lambda: flight._writes._value == 1)
@@ -426,7 +426,7 @@ def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:
 
 @pytest.mark.siege
 def test_a_sender_of_nothing_is_told_so_and_gives_its_place_back(tmp_path: Path) -> None:
-    """It kept it for ever. One that listens ends its call by itself; one that doesn't is cut off."""
+    """It kept its place for ever. A sender that reads messages ends its call itself; another is cut off."""
     with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "3s"\n') as (_, flight):
         where = fl.FlightDescriptor.for_path("shop", "public.orders")
         put(flight, where, batch(0))  # the first one takes long
@@ -451,7 +451,7 @@ def test_a_sender_of_nothing_is_told_so_and_gives_its_place_back(tmp_path: Path)
 
 
 def test_who_takes_no_word_of_what_it_sent_gives_its_place_back(tmp_path: Path) -> None:
-    """What there is to tell waits for its caller, the next batches behind it, and the call with them."""
+    """Messages wait for their caller, the next batches behind them, and the call with them."""
     with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "1500ms"\n') as (_, flight):
         put(flight, fl.FlightDescriptor.for_path("shop", "public.orders"), batch(1))
         wrong = pa.record_batch({"id": ["no number"] * 20_000})
@@ -470,7 +470,7 @@ def test_who_takes_no_word_of_what_it_sent_gives_its_place_back(tmp_path: Path) 
 
 
 def test_an_error_with_long_details_comes_as_what_it_is() -> None:
-    """In headers there is room for so much: beyond it the caller heard of nothing but headers that are too long."""
+    """Headers have limited room: beyond it, the caller got only an error about headers that are too long."""
     for error in (
         InvalidValue(
             "ü" * 10_000, hint="h" * 10_000, rejected=[{"row": n, "reason": "no number"} for n in range(1000)], row=7
@@ -606,7 +606,7 @@ def _put_one(caller: Any, where: fl.FlightDescriptor) -> None:
 
 
 class _Authorized:
-    """A client whose calls bear a token."""
+    """A client whose calls carry a token."""
 
     def __init__(self, inner: fl.FlightClient, token: str) -> None:
         self._inner = inner
@@ -670,7 +670,7 @@ def test_rights_are_asked_for_each_stream(tmp_path: Path) -> None:
 
 
 def test_a_transfer_does_not_outlast_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was asked for at the transfer's beginning alone, which may be days ago."""
+    """The token was checked only at the transfer's begin, which may be days ago."""
     monkeypatch.setattr(bulk_read, "BATCH_BYTES", 1 << 10)
     text = KEYED + "[http]\ntokens_required = true\n"
     home = Home(make_home(tmp_path / "home", text))
@@ -684,7 +684,7 @@ def test_a_transfer_does_not_outlast_its_token(tmp_path: Path, monkeypatch: pyte
             writer, told = caller.do_put(fl.FlightDescriptor.for_path("shop", "a"), ROWS)
             writer.write_batch(batch(*range(1000)))
             assert told.read() is not None
-            # What the transport has taken is on its way: so the server's own side is asked.
+            # Batches that the transport has taken are on their way, so check the server's own side.
             log, asked = open_reader(home, "shop"), GetRequest("shop", "a")
             schema = record_schema(next(iter(log.schemas().values())))
             reading = flight._sent(log, asked, schema, "ipv4:127.0.0.1:1", Credentials(token))

@@ -1,4 +1,4 @@
-"""Connections that the Flight server cuts: the callers' alone, and no file of the process loses its locks by it."""
+"""Connections that the Flight server cuts: only the caller's, and no file of the process loses its locks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROWS = pa.record_batch({"id": [1]})
 
 
 def locks_of_this_process() -> list[list[str]]:
-    """The locks of this process that any `close` of the locked file would drop."""
+    """Return the locks of this process that any `close` of the locked file would drop."""
     lines = [line.split()[1:] for line in Path("/proc/locks").read_text().splitlines()]
     return sorted(words for words in lines if words[0] == "POSIX" and words[3] == str(os.getpid()))
 
 
 @contextmanager
 def connected(host: str = "127.0.0.1", family: int = socket.AF_INET) -> Iterator[tuple[int, str, socket.socket]]:
-    """A connection of this process to itself: the server's port, the caller as gRPC names it, and the caller's end."""
+    """Connect this process to itself: yield the server's port, the caller as gRPC names it, and the caller's end."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(family))
         listener.bind((host, 0))
@@ -67,7 +67,10 @@ def test_a_cut_ends_the_connections_of_one_caller_alone() -> None:
 
 
 def test_tables_that_were_acknowledged_after_a_cut_outlive_a_kill(tmp_path: Path) -> None:
-    """The server lost its locks on the catalog at a cut: the next command removed the catalog's WAL, and the server wrote on into it."""
+    """The server lost its locks on the catalog at a cut.
+
+    The next command then removed the catalog's WAL, and the server went on writing into it.
+    """
     home = make_home(
         tmp_path / "home",
         '[streams.web]\n[http]\nlisten = "127.0.0.1:0"\n[flight]\nlisten = "127.0.0.1:0"\nidle_timeout = "1s"\n',

@@ -1,4 +1,4 @@
-"""Methods that the Flight server lacks, and requests that can't be told apart: clean errors, without a stack of the server's."""
+"""Methods that the Flight server lacks, and ambiguous requests: clean errors, without a stack of the server's."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_actions_are_listed(client: fl.FlightClient) -> None:
 def test_an_empty_key_is_refused_and_makes_no_two_callers_one(
     client: fl.FlightClient, command: dict[str, Any], metadata: bytes | None
 ) -> None:
-    """The parts of their transfers had the same keys, so that the second caller's rows were taken for the first one's."""
+    """The parts of their transfers had the same keys, so the second caller's rows were taken for the first one's."""
     for _ in range(2):
         with pytest.raises(fl.FlightError, match="invalid_value"):
             put(client, {"stream": "web", "table": "keyed", **command}, metadata)

@@ -34,7 +34,7 @@ STREAM = StreamId(uuid4())
 
 
 class Log:
-    """Numbers rows; a batch waits until it is let go."""
+    """A log that numbers rows; a batch waits until it is released."""
 
     def __init__(self) -> None:
         self.batches: list[AppendBatch] = []
@@ -115,7 +115,7 @@ def test_a_request_that_makes_no_columns_with_others_leaves_them_alone() -> None
         answers = [sent(groups, of_one) for of_one in rows]
         found = [await outcome(answer) for answer in answers]
         assert found[2] == InvalidValue.code
-        # What the table takes is for the log to say.
+        # Whether the table takes a row is for the log to decide.
         assert [type(one) for one in found] == [int, int, str, int]
         assert [batch.rows.num_rows for batch in log.batches] == [1, 1, 1]
 
@@ -181,9 +181,10 @@ def test_a_bug_is_told_to_whoever_waits() -> None:
 
 
 def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
-    """Lists were text beside another request's object, and whole numbers fractions beside others'.
+    """Next to another request's object, lists became text; next to others' fractions, whole numbers became fractions.
 
-    So a write that was there was refused when it was sent again alone, and one that a decimal column takes was refused in company.
+    A stored write was refused when it was sent again alone, and a write that a decimal column takes was refused
+    in a group.
     """
     home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
     appender = home_appender(home)
@@ -205,7 +206,7 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
             assert [isinstance(one, str) for one in told] == (
                 [False, True, False, True, False] if table == "t" else [False, True, True, False, False]
             ), told
-            # Each alone is what it was with the others.
+            # Each request alone has the same outcome as among the others.
             assert [await outcome(sent(table, rows, f"{table}/{n}")) for n, rows in enumerate(requests)] == told
         await groups.drain()
 

@@ -1,4 +1,4 @@
-"""InfluxDB's own clients write here unchanged: of version 2, of version 3, and what those of version 1 send."""
+"""InfluxDB's own clients of versions 2 and 3 write here unchanged, and so do requests as version 1 sends them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD = 'a "b", c=d \\ é 💧'
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(web_home(tmp_path_factory.mktemp("homes") / "web", 'body_bytes_max = "1MiB"')) as found:
-        # The parser's machine code is made when a server starts, which takes a while where there is none yet.
+        # A server compiles the parser at its start, which takes a while if no machine code exists.
         with found.client() as client:
             wait_for(lambda: client.post("/write?db=web", content=b"warm f=1").status_code == 204)
         yield found

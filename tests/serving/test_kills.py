@@ -1,4 +1,4 @@
-"""SIGKILL of the server and of the process that writes, under load: what was acknowledged is there, once, and whole."""
+"""SIGKILL of the server and of the writing process, under load: acknowledged writes are there, once, and complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Senders:
     url: str
     stop: threading.Event = field(default_factory=threading.Event)
     acknowledged: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    """Who, which, the first row's number in the stream, and whether it was there already."""
+    """Sender, write, the first row's number in the stream, and whether the write was there already."""
     wrong: list[str] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -80,7 +80,10 @@ class Senders:
 
 
 def judge(home: Path, senders: Senders) -> None:
-    """Each acknowledged write is there once, whole, in the log and under the numbers that were told; each other one at most once."""
+    """Check that each acknowledged write is there once, complete, under its acknowledged numbers.
+
+    Each other write is there at most once.
+    """
     assert senders.wrong == []
     rows = rows_of(home)
     at = {row["__seq"]: (row["who"], row["n"], row["part"]) for row in rows}

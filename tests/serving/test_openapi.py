@@ -1,6 +1,6 @@
-"""Whatever a request is, as far as the OpenAPI document lets one be: the server answers as the document says, and goes on.
+"""Every request that the OpenAPI document allows gets an answer that the document describes, and the server goes on.
 
-The requests are drawn from the document by schemathesis; CI draws the same ones each time.
+schemathesis draws the requests from the document; CI draws the same ones each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKED = [
     checks.unsupported_method,
 ]
 EXAMPLES = 25
-"""Of requests for each operation."""
+"""Number of requests for each operation."""
 
 
 @schemathesis.serializer(*SENT_AS_IT_IS)
@@ -39,7 +39,7 @@ def as_it_is(_context: Any, value: Any) -> bytes:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     bounds = 'request_timeout = "5s"\nbody_bytes_max = "1MiB"'
     with served(web_home(tmp_path_factory.mktemp("homes") / "web", bounds)) as found:
-        # The parser's machine code is made when a server starts, which takes a while where there is none yet.
+        # A server compiles the parser at its start, which takes a while if no machine code exists.
         with found.client() as client:
             wait_for(lambda: client.post("/write?db=web", content=b"warm f=1").status_code == 204)
         yield found
@@ -49,17 +49,18 @@ WRITES = ("/v1/streams/{stream}/tables/{table}", "/write", "/api/v2/write")
 
 
 def sent(server: Served, operation: Any, mode: schemathesis.GenerationMode) -> Counter[int]:
-    """Requests that are drawn for an operation; how many were answered with which status."""
+    """Send requests that are drawn for an operation; return how many answers had which status."""
     found: Counter[int] = Counter()
     numbers = count()
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        # Of a stream that is there: others are all refused alike.
+        # Name an existing stream: all others are refused alike.
         if "stream" in (case.path_parameters or {}):
             case.path_parameters["stream"] = "web"
-        # Of every other request it is the rows that matter: names that are drawn are hardly ever a table's, nor bodies gzip's.
+        # In every other request only the rows vary: drawn names are hardly ever a table's, nor drawn bodies
+        # gzip's.
         if "table" in (case.path_parameters or {}) and (number := next(numbers)) % 2:
             case.path_parameters["table"] = f"drawn_{number}"
             for name in ("Content-Encoding", "Millstream-Session", "Millstream-Session-Number"):
@@ -68,12 +69,10 @@ def sent(server: Served, operation: Any, mode: schemathesis.GenerationMode) -> C
             if name in (case.query or {}):
                 case.query[name] = "web"
         if mode is schemathesis.GenerationMode.POSITIVE and "Millstream-Acks" in (case.headers or {}):
-            case.headers["Millstream-Acks"] = (
-                "local"  # nobody follows this server: of any other level it says 503, rightly
-            )
+            case.headers["Millstream-Acks"] = "local"  # this server has no follower: for any other level, 503 is right
         answer = case.call(base_url=server.url)
         found[answer.status_code] += 1
-        # Of its health it says 503 as long as nothing runs but itself.
+        # `/healthz` rightly answers 503 as long as nothing runs but the server itself.
         healthy = [] if operation.path == "/healthz" else [not_a_server_error]
         case.validate_response(answer, checks=[*CHECKED, *healthy])
 

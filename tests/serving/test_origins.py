@@ -1,4 +1,4 @@
-"""What a page of the web, open on this machine, can't do to a server that asks nobody for a token."""
+"""Attacks by a web page, open on this machine, on a server that requires no tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     "path", [ROWS, "/write?db=web", "/v1/streams/web/query", "/v1/streams", "/status", "/healthz", "/nothing"]
 )
 def test_pages_elsewhere_neither_write_nor_read(url: str, path: str) -> None:
-    """As a browser sends them: a POST of plain text needs nobody's leave, and a name that was rebound is in `Host` and `Origin`."""
+    """Requests as a browser sends them: it posts plain text freely, and a rebound name is in `Host` and `Origin`."""
     port = url.rpartition(":")[2]
     method = "POST" if path in {ROWS, "/write?db=web", "/v1/streams/web/query"} else "GET"
     for headers, code, status in (
@@ -84,10 +84,10 @@ def test_a_server_of_ones_own_is_asked_as_before(url: str) -> None:
 def test_where_callers_show_tokens_names_are_free_and_pages_are_not(
     host: str, origin: str | None, error: type[AccessError] | None
 ) -> None:
-    """Browsers add a client certificate or a password by themselves."""
+    """Browsers add a client certificate or a password on their own."""
     headers = [(b"host", host.encode()), *([] if origin is None else [(b"origin", origin.encode())])]
     origins = Origins("0.0.0.0", [], any_host=True)
-    for _ in range(2):  # the second time it is known
+    for _ in range(2):  # the second time it is cached
         if error is None:
             origins.check(headers)
         else:
@@ -116,7 +116,7 @@ def test_what_only_looks_like_this_machine_is_another(host: str) -> None:
 @pytest.mark.parametrize("second", ["127.0.0.1", "evil.example"])
 @pytest.mark.parametrize("path", ["/v1/streams", "/healthz", "/nothing"])
 def test_a_request_with_two_names_of_the_server_is_refused(url: str, path: str, second: str) -> None:
-    """A proxy in front may have looked at the other one (RFC 9112, 3.2)."""
+    """A proxy in front may have checked the other one (RFC 9112, 3.2)."""
     for _ in range(2):
         connection = http.client.HTTPConnection(url.partition("//")[2], timeout=60)
         connection.putrequest("GET", path)

@@ -1,4 +1,4 @@
-"""What there isn't, a path, a method or a parameter, is told by name, with what there is."""
+"""An unknown path, method or parameter is reported by name, with the known ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
             assert hint in found["hint"], (path, found)
             assert (status == 405) == ("allow" in answer.headers)
 
-        # InfluxDB's clients, and those who ask how it does, send parameters of their own.
+        # InfluxDB's clients, and health checks, send parameters of their own.
         def is_written() -> bool:
             answer = httpx.post(f"{url}/write?db=web&consistency=one", content=b"m f=1", timeout=60)
             assert answer.status_code in {204, 429}, answer.text

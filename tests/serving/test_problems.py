@@ -1,4 +1,4 @@
-"""Each error of the tree has a status that says the same as its `retry` does, and a document."""
+"""Each error class has a status that agrees with its `retry`, and a problem document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_error_has_a_status_and_a_document(kind: type[MillstreamError]) ->
     status = status_of(kind)
     assert 400 <= status < 600
     if kind.retry is Retry.BACKOFF:
-        # Whoever waits and repeats the request may succeed: no client may be told otherwise.
+        # A client that waits and repeats the request may succeed, so no status may tell it otherwise.
         assert status in {408, 409, 429, 503}, status
     elif kind.retry is Retry.NEVER:
         assert status not in {429, 503} or kind.code == "stale_epoch"

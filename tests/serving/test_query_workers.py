@@ -1,4 +1,4 @@
-"""Others' queries run in processes of their own: what DuckDB doesn't bound ends there, and the server goes on."""
+"""Queries run in processes of their own: if DuckDB exceeds its limits, that process ends and the server goes on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def workers(home: Home) -> Iterator[QueryWorkers]:
 
 
 def children() -> list[psutil.Process]:
-    """The processes for queries that this one has."""
+    """Return this process's processes for queries."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
@@ -120,7 +120,7 @@ def test_a_value_that_takes_gigabytes_is_refused(workers: QueryWorkers) -> None:
     ],
 )
 def test_a_message_with_a_value_of_megabytes_is_shortened(workers: QueryWorkers, sql: str) -> None:
-    """The server holds it whole, and so does the caller."""
+    """The server holds the whole message, and so does the caller."""
     with pytest.raises(InvalidQuery) as caught:
         answered(workers, sql)
     assert 1000 < len(caught.value.message) < 20_000
@@ -129,7 +129,7 @@ def test_a_message_with_a_value_of_megabytes_is_shortened(workers: QueryWorkers,
 @pytest.mark.parametrize("sql", [PLANS, "select count(*) from range(1000000000000) t(r) where hash(r) = 1"])
 @pytest.mark.siege
 def test_a_query_ends_with_its_time_even_while_it_is_planned(home: Home, sql: str) -> None:
-    # Long enough for a process to start in on a busy machine, and far shorter than the plan takes.
+    # Long enough for a process to start on a busy machine, and far shorter than the plan takes.
     with closing(QueryWorkers(home, QueryBounds(MEMORY, 64 << 20, 10, home.queries_folder))) as workers:
         answered(workers)
         began_s = time.monotonic()
@@ -148,7 +148,7 @@ def test_a_query_that_is_given_up_ends_whatever_it_does(workers: QueryWorkers) -
             asked.give_up()
             with pytest.raises(LakeError, match="given up"):
                 ended.result(20)
-    # And one whose answer is left where it is.
+    # And one whose answer is left unread.
     parts = ask(workers, "select r from range(1000000000000) t(r)").parts()
     assert next(parts)
     parts.close()
@@ -168,7 +168,7 @@ def test_a_crash_is_an_error_of_the_query_alone(workers: QueryWorkers) -> None:
 
 
 def test_a_crash_leaves_no_core(workers: QueryWorkers) -> None:
-    """It would hold tables and secrets, and fill the disk with each crash."""
+    """A core file would hold tables and secrets, and fill the disk with each crash."""
     answered(workers)
     (child,) = children()
     if sys.platform == "linux":
@@ -193,7 +193,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_workers_end_with_their_server(home: Home) -> None:
-    """However that ends, and whatever they do."""
+    """However the server ends, and whatever the workers do."""
     server = subprocess.run([sys.executable, "-c", ENDS, str(home.path)], stdout=subprocess.PIPE, check=False)
     assert server.returncode == -signal.SIGKILL
     wait_for(lambda: not psutil.pid_exists(int(server.stdout)), seconds=30)

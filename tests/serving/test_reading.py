@@ -1,4 +1,4 @@
-"""Answers of reading take what they may and no more, and give it back however they end."""
+"""Answers of reads stay within their limits, and release their resources however they end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_callers_that_go_before_the_first_byte_is_sent_leave_no_answer_behind(home: Path) -> None:
-    """What makes the parts had begun, and what sends them hadn't: nothing ended it, and after 32 of them nobody was answered."""
+    """The producer had started, its sender hadn't: it never ended, and after 32 such calls every call hung."""
 
     async def ask(*, goes: bool) -> int:
         heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -90,7 +90,7 @@ SORTED = "select m from (select md5(r::varchar) m from range({}) t(r)) order by 
 
 
 def asks(sql: str) -> bytes:
-    """A request, as it travels."""
+    """Return a request's bytes."""
     body = json.dumps({"sql": sql}).encode()
     head = f"POST /v1/streams/web/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
@@ -113,7 +113,7 @@ def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> Non
             assert caught.value.details["size_max"] == size
             assert "[http] query_" in caught.value.hint
         assert there.query(SORTED.format(100_000), stream="web").num_rows == 100_000
-        # So many at a time; another one is told.
+        # Two at a time; a third is refused.
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port))) as one, socket.create_connection((host, int(port))) as two:
             one.sendall(asks(ENDLESS))
@@ -122,15 +122,15 @@ def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> Non
             refused = httpx.post(f"http://{server.address}/v1/streams/web/query", json={"sql": "select 1"}, timeout=60)
             assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
             assert "queries_max" in refused.json()["hint"]
-            # What isn't SQL is answered meanwhile.
+            # Requests without SQL are still answered.
             assert [batch.num_rows for batch in there.read("web")] == [1]
-        # Who goes away leaves none running, whether its answer has begun or not.
+        # A caller that leaves leaves no query running, whether its answer has begun or not.
         wait_for(lambda: not list(queries.iterdir()))
         assert there.query("select 1 as one", stream="web").to_pylist() == [{"one": 1}]
 
 
 def test_who_may_only_read_writes_nothing_into_the_lake(tmp_path: Path) -> None:
-    """A statement that another one holds as text replaced a commit of a table's log, and with it the table."""
+    """A statement that contained another one as text replaced a commit of a table's log, and with it the table."""
     made = make_home(
         tmp_path / "shop", '[streams.shop.keys]\n"public.users" = ["id"]\n[http]\ntokens_required = true\n'
     )
@@ -161,13 +161,13 @@ def test_a_query_has_its_time(home: Path) -> None:
         refused = httpx.post(f"{url}/v1/streams/web/query", json={"sql": ENDLESS}, timeout=60)
         assert (refused.status_code, refused.json()["code"]) == (422, "query_timeout")
         assert "[http] query_timeout" in refused.json()["hint"]
-        # In the midst of an answer, too.
+        # Also in the middle of an answer.
         with pytest.raises(QueryTimeout, match=r"0\.8 s"):
             there.query("select r from range(1000000000000) t(r) where hash(r) % 1000 = 1", stream="web")
 
 
 def test_who_has_heard_the_end_of_an_answer_finds_its_place_free(home: Path) -> None:
-    """It was given back a moment later: a caller who asked one query after the other was now and then told that there were too many."""
+    """The place was released a moment later: a caller with one query at a time was sometimes refused."""
     text = (home / "millstream.toml").read_text()
     (home / "millstream.toml").write_text(f"{text}[http]\nqueries_max = 1\n")
     with serving(home) as url, httpx.Client(timeout=60) as caller:
@@ -177,7 +177,7 @@ def test_who_has_heard_the_end_of_an_answer_finds_its_place_free(home: Path) -> 
 
 
 def test_what_became_of_rows_is_told_in_stretches_of_a_size(tmp_path: Path) -> None:
-    """The records of one operation aren't parted: too large ones are refused, by the key's name."""
+    """The records of one operation aren't split: an operation that is too large is refused, by the key's name."""
     made = make_home(tmp_path / "web", BOUNDS.replace("16MiB", "4MiB"))
     with millstream.open(made) as here:
         for n in range(20):

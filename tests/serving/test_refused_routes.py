@@ -1,4 +1,4 @@
-"""Rows that routing has no place for are refused over every front, once, and what was appended beside them is there once."""
+"""Every interface refuses rows without a route, once, and stores the rows appended with them once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rows(home: Path, table: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", ["/write?db=web", "/api/v2/write?bucket=web"])
 def test_lines_without_a_route_are_named_and_the_others_are_stored_once(home: Path, url: str, path: str) -> None:
-    """Clients took the 500 for a passing failure: they sent all lines again for ever, and the good ones were stored each time."""
+    """Clients took the 500 for temporary: they resent all lines for ever, and valid ones were stored each time."""
     kind = path.rpartition("=")[0][1:6]
     body = f"cpu,host=a,run={kind} f=1 1\nother,host=a f=1 2\nmem,host=b,run={kind} f=2 3\nother,host=b f=3 4\n"
     answer = post(f"{url}{path}", content=body.encode())
@@ -71,7 +71,7 @@ def test_lines_without_a_route_are_named_and_the_others_are_stored_once(home: Pa
 
 
 def test_lines_for_a_table_whose_key_was_changed_are_named_too(tmp_path: Path) -> None:
-    """It needs a person, as routing does, and is no failure that passes."""
+    """The error needs a person, as one of routing does, and is no temporary failure."""
     home = make_home(tmp_path / "web", "[streams.web]\n")
     with millstream.open(home) as opened:
         opened.append("web", "devices", [{"host": "a", "f": 1.0}])
@@ -99,7 +99,7 @@ def test_lines_for_a_table_whose_key_was_changed_are_named_too(tmp_path: Path) -
 def test_rows_without_a_route_are_refused_over_http(
     url: str, table: str, row: dict[str, Any], error: type[MillstreamError], on_clash: str
 ) -> None:
-    name = f"typed_{on_clash}" if table == "typed" else table  # each makes its columns
+    name = f"typed_{on_clash}" if table == "typed" else table  # each creates its columns
     answer = post(f"{url}/v1/streams/web/tables/{name}?on_clash={on_clash}", json=[row])
     assert answer.status_code == 422, answer.text
     assert answer.json()["code"] == error.code

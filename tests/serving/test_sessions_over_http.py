@@ -1,4 +1,4 @@
-"""Writes that are told apart, over HTTP: sent again they are there once, and a session goes on by its name."""
+"""Writes with keys, over HTTP: a repeated write is stored once, and a session goes on by its name."""
 
 from __future__ import annotations
 

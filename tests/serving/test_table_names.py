@@ -1,4 +1,4 @@
-"""Names that nothing may bear are refused over every front, and the tables beside them are made."""
+"""Every interface refuses names that no table may have, and creates the tables next to them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def url(home: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(("table", "error"), WRONG)
 def test_over_http(url: str, table: str, error: type[MillstreamError]) -> None:
-    """A name of kilobytes was taken: no lake, file system or PostgreSQL has a place for it."""
+    """A name of kilobytes was taken, although no lake, file system or PostgreSQL has room for it."""
     answer = httpx.post(f"{url}/v1/streams/web/tables/{quote(table, safe='')}", json={"n": 1}, timeout=60)
     assert (answer.status_code, answer.json()["code"]) == (400 if error is UsageError else 422, error.code)
     assert len(answer.text) < 2000

@@ -1,4 +1,4 @@
-"""Rows over HTTP: durable when they are answered, and refused by name where they can't be taken."""
+"""Rows over HTTP: durable when they are answered, and refused by name if they can't be taken."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_body_is_taken_up_to_its_bound_as_it_is_and_inflated(server: Served) -
         return b'{"a":"%s"}' % (b"x" * (size - 8))
 
     def post(content: bytes | Iterator[bytes], headers: Mapping[str, str]) -> httpx.Response:
-        # Each on a connection of its own: the server closes one that is idle, also while the next body is made.
+        # Each on a connection of its own: the server closes an idle one, also while the next body is made.
         with server.client() as client:
             return client.post("/v1/streams/web/tables/large", content=content, headers=headers)
 
@@ -292,7 +292,7 @@ def test_rows_that_have_no_place_are_left_out_and_named_where_that_is_asked_for(
     assert (nothing.status_code, nothing.json()["code"]) == (422, "invalid_value")
     deep = post([{"n": 5}, json.loads(nested(101))])
     assert (deep.status_code, deep.json()["code"]) == (422, "invalid_value")
-    # Sent again with its key, the request is told what it was told the first time.
+    # Resent with its key, the request gets the same answer as the first time.
     for duplicate in (False, True):
         said = post([{"n": 6}, {"n": "x"}], **{"idempotency-key": "clash"}).json()
         assert (said["rows"], said["duplicate"]) == (1, duplicate)
@@ -340,13 +340,13 @@ def test_a_request_that_is_sent_again_is_answered_as_the_first_time(server: Serv
 
 
 def test_a_body_of_many_members_takes_no_longer_than_its_bytes() -> None:
-    """What stood behind each member was copied: a thousand empty ones in front of megabytes kept the server busy for seconds."""
+    """The bytes after each member were copied: a thousand empty members before megabytes took seconds."""
     many, one = _inflated_s(gzip.compress(b"") * 999), _inflated_s(b"")
     assert many < 5 * one + 0.5
 
 
 def _inflated_s(before: bytes) -> float:
-    """How long a core works for a body that ends with 24 MiB of what can't be compressed."""
+    """Return a core's seconds for a body that ends with 24 MiB of incompressible data."""
     noise = random.Random(1).randbytes(24 << 20)
     body = before + gzip.compress(noise, 1)
     headers = {b"content-encoding": b"gzip"}

@@ -1,4 +1,4 @@
-"""Homes made by hand; the Spark session is that of all tests of a process."""
+"""Homes made by hand; all tests of a process share its Spark session."""
 
 from __future__ import annotations
 

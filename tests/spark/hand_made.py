@@ -69,7 +69,7 @@ class Home:
 
     @property
     def last_lsn(self) -> int:
-        """Of the last transaction; the next ones stand a hundred apart."""
+        """LSN of the last transaction; the next ones follow in steps of a hundred."""
         return self._lsn
 
     @property
@@ -85,7 +85,7 @@ class Home:
         state: TableState = TableState.STREAMING,
         **columns: pa.DataType,
     ) -> TableSchema:
-        """A new table, its copy whole unless `state` says otherwise."""
+        """Make a table, its copy complete unless `state` says otherwise."""
         self._oid += 1
         namespace, _, short = name.rpartition(".")
         row = self.catalog.table_for(self.stream, self.source, self._oid, namespace or "public", short)
@@ -112,7 +112,7 @@ class Home:
         return self.catalog.put_schema(self.stream, schema)
 
     def commit(self, *changes: Change) -> Seq:
-        """Append one transaction; returns where the log stands then."""
+        """Append one transaction; return the log's end after it."""
         return self.commits([changes])
 
     def commits(self, transactions: Sequence[Sequence[Change]]) -> Seq:

@@ -1,7 +1,7 @@
 """Runs of a pipeline over a hand-made home, and the lake as deltalake alone reads it.
 
-As a program (`python -m tests.spark.lake_run HOME WORK drain|follow [VIEW …]`) it lands the home's log in its lake, to the end or for
-ever: what tests kill. It says on stdout how far it is.
+As a program (`python -m tests.spark.lake_run HOME WORK drain|follow [VIEW …]`) it lands the home's log in its
+lake, to the end or for ever, for tests that kill it. It prints its progress on stdout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any)
 
 
 def drain(config: PipelineConfig, catalog: Catalog, seen: list[PipelineProgress] | None = None) -> PipelineOutcome:
-    """Land all that is durable now."""
+    """Land everything that is durable now."""
     asked = threading.Event()
     asked.set()
     progress: list[PipelineProgress] = [] if seen is None else seen
@@ -93,7 +93,7 @@ class RunningPipeline:
 
 
 class DriverProcess:
-    """A pipeline as a process of its own, whose lake is at `home`; what still runs at the end of the block is killed.
+    """Run a pipeline as a process of its own, whose lake is at `home`; kill what still runs at the end of the block.
 
     Args:
         mode: `drain` or `follow`, as of `main`.
@@ -118,16 +118,16 @@ class DriverProcess:
 
     @property
     def errors(self) -> str:
-        """What it said on stderr."""
+        """Return its stderr."""
         return self._failed.read_text()
 
     def until(self, is_so: Callable[[int], bool], what: str, more: Callable[[], object] = lambda: None) -> None:
         """Wait while it runs.
 
         Args:
-            is_so: what is waited for; given the last cut that it told of, 0 before the first.
-            what: the same for people.
-            more: called as it tells how far it is, a second at most after the last time: writes what it shall land next.
+            is_so: the condition; it gets the last cut that the process printed, 0 before the first.
+            what: the condition, for people.
+            more: called when the process prints progress, at most a second after the last call: writes the next records.
         """
         heard = 0
 
@@ -145,13 +145,13 @@ class DriverProcess:
         eventually(look, what, 800)
 
     def is_killed(self) -> None:
-        """Wait until somebody has killed it, and its JVM has ended by that."""
+        """Wait until it has been killed, and its JVM has ended because of that."""
         code = self.process.wait(800)
         assert code == -signal.SIGKILL, f"it ended by itself ({code}): {self.errors[-4000:]}"
         eventually(lambda: not self.javas(), "the JVM of a driver that was killed ends")
 
     def javas(self) -> list[psutil.Process]:
-        """Its JVM."""
+        """Return its JVM, if it runs."""
         javas = [p for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] == "java"]
         return [p for p in javas if any(str(self._work) in part for part in p.info["cmdline"] or ())]
 
@@ -159,17 +159,17 @@ class DriverProcess:
 def follow_until_killed(
     home: Path, folder: Path, *views: str, workers: Sequence[str], at: str, more: Callable[[], object]
 ) -> None:
-    """Run a process that lives through the death of a worker at each of some points, and is then killed at its own.
+    """Run a process that survives the death of a worker at each of some points, and is then killed at its own.
 
-    One process for all of them: what a start of Spark's costs is most of what a kill costs.
+    One process for all of them: most of a kill's cost is Spark's start.
 
     Args:
         home: the home whose log is landed.
-        folder: takes what is known of the kills, and Spark's own files.
+        folder: takes the witnesses of kills, and Spark's own files.
         views: of the lake.
         workers: the points in workers, each with its count.
         at: the driver's point.
-        more: writes something into the log, so that there is always something on the way to a point.
+        more: writes to the log, so that records are always on the way to a point.
     """
     witness = folder / "witness"
     witness.mkdir()
@@ -191,7 +191,7 @@ def follow_until_killed(
 
 
 def rows_in(home: Path, view: str, table: str) -> list[dict[str, Any]]:
-    """A lake table's rows as plain values."""
+    """Return a lake table's rows as plain values."""
     rows: list[dict[str, Any]] = (
         DeltaTable(str(home / "lake" / "shop" / view / table)).to_pyarrow_dataset().to_table().to_pylist()
     )

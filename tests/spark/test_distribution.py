@@ -1,4 +1,4 @@
-"""Workers of a local Spark import the pyspark that is installed, whose byte code Python keeps, and no copy of it."""
+"""Workers of a local Spark import the installed pyspark, whose byte code Python caches, and no copy of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python processes of Spark's raise comes back as text, and is what it was."""
+"""Errors of Spark's Python processes arrive as text, and become the original errors again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of tables whose names differ by case alone: one for each name, on any file system, for good."""
+"""Folders of tables whose names differ only by case: one for each name, on any file system, for good."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_names_that_differ_by_case_alone_have_a_folder_each(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
     def land() -> LakeLayout:
-        # A driver of its own: it knows what the lake tells.
+        # A driver of its own: it knows only what the lake reports.
         config = config_of(home.path, home.stream, spark_options, views=VIEWS)
         outcome = drain(config, home.catalog)
         assert not outcome.set_aside
@@ -60,7 +60,7 @@ def test_names_that_differ_by_case_alone_have_a_folder_each(
     replay = replay_range(layout, cut, "public.user", after=Seq(0), upto=cut.n, into=str(tmp_path / "replay"))
     assert DeltaTable(replay.path).to_pyarrow_table().column("id").to_pylist() == [2]
 
-    # Renamed to a third spelling, and its old name made again: the name keeps its folder, as any name does.
+    # Renamed to a third spelling, and its old name created again: the name keeps its folder, as any name does.
     renamed = home.catalog.put_schema(home.stream, replace(other, name="USER"))
     again = home.table("public.user", id=pa.int64())
     home.commit(insert(renamed, id=4), delete(second, id=2))

@@ -1,4 +1,4 @@
-"""Spark reads a node that follows as it reads the one that leads, and within the same bound of age as everybody."""
+"""Spark reads a following node as it reads the leader, and within the same bound of age as other readers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from millstream.spark.java import find_java
 
 
 def make_java(home: Path, version: str, *, modules: str = "jdk.incubator.vector@1", exit_code: int = 0) -> Path:
-    """A Java that answers the probe as one of that version does, and else prints its arguments, one a line."""
+    """Make a Java that answers the probe with that version, and otherwise prints its arguments, one a line."""
     program = home / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(

@@ -1,4 +1,4 @@
-"""What a sink is told of tables that are set aside: it has to outlive the home's own notes, and never to outlast the log."""
+"""A sink's notes about tables that are set aside: they outlive the home's own notes, and never the log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASIDE = TableId(7)
 
 
 class SinkInMemory:
-    """A sink that keeps its last cut, and who held the log when it was committed."""
+    """A sink that keeps its last cut, and the log's holders when the cut was committed."""
 
     def __init__(self, home: Home) -> None:
         self._home = home

@@ -1,4 +1,4 @@
-"""Retention at its tightest beside a pipeline that is killed between the lake's commit and Spark's own."""
+"""The tightest retention, and a pipeline that is killed between the lake's commit and Spark's own."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ def test_notes_say_where_the_log_is_asked_again_and_go_when_it_no_longer_reaches
 def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_its_replay(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
-    """Killed behind the commit of a batch in the lake, then before the replay of that, then behind the commit of a later one."""
+    """Kill it after a batch's commit in the lake, before that batch's replay, then after a later batch's commit."""
     models = two_tables(home)
     for _ in range(24):
         write(home, models, 1)
     noted = killed_ahead_of_the_notes(home, tmp_path / "first", "pipeline.after_lake_commit")
-    # It comes back, says what it needs, and is killed again before it has replayed the batch.
+    # It comes back, registers what it needs, and is killed again before it has replayed the batch.
     killed(home, tmp_path / "second", "pipeline.before_batch")
     replay_is_kept(home, noted)
 
     again = killed_ahead_of_the_notes(home, tmp_path / "third", "pipeline.before_spark_commit:3")
     assert again > noted, "it went on behind its replay"
-    # It comes back, says what it needs, and gets no further.
+    # It comes back, registers what it needs, and gets no further.
     config = config_of(home.path, home.stream, spark_options, batch_bytes_max=20_000)
     take_up(config, home.log, Ledger(config, home.catalog))
     replay_is_kept(home, again)
@@ -90,7 +90,7 @@ def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_
         model.check(home.path)
     before, _ = log_size(str(home.wal))
     assert retain(home).dropped
-    # All but the last batch, which Spark may ask for again.
+    # Everything except the last batch, which Spark may ask for again.
     after, _ = log_size(str(home.wal))
     assert home.log.first_seq() > again + 1
     assert after <= BATCH_SEGMENTS_MAX < before
@@ -102,7 +102,7 @@ def killed(home: Home, work: Path, point: str) -> None:
 
 
 def killed_ahead_of_the_notes(home: Home, work: Path, point: str) -> Seq:
-    """Where Spark's notes end, when a driver was killed at a point behind the lake's commit; retention has looked since."""
+    """Kill a driver at a point after the lake's commit, run retention; return the end of Spark's notes."""
     killed(home, work, point)
     cut = last_cut(LakeLayout(str(home.path / "lake"), "shop", home.stream))
     noted = goes_on_from(home.path / "data" / "spark" / "lake", home.stream)
@@ -124,7 +124,7 @@ def replay_is_kept(home: Home, noted: Seq) -> None:
 def test_a_lake_that_was_moved_away_finds_the_log_that_it_is_built_from_whatever_had_landed_before(
     home: Home, spark_options: SparkOptions
 ) -> None:
-    """What had landed in the lake before was free to go: it went while the new one was being built from it."""
+    """Records in the old lake didn't hold the log: retention dropped them while the new lake was being built."""
     models = two_tables(home)
     for _ in range(24):
         write(home, models, 1)

@@ -29,7 +29,7 @@ JARS = {
     "delta-spark_4.2_2.13": "27d4fd8b1f879535c573ed1c718177d6a27f24d3e626ba02e216369725721ead",
     "delta-storage": "c46735481fa8e326b0957be02b4420cbcab4b325bb08009b7f2045a95133f1cc",
 }
-# A process of its own: a JVM takes its jars once, and the other tests' has none.
+# A process of its own: a JVM loads its jars once, and the other tests' JVM has none.
 READ = """
 import json, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A pipeline lands the log in Delta tables exactly once: across restarts, other bounds, lost notes, failing tables and kills."""
+"""A pipeline lands the log in Delta exactly once: across restarts, other bounds, lost notes, failures and kills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ITEMS = {"id": pa.int64(), "size": pa.int64(), "note": pa.string()}
 
 
 class Model:
-    """What a table must be, and the changes that make it so."""
+    """A table's expected rows, and the changes that lead to them."""
 
     def __init__(self, schema: TableSchema, seed: int) -> None:
         self.schema = schema
@@ -43,7 +43,7 @@ class Model:
         self._random = random.Random(seed)
 
     def some(self, count: int) -> list[Change]:
-        """So many random changes."""
+        """Return so many random changes."""
         changes = []
         for _ in range(count):
             key = self._random.randrange(200)
@@ -68,7 +68,7 @@ class Model:
         return changes
 
     def check(self, home: Path) -> None:
-        """`current` is the model; history holds every record once."""
+        """Check that `current` equals the model, and that history holds every record once."""
         name = f"{self.schema.namespace}.{self.schema.name}"
         expected = [self.rows[key] for key in sorted(self.rows)]
         assert sorted(rows_in(home, "current", name), key=lambda row: row["id"]) == expected, home
@@ -282,7 +282,7 @@ def test_killed_at_every_point_it_lands_everything_once(
 ) -> None:
     models = two_tables(home)
     write(home, models, 4)
-    # A worker that is killed costs a task, which Spark repeats; a driver that is killed, a process.
+    # A killed worker costs a task, which Spark repeats; a killed driver costs a process.
     follow_until_killed(
         home.path,
         tmp_path,

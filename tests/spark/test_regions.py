@@ -1,4 +1,4 @@
-"""Spark's aggregates merge regions as the pure functions do, to the bit, out of the same logs."""
+"""From the same logs, Spark's aggregates merge regions exactly as the pure functions do, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline that finds a backlog of many small segments: it tells how far it is, and lands every record once, killed or not."""
+"""A pipeline with a backlog of many small segments reports its progress, and lands every record once, killed or not."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_i
     assert outcome.n == home.log.persisted_upto() > target
     for model in models:
         model.check(home.path)
-    # Numbers go on, and what is no backlog is no replay.
+    # Numbers go on, and a run without a backlog reports no replay.
     assert home.commit(*models[0].some(3)) == outcome.n + 3
     after: list[PipelineProgress] = []
     drain(config, home.catalog, after)
@@ -108,7 +108,7 @@ def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_i
 def test_tables_that_are_ahead_of_the_cut_land_nothing_twice(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
-    """Killed when every table's history is committed, and the cut isn't; other bounds, or no notes, when it comes back."""
+    """Killed after every history's commit and before the cut; it returns with other bounds, or without notes."""
     models = backlog_of(home, 24)
     with DriverProcess(
         home.path, tmp_path / "work", "drain", MILLSTREAM_FAILPOINTS="pipeline.before_lake_commit:3"
@@ -164,7 +164,7 @@ def test_a_disk_that_takes_no_appends_stops_neither_replay_nor_retention(
         assert log_size(str(full.wal))[0] < before / 2, "what has landed goes"
     finally:
         full.close()
-    # With room again, appends go on behind all the numbers there were.
+    # With room again, appends go on after all existing numbers.
     roomy = Home(home.path, SMALL)
     try:
         assert roomy.commit(*models[0].some(3)) > end

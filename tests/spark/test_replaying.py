@@ -1,4 +1,4 @@
-"""How far a replay is: counted from a real log, by a clock under control."""
+"""Progress of a replay: counted from a real log, by a clock under control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A column is given any other type, and what the error says is done: Delta's readers open every table that comes of it."""
+"""A column gets any other type, and the error's advice is followed: Delta's readers open every resulting table."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def pairs() -> Iterator[tuple[str, list[str], list[str], bool]]:
     for old, (kind, _) in KINDS.items():
         for follows in (True, False):
             new = [k for k, (other, _) in KINDS.items() if k != old and (widest(kind, other) is not None) is follows]
-            # Narrowed, a column of timestamps doesn't take dates in.
+            # In the reverse direction, a column of timestamps doesn't accept dates.
             fixed = [k for k in new if (old, k) == ("timestamp", "date")]
             new = [k for k in new if k not in fixed] if follows else new
-            # Arrays of local times need their feature by themselves too.
+            # Arrays of local times need their feature also without other columns.
             alone = [k for k in new if k in {"timestamp", "timestamps"}]
             for some in ([k for k in new if k not in alone], *([k] for k in alone), *([k] for k in fixed)):
                 if some:
@@ -154,7 +154,7 @@ def test_a_column_may_get_any_type_and_every_reader_opens_the_table(tmp_path: Pa
             assert "--from source" in refused.value.hint
             for view in VIEWS:
                 make_way(layout, view, after, Seq(first + 1), forget=True)
-        # After a type that PostgreSQL rewrites the table for, it is copied again in either case.
+        # A type for which PostgreSQL rewrites the table has it copied again in either case.
         copy = batch(after, ("t", first + 2, {}), ("r", first + 3, row_of(1, new)), ("c", first + 4, row_of(2, new)))
         land(layout, after, copy, first + 4)
         paths += [layout.table_path(view, after) for view in VIEWS]
@@ -168,7 +168,7 @@ def test_a_column_may_get_any_type_and_every_reader_opens_the_table(tmp_path: Pa
         assert pl.read_delta(path).height == counts[path] > 1, path
     jars = ",".join(str(fetch("io.delta", name, DELTA, sha256=digest)) for name, digest in JARS.items())
     listed = tmp_path / "paths.json"
-    # Spark takes a second a table: those with columns that need a feature, and a few others.
+    # Spark takes a second a table: check those with columns that need a feature, and a few others.
     asked = [path for path in paths if "timestamp" in path]
     asked = [*asked[::5], *[path for path in paths if path not in asked][::11]]
     listed.write_text(json.dumps(asked))

@@ -59,7 +59,8 @@ def test_folds_keep_disk_bytes_within_the_factor_whatever_each_takes(
     now, replaced = 0.0, list[float]()
     for last, took in pairwise(takes):
         now += fold_interval_s(FoldHistory(0.0, last, live, removed))
-        # What was replaced goes before a fold begins, once it is KEEP_S old; the most lies there just before that fold's commit.
+        # Replaced files go before a fold begins, once they are KEEP_S old; disk use peaks just before that
+        # fold's commit.
         replaced = [at for at in replaced if at > now - KEEP_S]
         assert live + removed + removed * len(replaced) <= DISK_FACTOR * live
         now += took

@@ -1,4 +1,4 @@
-"""Secrets of `[spark.conf]` reach Spark, and not the words of its process, which every user of the machine can read."""
+"""Secrets of `[spark.conf]` reach Spark, but not its process's arguments, which every user of the machine can read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from millstream.lake.layout import LakeLayout
 from millstream.spark.session import SparkOptions
 
-# A process of its own: a session of other tests would be taken as it is.
+# A process of its own: an existing session of other tests would be reused as it is.
 START = """
 import json, sys
 from pathlib import Path

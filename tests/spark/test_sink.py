@@ -1,4 +1,4 @@
-"""Spark's rows in a stream: each once, through kills, replays and retries, however they are divided; and as they were, to the last digit."""
+"""Spark's rows in a stream: each once and unchanged to the last digit, through kills, replays and retries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def records(home: Path, table: str) -> list[dict[str, Any]]:
 
 
 def operations(home: Path, table: str) -> int:
-    """How many operations brought the rows: each is one stretch of `read_latest`'s kind, seen by its commit time."""
+    """Count the operations that brought the rows, by their commit times."""
     return len({row["__commit_ts"] for row in records(home, table)})
 
 
@@ -158,7 +158,7 @@ def test_a_token_is_no_part_of_what_is_shown() -> None:
 
 
 def test_what_others_keep_in_a_shared_folder_stays(tmp_path: Path) -> None:
-    """`staging` names a folder that executors share; whatever was older than a day went from it with the first query."""
+    """`staging` is a folder that executors share; the first query deleted files in it older than a day."""
     for name in ("others", "a" * 32, "b" * 32, "c" * 32):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rows.arrow").write_bytes(b"")
@@ -208,7 +208,7 @@ def test_tasks_that_fail_and_are_tried_again_double_nothing(spark: SparkSession,
         except PySparkException:
             assert tries < 10
     assert tries > 1 or list(tmp_path.glob("failed-*"))
-    # … and the whole job once more, divided otherwise.
+    # And the whole job once more, divided differently.
     write(
         spark.range(0, 1000, 1, 3).orderBy("id", ascending=False), path=str(web), table="t", idempotency_id="nightly 7"
     )
@@ -219,7 +219,7 @@ def test_tasks_that_fail_and_are_tried_again_double_nothing(spark: SparkSession,
 
 
 def stream_of(spark: SparkSession, source: Path, checkpoint: Path, parts: int, **options: str) -> None:
-    """Take all that the source has, some files a batch."""
+    """Take everything that the source has, a few files a batch."""
     frame = spark.readStream.schema("id long, name string").option("maxFilesPerTrigger", 2).parquet(str(source))
     query = (
         frame.repartition(parts)
@@ -239,7 +239,7 @@ def source_files(spark: SparkSession, folder: Path, count: int) -> None:
 
 
 def replay_last_batch(checkpoint: Path) -> None:
-    """As Spark left it where it was killed between the sink's commit and its own note of it."""
+    """Leave the checkpoint as a kill between the sink's commit and Spark's own note does."""
     last = max(int(file.name) for file in (checkpoint / "commits").iterdir() if file.name.isdecimal())
     for name in (str(last), f".{last}.crc"):
         (checkpoint / "commits" / name).unlink(missing_ok=True)
@@ -261,7 +261,7 @@ def test_a_batch_that_spark_runs_again_is_there_once(
         replay_last_batch(checkpoint)
         stream_of(spark, source, checkpoint, parts, **options)
         assert records(web, "t") == rows
-    source_files(spark, source, 6)  # a thousand of them anew, and more
+    source_files(spark, source, 6)  # a thousand of them again, and more
     stream_of(spark, source, checkpoint, 2, **options)
     assert Counter(row["id"] for row in records(web, "t")) == Counter([*range(5000), *range(6000)])
 
@@ -373,7 +373,7 @@ def test_a_driver_that_is_killed_brings_each_row_once(
     command = [sys.executable, "-c", DRIVER, *map(str, (tmp_path / "spark", source, checkpoint, web, 3))]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ)
     try:
-        # The process that appends is killed there; then the driver itself, whatever it has made of that.
+        # The appending process is killed there; then the driver itself, whatever it made of that.
         wait_for(lambda: (witnesses / point).exists() or driver.poll() is not None, seconds=600)
         driver.kill()
         output, _ = driver.communicate(timeout=300)

@@ -1,4 +1,4 @@
-"""The data source against the log itself: the same records, between the same bounds, however Spark asks."""
+"""The data source against the log itself: the same records, between the same bounds, however Spark reads."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def items_of(home: Home) -> TableSchema:
 
 
 def in_log(home: Home, schema: TableSchema, after: int = 0, upto: int | None = None) -> list[dict[str, Any]]:
-    """The table's records as the log's own reader gives them."""
+    """Return the table's records as the log's own reader returns them."""
     log = home.log
     pieces = log.read_between(Seq(after), log.persisted_upto() if upto is None else Seq(upto), table=schema.table_id)
     return [row for piece in pieces for row in piece.batch.to_pylist()]
 
 
 def rows_of(frame: DataFrame) -> list[dict[str, Any]]:
-    """As Arrow gives them: maps as pairs, times with their zone."""
+    """Return a frame's rows as Arrow has them: maps as pairs, times with their zone."""
     rows: list[dict[str, Any]] = frame.toArrow().to_pylist()
     return sorted(rows, key=lambda row: row["__seq"])
 
@@ -86,7 +86,7 @@ def test_columns_are_pruned_and_tokens_bound_what_is_read(spark: SparkSession, h
     expected = [{"note": row["note"], "__seq": row["__seq"]} for row in in_log(home, orders, first, second)]
     assert rows_of(frame) == expected
     assert len(expected) == 5
-    # Inside the second of the transactions, and inside the last but one: whole ones alone, whichever table is read.
+    # Inside the second transaction, and inside the last but one: only whole ones, whichever table is read.
     inside = {"starting": first + 4, "ending": second - 4}
     frame = load(
         spark, home, columns="__seq", **{k: str(StreamToken.scalar(home.stream, Seq(n))) for k, n in inside.items()}
@@ -156,7 +156,7 @@ def test_frames_hold_or_name_every_record_once_and_mark_their_bounds(
 def run_query(
     spark: SparkSession, home: Home, checkpoint: Path, seen: list[list[int]], **options: str
 ) -> StreamingQuery:
-    """An AvailableNow query to its end; `seen` gets each batch's numbers."""
+    """Run an AvailableNow query to its end; `seen` gets each batch's numbers."""
 
     def note(batch: DataFrame, _number: int) -> None:
         seen.append(sorted(row["__seq"] for row in batch.select("__seq").collect()))

@@ -1,4 +1,4 @@
-"""Versions in a real pipeline: what the source's rows were, whatever is killed, deleted or switched on late."""
+"""Versions in a real pipeline equal the source's past rows, whatever is killed, deleted or switched on late."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from millstream.spark.session import SparkOptions
 
 VIEWS = ("current", "history", "scd2")
 START = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=1_700_000_000_000_000)
-"""Of the times in a hand-made log."""
+"""Origin of the times in a hand-made log."""
 
 
 @dataclass
 class Story:
-    """A table that is changed at random, and the versions that a look after each transaction tells."""
+    """A table that is changed at random, and its versions as seen after each transaction."""
 
     home: Home
     schema: TableSchema
@@ -96,7 +96,7 @@ def test_versions_are_kept_beside_the_rows_and_named_by_the_cut(
     assert drain(config, home.catalog).set_aside == {}
     story.check()
     story.go_on(30)
-    # Delta's checkpoints are a convenience of its log's readers: without them the commits are read.
+    # Delta's checkpoints only speed up readers of its log: without them the commits are read.
     for checkpoint in Path(config.layout.root, "scd2").rglob("_delta_log/*checkpoint*"):
         checkpoint.unlink()
     outcome = drain(config, home.catalog)
@@ -151,7 +151,7 @@ def test_a_running_pipeline_builds_anew_what_is_asked_for_beside_its_batches(
     folders = {view: home.path / "lake" / "shop" / view / "public.items" for view in ("current", "scd2")}
     drain(config, home.catalog)
     with RunningPipeline(config, home.catalog) as pipeline:
-        # Somebody writes into one of them, and all files of the other are deleted.
+        # A foreign program writes to one of them, and all files of the other are deleted.
         write_deltalake(
             folders["current"], DeltaTable(folders["current"]).to_pyarrow_table().slice(0, 1), mode="append"
         )
@@ -187,7 +187,7 @@ def test_a_history_that_was_deleted_begins_anew_behind_the_batches_that_have_lan
     with RunningPipeline(config, home.catalog) as pipeline:
         eventually(lambda: rebuilds.outcome(story.schema.table_id) is not None, "the request is settled", 240)
         story.go_on(3)
-        # What capture writes once it takes the request up, were it to run here.
+        # Records that capture would write once it takes up the request.
         copied = [Change(story.schema, Op.TRUNCATE), *(insert(story.schema, **row) for row in story.rows.values())]
         home.commit(*copied)
         home.catalog.set_state(story.schema.table_id, TableState.STREAMING)

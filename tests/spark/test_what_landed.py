@@ -1,8 +1,9 @@
-"""Retention beside a pipeline that fails, is killed and comes back: the log keeps what the lake lacks, and nothing else.
+"""Retention during a pipeline that fails, is killed and returns: the log keeps what the lake lacks, and nothing else.
 
-The log, the catalog, the ledger, the cuts and retention are the real ones, and so is the order in which a batch lands, is set aside and
-catches up. Spark's part is played: it plans batches and notes those that are done, in its own files; what it would append to a
-table's history is remembered here, number by number, as the oracle.
+The log, the catalog, the ledger, the cuts and retention are the real ones, and so is the order in which a batch
+lands, is set aside and catches up. Spark is simulated: it plans batches and notes finished ones in its own
+files. The records that it would append to a table's history are remembered here, number by number, as the
+oracle.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ NOWHERE = TableError("lake_table_foreign", "somebody else wrote into it", "Mend 
 
 
 OPERATION = st.lists(st.tuples(st.sampled_from(IDS), st.integers(1, 3)), min_size=1, max_size=2)
-"""By table, how many records."""
+"""Tables with their number of records."""
 WRITES = st.sampled_from([None, None, 0, 1, 2, 3, 4])
-"""How many writes to the catalog a process lives to do."""
+"""Number of catalog writes that a process survives."""
 
 
 class Killed(BaseException):
@@ -62,7 +63,7 @@ class MortalCatalog(Catalog):
     writes_left: int | None = None
 
     def come(self) -> None:
-        """To a write: perhaps no further."""
+        """Come to a write, and die there if none is left."""
         if self.writes_left is not None:
             self.writes_left -= 1
             if self.writes_left < 0:
@@ -91,7 +92,7 @@ class MortalCatalog(Catalog):
 
 @dataclass(frozen=True)
 class Stretch:
-    """What stands for a DataFrame of frames."""
+    """Stands for a DataFrame of frames."""
 
     after: Seq
     upto: Seq
@@ -99,7 +100,7 @@ class Stretch:
 
 
 class Reads:
-    """What stands for `spark.read`."""
+    """Stands for `spark.read`."""
 
     def format(self, _name: str) -> Self:
         return self
@@ -126,7 +127,7 @@ class Histories:
 
 
 class Lander(BatchLander):
-    """Lands stretches of the log in histories that are remembered."""
+    """A lander of log ranges into remembered histories."""
 
     histories: Histories
     numbers: Callable[[Seq, Seq], dict[int, list[int]]]
@@ -150,7 +151,7 @@ class Lander(BatchLander):
 
 
 class LifeOfAPipeline(RuleBasedStateMachine):
-    """Batches, failing tables, kills before any write of the catalog's, lost notes, a lake that is set back: and retention at its tightest."""
+    """Batches, failing tables, kills before catalog writes, lost notes, a restored lake, the tightest retention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     # --- the process -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """What a driver does before its first batch."""
+        """Do a driver's work before its first batch."""
         self.log = StreamReader(str(self.config.wal_folder))
         self.ledger = Ledger(self.config, self.catalog)
         take_up(self.config, self.log, self.ledger)
@@ -203,7 +204,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.lander.retry_held(SPARK)
 
     def mortal(self, work: Callable[[], None], writes: int | None) -> None:
-        """Do it, or die before one of the catalog's writes and come back; meanwhile the owner, another process, retains."""
+        """Do the work, or die before a catalog write and come back; in between, the owner's retention runs."""
         self.catalog.writes_left = writes
         try:
             work()
@@ -215,7 +216,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             self.catalog.writes_left = None
 
     def numbers(self, after: Seq, upto: Seq) -> dict[int, list[int]]:
-        """By table, what the log has between two positions: read, so that it must be there."""
+        """Return the log's numbers between two positions, by table. They are read, so they must be there."""
         found: dict[int, list[int]] = {}
         for piece in StreamReader(str(self.config.wal_folder)).read_between(after, upto):
             found.setdefault(int(piece.schema.table_id), []).extend(piece.batch.column("__seq").to_pylist())
@@ -232,7 +233,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         (self.config.checkpoint_dir / kind / str(self.batches)).write_text(text)
 
     def plan(self) -> Stretch:
-        """The batch that was planned and isn't done, else a new one."""
+        """Return the planned batch if it isn't done, else a new one."""
         if self.planned is None:
             done = self.config.checkpoint_dir / "commits"
             cut = self.ledger.cut
@@ -260,12 +261,12 @@ class LifeOfAPipeline(RuleBasedStateMachine):
 
     @rule(writes=WRITES)
     def land(self, writes: int | None) -> None:
-        """A batch, often an empty one; perhaps done again after a kill, when the lake has it."""
+        """Land a batch, often an empty one; after a kill perhaps again, when the lake has it already."""
         batch = self.plan()
 
         def work() -> None:
             self.lander._land(cast("Any", batch))
-            self.catalog.come()  # between the last write of ours and Spark's
+            self.catalog.come()  # between the pipeline's last write and Spark's
             self.note("commits", "v1\n{}")
             self.planned = None
 
@@ -284,7 +285,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.held)
     @rule(mended=st.booleans(), writes=WRITES)
     def retry(self, mended: bool, writes: int | None) -> None:
-        """A while later: the others have got on."""
+        """Retry tables after the others have got ahead."""
         self.append([[(table, 1)] for table in IDS])
         self.land_all()
         if mended:
@@ -302,7 +303,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     @precondition(lambda self: not self.ledger.held)
     @rule(operations=st.lists(OPERATION, min_size=1, max_size=4), writes=WRITES)
     def set_the_lake_back(self, operations: list[list[tuple[int, int]]], writes: int | None) -> None:
-        """A copy from before some batches is put in its place, while nothing runs."""
+        """While nothing runs, replace the lake by a copy from before some batches."""
         lake, copy = self.home / "lake", self.home / "copy"
         if lake.is_dir():
             shutil.copytree(lake, copy)
@@ -316,7 +317,8 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             copy.rename(lake)
         kept.failing = self.histories.failing
         self.histories, self.planned = kept, None
-        # Before its first write nobody but the lake knows: what retention drops until then is gone.
+        # Before the process's first write only the lake knows its position: retention may drop records until
+        # then.
         self.mortal(self.start, None if writes is None else writes + 1)
         self.retain()
         self.land(writes)
@@ -328,7 +330,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
 
     @rule()
     def retain(self) -> None:
-        """Whatever nobody needs goes; what is left begins with something that somebody needs."""
+        """Drop segments that no holder needs; the oldest segment left must be needed."""
         sweep(self.catalog, "shop", self.stream, self.config.wal_folder, TIGHTEST)
         needed = [self.asked_from()] + [table.after for table in self.ledger.held.values()]
         oldest = oldest_sealed(str(self.config.wal_folder))
@@ -337,7 +339,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     # --- what must hold ----------------------------------------------------------------------------------------------
 
     def asked_from(self) -> Seq:
-        """Behind which number Spark may ask for the log: the last batch's start, since it may do that again."""
+        """Return the number after which Spark may read the log: the last batch's start, since it may repeat it."""
         position = {p.name: p for p in self.catalog.pipelines(self.stream)}["lake"]
         assert position.needed_from is not None
         return Seq(position.needed_from - 1)
@@ -366,7 +368,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.start()
         self.land_all()
         assert {table: sorted(rows) for table, rows in self.histories.rows.items()} == self.appended
-        # Behind two batches more, of one segment each, nothing else is needed.
+        # After two more batches, of one segment each, nothing else is needed.
         for _ in range(2):
             self.append([[(1, 1)]])
             self.land(None)

@@ -1,4 +1,4 @@
-"""One conformance suite for the file seam, over the real files and those in memory; and what a crash leaves."""
+"""One conformance suite for the file interface, over real files and those in memory; and the state after a crash."""
 
 from __future__ import annotations
 

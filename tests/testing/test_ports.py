@@ -1,4 +1,4 @@
-"""Ports that are named before anybody listens there."""
+"""Ports that are chosen before a server listens on them."""
 
 from __future__ import annotations
 

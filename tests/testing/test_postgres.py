@@ -47,7 +47,7 @@ def gone(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def starter() -> Iterator[Starter]:
-    """A process that started a server: itself, the postmaster, the server's folder."""
+    """Start a server from a process of its own: yield that process, the postmaster, and the server's folder."""
     process = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:

@@ -1,6 +1,7 @@
-"""A process that reads a log again and again after its own newest tokens, as processes that come and go do: each look opens the log anew.
+"""A process that reads a log again and again after its own newest tokens, and opens the log for each read.
 
-`main`, with the words FOLDER and SECONDS, prints how often it looked, how many rows it read, and ends with a traceback where a token went back.
+That is the pattern of short-lived processes. `main`, with the words FOLDER and SECONDS, prints its number of
+reads and of rows; it ends with a traceback if a token went back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from millstream.wal.reader import StreamReader
 
 
 def look(reader: StreamReader, before: StreamToken, seen: set[int]) -> StreamToken:
-    """Read what is new behind a token, as a linear and as a vector reader; returns the newest token."""
+    """Read new records after a token, as a linear and as a vector reader; return the newest token."""
     token = reader.vector_token()
     assert before <= token, f"a token went back from {before} to {token}"
     assert before.minimum <= reader.cut(before.minimum)

@@ -1,4 +1,4 @@
-"""Batches of requests: each is an operation of its own, told by itself where it is, and one that is refused leaves the others alone."""
+"""Batches of requests: each is an operation with an outcome of its own, and a refused one doesn't affect the others."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Append]]:
-    """Ways to append to a home that has what others have left."""
+    """Ways to append to a home that has leftovers of other tests."""
     with every_way(make_home(tmp_path_factory.mktemp("shared") / "web", WEB)) as ways:
         yield ways
 
 
 @contextmanager
 def every_way(home: Path) -> Iterator[dict[str, Append]]:
-    """Appending in this process, through its socket, and both by tasks."""
+    """Appenders in this process, through its socket, and both by tasks."""
     appender = home_appender(Home(home))
     try:
         appender.append("web", "warm", [{"x": 1}], deadline_s=5)

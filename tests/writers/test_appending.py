@@ -1,4 +1,4 @@
-"""What applications append: durable when it is told, once, in order, by whichever process writes the home."""
+"""Applications' appends: durable when acknowledged, once, in order, whichever process writes the home."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rows_of(home: Path, table: str = "clicks", stream: str = "web") -> list[dict
 
 @contextmanager
 def process(home: Path, *words: str, **environ: str) -> Iterator[Command]:
-    """A command that runs until the block ends; killed then, if it does not end by itself."""
+    """Run a command until the block ends; then terminate it, and kill it if it doesn't end."""
     started = Command(
         ["--home", str(home), *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "HOME": "/nonexistent", **environ},
@@ -184,7 +184,7 @@ def appenders(home: Path, *names: str, count: int, **environ: str) -> list[Comma
 
 
 def judge(home: Path, told: dict[str, list[list[str]]]) -> None:
-    """Each acknowledged operation is there once, whole, under the numbers that were told, in the order of each caller."""
+    """Check that acknowledged operations are there once, complete, with their numbers, in each caller's order."""
     rows = rows_of(home)
     assert [row["__seq"] for row in rows] == sorted({row["__seq"] for row in rows})
     found = Counter((row["who"], row["number"]) for row in rows if row["number"] > 0)
@@ -267,7 +267,7 @@ def test_what_was_acknowledged_is_there_when_who_writes_is_killed(home: Path, nu
             if not others:
                 others = appenders(
                     home, *told, count=1_000_000
-                )  # until it's enough, however long an owner takes to begin
+                )  # until it's enough, however long an owner takes to start
                 threads = [threading.Thread(target=listen, args=pair) for pair in zip(told, others, strict=True)]
                 for thread in threads:
                     thread.start()
@@ -356,13 +356,13 @@ def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
         mute.settimeout(0.5)
         with suppress(TimeoutError):
             for _ in range(1000):
-                mute.sendall(struct.pack("<II", len(head), 0) + head)  # each answer is as long, and nobody reads it
+                mute.sendall(struct.pack("<II", len(head), 0) + head)  # each answer is as long, and stays unread
         b = appenders(home, "b", count=20)[0]
         b.communicate(timeout=180)
         assert b.returncode == 0
         other = pa.table({"who": ["large"], "number": [1], "bytes": [b"x" * 200_000]})
         client = AppendClient(Path(path))
-        client.append("web", "clicks", other, deadline_s=10)  # once those who send by halves are given up
+        client.append("web", "clicks", other, deadline_s=10)  # once the senders of halves are given up
         client.close()
     assert not writes(home, os.getpid())
 
@@ -403,7 +403,7 @@ print("begun", flush=True)
 
 
 def test_an_application_whose_main_thread_has_ended_goes_on_writing_for_others(home: Path) -> None:
-    """And one that just ends answers those who wait for it: nobody is told that an outcome is unknown."""
+    """A process that just ends also answers its waiting callers: no caller gets an unknown outcome."""
     writer = subprocess.Popen(
         [sys.executable, "-c", MAIN_ENDS, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -440,7 +440,7 @@ def test_an_interrupt_in_the_first_append_leaves_nothing_behind(home: Path, afte
         timer.start()
         opened.append("web", "clicks", {"number": 1})
         timer.join()
-        time.sleep(0.2)  # it comes in here, where the append was quicker
+        time.sleep(0.2)  # it arrives here if the append was quicker
     opened.close()
     assert not writes(home, os.getpid())
     with millstream.open(home) as again:
@@ -601,7 +601,7 @@ def test_a_process_with_a_name_of_its_own_writes_beside_the_others(tmp_path: Pat
 def test_an_ack_can_be_read_at_once_beside_a_writer_that_stands_still(
     tmp_path: Path, postgres: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nobody's turn ever comes, and the other writer hears nothing: it stays where it was when it joined.
+    # The periodic advance is switched off and the other writer gets no announcement: it stays where it joined.
     monkeypatch.setattr(shared_writer, "FOLLOW_EVERY_S", 3600.0)
     home = make_home(
         tmp_path / "web",

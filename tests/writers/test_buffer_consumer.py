@@ -1,4 +1,4 @@
-"""A stream takes a buffer's operations into its log: each once, in their order, whatever comes in between."""
+"""A stream takes a buffer's operations into its log: each once, in order, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NAME = "orders"
 
 
 class Home:
-    """A stream that reads, and the buffer that it reads from."""
+    """A stream that reads a buffer, and that buffer."""
 
     def __init__(self, folder: Path) -> None:
         self.server = MemoryServer()
@@ -80,7 +80,7 @@ class Home:
             yield BufferTaking(self.buffer, NAME, self.catalog, self.stream, log, taker), threading.Event()
 
     def take(self) -> BufferTaking:
-        """Until it has all that there is."""
+        """Take operations until none are left."""
         with self.taking() as (taking, stop):
             taking.run(stop, until_caught_up=True, tell=lambda: None)
         return taking
@@ -160,7 +160,7 @@ def test_it_goes_on_while_others_write_and_stops_when_told(home: Home) -> None:
 
 
 def test_a_table_that_cannot_take_its_rows_is_held_and_gets_what_it_lacked_once(home: Home) -> None:
-    """Others go on, restarts change nothing, and what is taken later is exactly what was left out, of each partition."""
+    """Other tables go on, restarts change nothing, and a retry takes exactly the omitted rows of each partition."""
 
     def both(number: int) -> WriteOps:
         """One operation on two tables, one of them on two partitions by turns."""
@@ -173,7 +173,7 @@ def test_a_table_that_cannot_take_its_rows_is_held_and_gets_what_it_lacked_once(
     for number in range(6):
         if number == 2:
             home.take()
-            home.keys["visits"] = ("text",)  # as if somebody had changed the configuration
+            home.keys["visits"] = ("text",)  # as if a user had changed the configuration
         home.buffer.append(NORTH, both(number))
     held = home.take().progress.held
     assert set(held) == {"public.visits"}
@@ -231,7 +231,10 @@ def test_a_write_that_was_sent_again_is_taken_once_also_by_a_reader_that_starts_
 def test_what_counts_as_sent_again_is_a_matter_of_the_buffer_alone(
     home: Home, monkeypatch: pytest.MonkeyPatch, stops_at: int
 ) -> None:
-    """Sent three times, the third within reach of the second alone: a reader that had seen the first took it, one that began behind it didn't."""
+    """A write was sent three times, the third within reach of the second alone.
+
+    A reader that had seen the first took the third, and a reader that began after the first didn't.
+    """
     monkeypatch.setattr(taking_module, "AGAIN_WITHIN", 6)
     for number in range(14):
         if number and number == stops_at:
@@ -309,7 +312,7 @@ def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs
 
 
 def dropping(*tables: str, others_stay: bool = True) -> ShardConfig:
-    """Rules that drop tables' rows, and take those of others or leave them without a place."""
+    """Rules that drop tables' rows, and rules that take other tables' rows or leave them without a route."""
     rules = [SpecificTarget(Matcher.parse(rf"public\.{table}"), Target.parse("devnull")) for table in tables]
     if others_stay:
         rules.append(SpecificTarget(Matcher.parse(".*"), Target(FIRST_SHARD)))
@@ -332,7 +335,10 @@ def what_is_no_operation(home: Home) -> None:
 
 @pytest.mark.parametrize("nothing_new", [lines_of_noise, writes_again, what_is_no_operation])
 def test_what_puts_no_row_into_the_log_is_passed_durably(home: Home, nothing_new: Callable[[Home], None]) -> None:
-    """The log says how far it is with rows alone: once such items were dropped by the buffer, it seemed to have lost what was never taken."""
+    """The log recorded its progress only with rows.
+
+    Once the buffer dropped such items, the log seemed to have lost operations that it had never taken.
+    """
     home.put(NORTH, "first", said={"idempotency_key": "k"})
     home.take()
     for end in (6, 11):
@@ -373,7 +379,7 @@ def test_what_is_passed_while_it_runs_is_noted_before_it_ends(home: Home, monkey
 
 
 def test_what_was_passed_counts_for_no_log_that_has_less(home: Home, tmp_path: Path) -> None:
-    """A log that was brought back as it had been has what came later to take again, also where that lies below what was passed."""
+    """A restored log has to take later operations again, also those below the progress that was passed."""
     home.rules = dropping("noise")
     home.put(NORTH, "one")
     home.take()
@@ -407,7 +413,7 @@ def test_a_held_table_is_taken_later_where_nothing_else_was_put_into_the_log_mea
 def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tables retry` knew nothing of it: only a new start took what it lacked."""
+    """`tables retry` did nothing for it: only a restart took the missing operations."""
     monkeypatch.setattr(taking_module, "_LOOK_S", 0.05)
     home.keys["visits"] = ("id",)
     home.put(NORTH, "v0", name="visits")
@@ -425,7 +431,7 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
         try:
             for number in (1, 2):
                 home.keys["visits"] = ("text",)
-                taking._taker._schemas.clear()  # as if it had begun with that configuration
+                taking._taker._schemas.clear()  # as if it had started with that configuration
                 home.put(NORTH, f"v{number}", name="visits")
                 home.put(NORTH, f"c{number}")
                 wait_for(lambda: set(taking.progress.held) == {"public.visits"})
@@ -445,7 +451,7 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
 
 
 def test_rows_that_no_rule_takes_hold_their_table_and_make_none(home: Home) -> None:
-    """The table was made first; and what had no place stopped the tables that had one."""
+    """The table was created first; and rows without a route stopped the tables that had one."""
     home.rules = dropping("noise", others_stay=False)
     home.put(NORTH, "one", name="noise")
     home.put(NORTH, "c0")

@@ -1,4 +1,4 @@
-"""What applications append goes into a buffer: each request an item with its own answer, by threads and by tasks."""
+"""Applications' appends into a buffer: each request is an item with its own answer, by threads and by tasks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def appender(tmp_path: Path, server: MemoryServer) -> Iterator[AppenderToBuffer]
         )
 
         def place(schema: object, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
-            """Rows of even ids lie north."""
+            """Route rows of even ids to the northern shard."""
             even = pa.compute.equal(pa.compute.bit_wise_and(rows.column("id"), 1), 0)
             parts = ((NORTH, rows.filter(even)), (SOUTH, rows.filter(pa.compute.invert(even))))
             return tuple(TableRows(schema, part, shard) for shard, part in parts if part.num_rows)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_call
 
 
 def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: AppenderToBuffer) -> None:
-    """The log, which has nothing of it, said that it begins at 1: who takes the buffer left an application's second life out."""
+    """The log lacks the session and reported number 1: buffer readers then skipped writes after a restart."""
     assert isinstance(append_of("s", 1, appender), Appended)
     with pytest.raises(SessionsNotKnown) as caught:
         appender.session("s")
@@ -135,7 +135,7 @@ def append_of(session: str, number: int, appender: AppenderToBuffer) -> Appended
 
 @pytest.mark.parametrize("append", [by_thread, by_task])
 def test_a_buffer_that_was_closed_is_told_as_a_log_that_was(appender: AppenderToBuffer, append: Append) -> None:
-    """Each request heard of it by itself: so who had kept the appender never asked for the one that had taken its place."""
+    """Each request got its own error, so callers kept the old appender and never looked for its successor."""
     assert isinstance(append(appender, batch([0], [1]))[0], Appended)
     appender._buffer.close()
     with pytest.raises(WriterClosed):

@@ -1,4 +1,4 @@
-"""A writer that joins a stream again and again on a real PostgreSQL, while others append and read after their own tokens."""
+"""A writer joins a stream again and again on a real PostgreSQL, while others append and read after their tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOINS = 15
 
 
 class Joined:
-    """A stream's catalog and folder, and what its writers were acknowledged."""
+    """A stream's catalog and folder, and its writers' acknowledged operations."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A table that gets another key: its lake holds the source's rows, folded at once, built anew, and as versions."""
+"""A table that gets another key: its lake holds the source's rows, folded at once, rebuilt, and as versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAKE = (
 UNDER_THE_OLD_KEY = (
     "DELETE FROM items WHERE id = 3",
     "UPDATE items SET id = 900 WHERE id = 4",
-    # Large values aren't sent: by the new key nobody knows the rows that had them.
+    # Large values aren't sent: no reader can tell by the new key which rows had them.
     "UPDATE items SET code = 905 WHERE id = 5",
     "UPDATE items SET code = 906 WHERE id = 6; DELETE FROM items WHERE id = 6",
 )

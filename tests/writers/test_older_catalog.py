@@ -1,4 +1,4 @@
-"""A catalog that is gone, or older than its log, gives no number a second time: every table's rows stay under its own name."""
+"""A missing catalog, or one older than its log, assigns no number twice: every table's rows stay under its own name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLES = {"orders": ["first", "again"], "clicks": ["here"], "visits": ["now"], "
 
 
 class Backups:
-    """A home's catalog, saved and put back; by `back(saved=False)` there is none afterwards."""
+    """A home's catalog, saved and restored; after `back(saved=False)` there is none."""
 
     def __init__(self, home: Path, save: Callable[[], None], back: Callable[[bool], None]) -> None:
         self.home, self.save, self.back = home, save, back
@@ -129,7 +129,7 @@ def test_versions_numbers_epochs_and_keys_are_given_once(backups: Backups, is_sa
 
 @pytest.mark.parametrize(("clashes", "name"), [("number", "other"), ("name", "clicks")])
 def test_a_catalog_that_has_given_a_number_again_is_refused(backups: Backups, clashes: str, name: str) -> None:
-    """It did so by itself once: the log has table 2 as clicks, the catalog as another; or clicks as another number."""
+    """A catalog once did so: table 2 is clicks in the log and another in the catalog; or clicks has two numbers."""
     home = backups.home
     append(home, "orders", "first")
     backups.save()

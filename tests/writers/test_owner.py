@@ -1,4 +1,4 @@
-"""The owner against sources that can't be had: each error its own, the other streams going on."""
+"""The owner with sources that can't be reached: an error for each, while the other streams go on."""
 
 from __future__ import annotations
 

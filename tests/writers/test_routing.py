@@ -1,4 +1,4 @@
-"""Rows spread over shards and partitions: each key on one shard, in order, also while the number of shards changes under load."""
+"""Rows spread over shards and partitions: each key on one shard, in order, also while shards change under load."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def click(key: int, n: int, kind: str = "man") -> dict[str, Any]:
 
 
 def shards_by_offset(home: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Every row of clicks with its shard, shard by shard."""
+    """Return every row of clicks with its shard, shard by shard."""
     reader = StreamReader(str(Home(home).wal_folder("web")))
     table = next(table for table, schema in reader.schemas().items() if schema.name == "clicks")
     found = []
@@ -93,7 +93,7 @@ def in_read_order(home: Path) -> list[dict[str, Any]]:
 
 
 def assert_order(rows: list[dict[str, Any]]) -> None:
-    """Each key's rows stand in the order in which they were appended, where they stand and by their numbers."""
+    """Check that each key's rows are in append order, by position and by number."""
     last: dict[int, tuple[int, int]] = {}
     for row in rows:
         before = last.get(row["id"], (-1, -1))
@@ -175,7 +175,7 @@ def test_rows_that_nothing_takes_are_refused_and_the_others_stay(home: Path) -> 
 
 
 def test_rows_that_have_nowhere_to_go_make_no_table_and_no_column(home: Path) -> None:
-    """A time as text, for a table that is partitioned by moments: its column would be text for good, and the table of no use."""
+    """In a table partitioned by time, a first time sent as text would make the column text for good."""
     with millstream.open(home) as opened:
         for _ in range(2):
             with pytest.raises(InvalidRoute, match="is string") as caught:
@@ -198,7 +198,7 @@ def test_the_ring_stays_as_it_is_recorded_when_the_configuration_names_more_shar
         opened.append("web", "clicks", [click(key, 1) for key in range(40)])
     assert {expected_shard(row["id"], 4) for _, row in shards_by_offset(home)} == {0, 1, 2, 3}
     assert all(shard == expected_shard(row["id"], 4) for shard, row in shards_by_offset(home))
-    # What else is configured of the ring is taken over at a cut of its own.
+    # Other settings of the ring take effect at a cut of their own.
     (home / "millstream.toml").write_text(
         WEB.format(shards=7).replace("hash_ring = {}", "hash_ring = { virtual_nodes = 16 }")
     )
@@ -211,7 +211,7 @@ def test_the_ring_stays_as_it_is_recorded_when_the_configuration_names_more_shar
 
 
 class Load:
-    """Threads that append, each rows of its own keys, one request behind the other."""
+    """Threads that append, each rows of its own keys, one request after the other."""
 
     def __init__(self, home: Path, threads: int = 4) -> None:
         self.stop = threading.Event()
@@ -252,7 +252,7 @@ class Load:
 
 
 def assert_lies_as_recorded(home: Path) -> None:
-    """Each row lies where the ring that was in force at its number puts it."""
+    """Check that each row lies on the shard that the ring in force at its number assigns."""
     with Home(home).open_catalog() as catalog:
         eras = RingEras(catalog, catalog.stream("web").id).all()
     for shard, row in shards_by_offset(home):
@@ -272,7 +272,8 @@ def test_each_keys_order_is_kept_over_two_changes_of_the_shards_under_load(home:
                 told = changer.reshard("web", shards)
                 assert (told["changed"], told["shards"]) == (True, shards)
                 load.more()
-                # One that reads on from where it was sees the same over the cut, though shards have come meanwhile.
+                # A reader that resumes from its position sees the same across the cut, although shards have
+                # been added since.
                 upto = looking.token("web")
                 piece = looking.read("web", table="clicks", after=reached, upto=upto)
                 seen += [row for batch in piece for row in batch.to_pylist()]
@@ -329,7 +330,7 @@ def test_a_crash_amid_a_change_leaves_one_ring_in_force_and_every_row_where_it_s
     with millstream.open(home) as opened:
         for n in range(100_000, 100_100):
             opened.append("web", "clicks", [click(n % 20, n)])
-        # Asked again it is done, or was.
+        # A second call succeeds, whether it completes the change or finds it complete.
         assert opened._home_appender().reshard("web", 6)["shards"] == 6
         opened.append("web", "clicks", [click(n % 20, n) for n in range(100_100, 100_200)])
     rows = in_read_order(home)
@@ -343,7 +344,7 @@ def test_a_crash_amid_a_change_leaves_one_ring_in_force_and_every_row_where_it_s
 
 
 def test_what_sinks_take_is_counted_where_an_application_writes(home: Path) -> None:
-    """Without `run` nobody was asked for it: a server alone dropped rows, and its metrics had none of them."""
+    """Without `run`, no process was asked for the counts: a server alone dropped rows that its metrics didn't have."""
     with serving(home) as url, httpx.Client(base_url=url, timeout=60) as client:
         for row in ({"x": 1}, {"x": 2}):
             assert client.post("/v1/streams/web/tables/bots", json=row).status_code == 200
@@ -570,7 +571,10 @@ def test_rows_go_to_sinks_beside_the_log_and_what_failed_is_told(tmp_path: Path)
 
 
 def test_a_write_that_is_sent_again_reaches_sinks_once_where_that_can_be_known(tmp_path: Path) -> None:
-    """Sinks got it anew at each try. Another stream knows it for ever; a buffer's readers do, and in one process the sender."""
+    """Sinks got it again at each try.
+
+    A stream remembers it for ever; a buffer's readers do, and the sender's process.
+    """
     other = make_home(tmp_path / "other", "[streams.mirror]\n")
     home = make_home(tmp_path / "web", SINKS.replace("IGNORED", ""))
     rows = [{"id": n, "n": n} for n in range(3)]
@@ -597,7 +601,7 @@ def test_a_write_that_is_sent_again_reaches_sinks_once_where_that_can_be_known(t
 def test_numbers_of_writes_that_go_beside_the_log_are_known_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had never heard of them, and refused those that came too far above; and a stream with sinks couldn't be asked for a session."""
+    """The log didn't know them, and refused numbers too far above; a stream with sinks couldn't return a session."""
     monkeypatch.setattr(sessions, "AHEAD_MAX", 2)
     make_home(tmp_path / "other", "[streams.mirror]\n")
     home = make_home(tmp_path / "web", SINKS.replace("IGNORED", ""))
@@ -611,7 +615,7 @@ def test_numbers_of_writes_that_go_beside_the_log_are_known_to_it(
 
 
 def test_requests_of_a_batch_are_refused_one_by_one(home: Path) -> None:
-    """What has no place refuses its own request alone, and numbers and offsets are those of the rows that are in the log."""
+    """A row without a route fails only its own request; numbers and offsets count only the rows in the log."""
     bad = 'routing = { rules = [{ where = "kind = \'bot\'", to = "devnull" }, { where = "kind = \'man\'", to = "shard:1" }] }\nlog = { shards = 2 }\n'
     (home / "millstream.toml").write_text(f"[streams.web]\n{bad}")
     kinds = ["man", "bot", "man", "cat", "man", "bot"]

@@ -1,4 +1,4 @@
-"""Sessions of an application: numbered by themselves, sent again by themselves, and gone on with after a restart."""
+"""An application's sessions: they number and resend writes on their own, and resume after a restart."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_a_write_that_is_sent_again_is_told_what_it_got_the_first_time(home: Pat
                     opened.append("web", "users", [{"id": 1}, {"id": 3}], **how)  # type: ignore[arg-type]
                 with pytest.raises(IdempotencyKeyReused):
                     opened.append("web", "guests", [{"id": 1}, {"id": 2, "name": "x"}], **how)  # type: ignore[arg-type]
-            # Columns that came since, and others' rows, change nothing about it.
+            # Columns added since, and others' rows, change nothing about it.
             opened.append("web", "users", {"id": 9, "other": 1.5})
     assert Counter(ids_of(home)) == {1: 2, 2: 2, 9: 3}
 
 
 def test_the_same_rows_for_another_table_are_another_write(home: Path) -> None:
-    """They were answered with the first table's positions, and weren't in theirs."""
+    """They were answered with the first table's positions, at which they weren't stored."""
     with millstream.open(home) as opened:
         session = opened.session("web", "s")
         for told in ({"idempotency_key": "k"}, {"session": "s", "number": 1}):
@@ -132,7 +132,7 @@ def test_a_hole_that_a_lost_write_left_is_filled_before_it_stops_the_session(hom
     with millstream.open(home) as opened:
         session = opened.session("web", "app", next_number=1)
         with pytest.raises(KeyboardInterrupt), session._numbers.one(None):
-            raise KeyboardInterrupt  # in the midst of a write that never went
+            raise KeyboardInterrupt  # in the middle of a write that was never sent
         for i in range(AHEAD_MAX - 1):
             session.append("users", {"id": i})
         with pytest.raises(SessionGap):
@@ -156,7 +156,7 @@ def test_sessions_are_forgotten_as_configured(home: Path) -> None:
 
 
 class Unreliable:
-    """A home whose appends fail, in turn, as told."""
+    """A home whose appends fail, in turn, as prepared."""
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
@@ -185,7 +185,7 @@ def test_what_may_be_sent_again_is_under_its_own_number(monkeypatch: pytest.Monk
         assert home.asked == [1, 1, 1, 1]
         assert session.next_number == 2
     with session_of(AppendOutcomeUnknown("?"), InvalidValue("no")) as (session, home):
-        with pytest.raises(AppendOutcomeUnknown) as unknown:  # it may be there of the first try
+        with pytest.raises(AppendOutcomeUnknown) as unknown:  # it may be there from the first try
             session.append("t", {"x": 1}, deadline_s=20)
         assert unknown.value.details["number"] == 1
         assert session.next_number == 2
@@ -215,7 +215,7 @@ def test_what_may_be_sent_again_is_under_its_own_number(monkeypatch: pytest.Monk
     ids=lambda error: type(error).__name__,
 )
 def test_the_number_of_a_write_that_may_be_there_is_no_other_writes(error: BaseException) -> None:
-    """The next write had it: with other rows it was refused, with the same ones taken for the first one sent again."""
+    """The next write got it: other rows were refused, and equal rows were taken for a repeat of the first."""
     numbers = Numbers("s", 1)
     with pytest.raises(type(error)), numbers.one(None) as first:
         raise error
@@ -256,7 +256,7 @@ def test_numbers_of_many_threads_have_no_holes_and_none_twice() -> None:
 
 
 def test_a_write_that_is_durable_somewhere_keeps_its_number_whatever_is_said_of_it_later() -> None:
-    """It was sent again to a node that led no more by then, whose refusal gave the number to the next write."""
+    """It was resent to a node that no longer led, whose refusal freed the number for the next write."""
     numbers, attempts = Numbers("s", 1), Attempts(60.0)
 
     def write() -> None:
@@ -273,7 +273,7 @@ def test_a_write_that_is_durable_somewhere_keeps_its_number_whatever_is_said_of_
 
 @pytest.mark.parametrize("point", ["wal.before_fsync:9", "wal.after_fsync:9", "wal.before_session_copy:2", ""])
 def test_what_is_retried_by_session_is_there_once_however_often_the_writer_is_killed(home: Path, point: str) -> None:
-    """Clients on threads of this process append through a writer that is killed under them, at any moment or at a failpoint."""
+    """Threads append through a writer process that is killed under them, at any moment or at a failpoint."""
     stop = threading.Event()
     acknowledged: dict[str, list[tuple[int, int]]] = {}
 

@@ -1,4 +1,4 @@
-"""Another stream as a sink: told apart there as here, and what fails stops no more than it must."""
+"""Another stream as a sink: writes are told apart there as here, and a failure stops no more than it must."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ KEYED = schema_of({"id": pa.int64()}, key=("id",))
 
 
 class Home:
-    """What another home says, and what it has."""
+    """Another home: its prepared errors, and its rows."""
 
     def __init__(self) -> None:
         self.refusing: dict[int, MillstreamError] = {}
-        """By row."""
+        """Errors by row."""
         self.refusing_keys: MillstreamError | None = None
         self.appended: list[tuple[int, str | None]] = []
 
@@ -45,7 +45,7 @@ class Home:
 
 
 def ops(*numbers: int, **told: Any) -> WriteOps:
-    """An operation of one row for each."""
+    """Make operations of one row each."""
     rows = batch_of(KEYED, {"id": numbers}, range(len(numbers)))
     made = ops_of([TableRows(KEYED, rows, sink="other")], count=len(numbers))
     operations = made.operations

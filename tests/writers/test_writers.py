@@ -1,4 +1,4 @@
-"""Several processes that write to one stream on a real PostgreSQL, killed, halted and let go on: what readers see stays true."""
+"""Several writers of one stream on a real PostgreSQL, killed, stopped, continued: readers see a consistent stream."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LEASE_S = 2.0
 ENOUGH_WITHIN_S = 300.0
 """How much longer than asked for a siege may take on a machine that others use."""
 MAY_FAIL = {"stale_epoch", "shard_locked", "lease_too_short", "catalog", "catalog_busy", "catalog_unreachable"}
-"""Of a start: somebody else was started under its name, the server crashed, or it was halted while it looked at the time."""
+"""Errors of a start: another process took its name, the server crashed, or it was stopped while it read the time."""
 
 
 class Writer:
@@ -92,7 +92,7 @@ class Writer:
 
 
 class Reader:
-    """A linear reader beside the writers: it checks the order as it goes."""
+    """A linear reader that runs with the writers: it checks the order as it goes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -101,7 +101,7 @@ class Reader:
         self.seen: dict[int, str] = {}
         self.token: StreamToken | None = None
         self.heard: dict[int, str] = {}
-        """What a vector reader has read."""
+        """Operations that a vector reader has read."""
         self.wrong: list[str] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -149,7 +149,7 @@ class Reader:
 
 
 def check(folder: Path, reader: Reader, writers: list[Writer]) -> None:
-    """All that was acknowledged is there at its numbers, whole, once; nothing that was refused; each writer's own in its order."""
+    """Check that acknowledged operations are at their numbers, complete, once, in order, and refused ones absent."""
     assert not reader.wrong, reader.wrong
     by_text: dict[str, list[int]] = {}
     for seq, text in reader.seen.items():
@@ -178,7 +178,7 @@ def check(folder: Path, reader: Reader, writers: list[Writer]) -> None:
 
 @dataclass
 class Siege:
-    """Writers, each of which is killed, halted and started again at random."""
+    """Writers, each of which is killed, stopped and restarted at random."""
 
     folder: Path
     server: EmbeddedPostgres
@@ -187,7 +187,7 @@ class Siege:
     all: list[Writer] = field(default_factory=list)
     running: dict[str, Writer] = field(default_factory=dict)
     halted: dict[str, float] = field(default_factory=dict)
-    """Until when."""
+    """Time at which each stopped writer continues."""
     happened: Counter[str] = field(default_factory=Counter)
 
     def start(self, name: str, *, in_peace: bool = False) -> None:
@@ -207,11 +207,11 @@ class Siege:
         self.all.append(self.running[name])
 
     def outcomes(self) -> Counter[str]:
-        """What its writers have said so far."""
+        """Return the writers' answers so far."""
         return Counter(words[0] for writer in self.all for words in list(writer.said))
 
     def turn(self) -> None:
-        """One thing happens to one of them."""
+        """Do one random thing to one of them."""
         name = self.chance.choice(list(self.running))
         writer = self.running[name]
         now = time.monotonic()
@@ -225,7 +225,7 @@ class Siege:
             writer.send(signal.SIGSTOP)
             self.halted[name] = now + self.chance.choice([0.3, LEASE_S + 1, 3 * LEASE_S])
         elif what == "twice":
-            # Somebody starts it anew while the old one hangs: that one is left to wake up later.
+            # Start a second process under its name while the old one hangs; the old one wakes up later.
             writer.send(signal.SIGSTOP)
             self.start(name)
         self.happened[what] += 1
@@ -242,7 +242,7 @@ WRITER = '[writer]\nname = "writer"\nlease = "2s"\n'
 
 @pytest.fixture
 def home(tmp_path: Path, postgres: Database) -> Path:
-    """A home that captures a database, with its catalog in it, and that one writer owns as yet."""
+    """A home that captures a database, with its catalog in it, and that has one writer so far."""
     with postgres.connect() as connection:
         connection.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
         connection.execute("INSERT INTO orders SELECT generate_series(1, 5)")
@@ -389,7 +389,7 @@ def test_doctor_looks_at_what_a_writer_needs(home: Path, postgres: Database) -> 
 def test_an_idle_writer_lets_readers_pass_as_soon_as_it_hears(
     home: Path, postgres: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its turn never comes, so that hearing is all that can do it.
+    # The periodic advance is switched off, so only an announcement can do it.
     monkeypatch.setattr(writers, "FOLLOW_EVERY_S", 3600.0)
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
     done(home, "capture", "run", "--until-caught-up")
@@ -615,7 +615,7 @@ def besiege(
     writers: int = 8,
     is_enough: Callable[[Siege], object] = lambda _: True,
 ) -> Siege:
-    """For so many seconds, and for as much longer as it takes until enough has happened."""
+    """Run for so many seconds, and longer until enough has happened."""
     siege = Siege(tmp_path / "wal", server, server.dsn(), random.Random(seed))
     with Catalog(siege.address):
         pass  # made once, before they all come
@@ -637,7 +637,7 @@ def besiege(
                 siege.happened["crash"] += 1
         for writer in siege.all:
             writer.end()
-        # One that comes back recovers what all of them left.
+        # The writer that comes back recovers what all of them left.
         siege.start(names[0], in_peace=True)
         store = PostgresSequenceStore(Catalog(siege.address).database, STREAM)
         wait_for(

@@ -1,7 +1,8 @@
-"""A process that is one of several writers of a stream: it appends without end, and says what it was told.
+"""One of several writer processes of a stream: it appends without end, and prints each answer.
 
-`main`, with the words FOLDER, ADDRESS, NAME and LEASE_S, prints `open EPOCH`, then for each operation `try TEXT`, and `ack TEXT SEQ` once it
-is durable, `unknown TEXT` where nobody can tell, `refused TEXT` where it isn't in the log. It ends with status 3 when the writer is lost.
+`main`, with the words FOLDER, ADDRESS, NAME and LEASE_S, prints `open EPOCH`, then for each operation `try
+TEXT`, and `ack TEXT SEQ` once it is durable, `unknown TEXT` if its outcome is unknown, `refused TEXT` if it
+isn't in the log. It ends with status 3 when the writer is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from millstream.writers.shared_writer import SharedWriter
 
 TABLES = plain_table(1), plain_table(2)
 ROWS = 6
-"""Of an operation, half of them on each of the writer's two shards."""
+"""Rows of an operation, half of them on each of the writer's two shards."""
 LOST = 3
 
 
@@ -35,7 +36,10 @@ def say(*words: object) -> None:
 
 
 def keep_log_lines_apart() -> None:
-    """Send everything else that this process prints to stderr: a long log line is several writes, and an answer may fall between."""
+    """Redirect everything else that this process prints to stderr.
+
+    A long log line is several writes, and an answer may fall between.
+    """
     global _answers  # noqa: PLW0603 - one process, one descriptor
     _answers = os.dup(1)
     os.dup2(2, 1)
