@@ -5,8 +5,8 @@ test that uses a fixture of `WHOLE_TIER`; `--tier all`, the default, leaves out 
 outside the tiers.
 
 Without `--seed N`, simulations and sieges play the same seeds on every run, and the hypothesis profile `ci` the
-same examples, so that a red build shows a change of the code. `make test-all` draws N, prints it, and chooses
-the profile `new`.
+same examples. So a red build shows a change of the code. `make test-all` draws N, prints it, and chooses the
+profile `new`.
 
 With `CI` set in the environment a failure is printed at once, not only at the end: a run that is cut off has
 then reported it.

@@ -39,7 +39,7 @@ class Seeds:
         return kept + self.drawn
 
     def kept_and_new(self, kept: int) -> list[int]:
-        """Return the kept seed, and one that differs from run to run if this run draws any: for searches of few seeds."""
+        """Return the kept seed, and a second one if this run draws any: for searches of few seeds."""
         return [kept, kept + self.drawn] if self.drawn else [kept]
 
     def count(self, whole: int, *, quick: int) -> int:

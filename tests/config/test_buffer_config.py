@@ -1,4 +1,4 @@
-"""A stream writes to a buffer or reads from one: anything else is refused where it stands, with the reason."""
+"""A stream writes to a buffer or reads from one: any other configuration is an error at its key, with the reason."""
 
 from __future__ import annotations
 

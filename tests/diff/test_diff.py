@@ -98,7 +98,7 @@ def test_values_of_every_kind_are_equal_where_they_are_and_named_where_not(
     source.execute("INSERT INTO both_keys VALUES ('x,y', 1.50, 1), ('', 0, 2), (' \"', -1, 3)")
     home = LandedHome(tmp_path / "shop", postgres.dsn)
     home.catch_up()
-    # … and the same again as changes.
+    # Then the same again, as changes.
     source.execute("INSERT INTO kinds SELECT id + 1000, " + ", ".join(KINDS) + " FROM kinds")
     source.execute("INSERT INTO bag VALUES (1, 'x'), (2, NULL)")
     home.catch_up()

@@ -47,7 +47,7 @@ COPIED_ROWS = 3_000
 
 @dataclass
 class Siege:
-    """A home under a workload, and what was killed."""
+    """A home under a workload, and its kills so far."""
 
     home: Home
     server: EmbeddedPostgres

@@ -2,8 +2,8 @@
 
 Accounts and the entries that move money between them change together in every transaction, and a counter has
 the number of the last transaction. So any answer of `query` can be checked: it holds whole transactions,
-exactly those of its counter. The processes die in the first build of a large table, in folds, in compaction,
-before files are deleted, while a table is rebuilt, and while rows are repaired.
+exactly those of its counter. The processes die in the first build of a large table, in folds, in compaction and
+before files are deleted. They also die while a table is rebuilt and while rows are repaired.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_any_token_stands_for_the_last_whole_operation(
             for _ in range(count):
                 seq += 1
                 facts: dict[str, object] = {"id": seq, "__commit_ts": NOON + timedelta(seconds=number)}
-                # Several chunks, and messages, may bear one LSN; transactions never do.
+                # Several chunks, and messages, may have one LSN; transactions never do.
                 facts["__commit_lsn"] = 7 if shared and kind != "x" else 10 * number
                 facts["__commit_index"] = index if kind == "x" else None
                 waiting[table].append(({"x": "c"}.get(kind, kind), seq, facts))

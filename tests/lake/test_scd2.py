@@ -230,7 +230,7 @@ def at(second: int, index: int | None = 0, lsn: int | None = None) -> dict[str, 
 
 
 def short(store: Store) -> list[tuple[int, str | None, int, int | None, int]]:
-    """Each version as key, note, seconds of its begin and end, and number of the record that began it."""
+    """Return each version as key, note, seconds of its start and end, and number of the record that started it."""
     return [
         (
             int(json.loads(row)["id"]),

@@ -111,7 +111,7 @@ def rows_in(layout: LakeLayout, schema: TableSchema, *names: str) -> list[tuple[
 
 
 def seconds(layout: LakeLayout, schema: TableSchema) -> list[tuple[int, int, int | None]]:
-    """Return each version as key, and seconds of its begin and end."""
+    """Return each version as key, and seconds of its start and end."""
     return [
         (int(str(key)), *(None if t is None else round((t - MIDNIGHT).total_seconds()) for t in (began, ended)))  # type: ignore[misc,operator]
         for key, began, ended in rows_in(layout, schema, "id", "valid_from", "valid_to")

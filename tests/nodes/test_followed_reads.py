@@ -112,7 +112,7 @@ def test_what_is_merged_is_as_new_as_the_oldest_region_by_every_client(
                     assert stale.value.details["stream"] == "web@2"
                     home.token("web")
 
-        refused("web@2 is of unknown age; max_staleness is 1h")  # it has never come
+        refused("web@2 is of unknown age; max_staleness is 1h")  # region 2's log has never come
         shutil.copytree(other / "data/wal/web", follower / "data/wal/web@2")
         grown(follower, 7200.0, "web@2")
         refused(r"web@2 is 7\d{3}\.\d s old")

@@ -65,7 +65,7 @@ def steps_of(text: str) -> Iterator[Step]:
 
 
 def follow_step(step: Step, node: Node) -> None:
-    """Run the page's commands; their output comes to match the page's."""
+    """Run a step of the page, and check its output against the page's; retry commands that only look."""
     if step.words == ("run",):
         node.start("run")
         return

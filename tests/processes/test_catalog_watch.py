@@ -46,7 +46,7 @@ def test_the_watch_ends_the_process_once_it_has_seen_the_catalog(tmp_path: Path)
     def run() -> None:
         with lifeline.held(), watched_catalog(home, lifeline), home.open_catalog() as catalog:
             catalog.resolve_stream("web")
-            # The watch looks once a second.
+            # The watch runs once a second.
             assert not lifeline.stop.wait(2.5)
             home.catalog_file.rename(tmp_path / "aside")
             assert lifeline.stop.wait(60)

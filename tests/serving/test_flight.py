@@ -670,7 +670,7 @@ def test_rights_are_asked_for_each_stream(tmp_path: Path) -> None:
 
 
 def test_a_transfer_does_not_outlast_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token was checked only at the transfer's begin, which may be days ago."""
+    """The token was checked only at the start of a transfer, which may be days ago."""
     monkeypatch.setattr(bulk_read, "BATCH_BYTES", 1 << 10)
     text = KEYED + "[http]\ntokens_required = true\n"
     home = Home(make_home(tmp_path / "home", text))

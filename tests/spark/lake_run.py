@@ -1,7 +1,7 @@
 """Runs of a pipeline over a hand-made home, and the lake as deltalake alone reads it.
 
 As a program (`python -m tests.spark.lake_run HOME WORK drain|follow [VIEW …]`) it lands the home's log in its
-lake, to the end or for ever, for tests that kill it. It prints its progress on stdout.
+lake, to the end or for ever. Tests kill it. It prints its progress on stdout.
 """
 
 from __future__ import annotations

@@ -126,10 +126,11 @@ def pairs() -> Iterator[tuple[str, list[str], list[str], bool]]:
     for old, (kind, _) in KINDS.items():
         for follows in (True, False):
             new = [k for k, (other, _) in KINDS.items() if k != old and (widest(kind, other) is not None) is follows]
-            # In the reverse direction, a column of timestamps doesn't accept dates.
+            # Dates widen to timestamps, but a column of timestamps that becomes one of dates doesn't take
+            # dates.
             fixed = [k for k in new if (old, k) == ("timestamp", "date")]
             new = [k for k in new if k not in fixed] if follows else new
-            # Arrays of local times need their feature also without other columns.
+            # Arrays of local times need their feature also if they are the only columns.
             alone = [k for k in new if k in {"timestamp", "timestamps"}]
             for some in ([k for k in new if k not in alone], *([k] for k in alone), *([k] for k in fixed)):
                 if some:

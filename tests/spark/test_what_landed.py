@@ -1,6 +1,6 @@
 """Retention during a pipeline that fails, is killed and returns: the log keeps what the lake lacks, and nothing else.
 
-The log, the catalog, the ledger, the cuts and retention are the real ones, and so is the order in which a batch
+The log, the catalog, the ledger, the cuts and retention are the real ones. So is the order in which a batch
 lands, is set aside and catches up. Spark is simulated: it plans batches and notes finished ones in its own
 files. The records that it would append to a table's history are remembered here, number by number, as the
 oracle.

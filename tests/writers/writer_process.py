@@ -1,8 +1,8 @@
 """One of several writer processes of a stream: it appends without end, and prints each answer.
 
-`main`, with the words FOLDER, ADDRESS, NAME and LEASE_S, prints `open EPOCH`, then for each operation `try
-TEXT`, and `ack TEXT SEQ` once it is durable, `unknown TEXT` if its outcome is unknown, `refused TEXT` if it
-isn't in the log. It ends with status 3 when the writer is lost.
+`main`, with the words FOLDER, ADDRESS, NAME and LEASE_S, prints `open EPOCH`, then `try TEXT` for each
+operation. An operation's answer is `ack TEXT SEQ` once it is durable, `unknown TEXT` if its outcome is unknown,
+and `refused TEXT` if it isn't in the log. The process ends with status 3 when the writer is lost.
 """
 
 from __future__ import annotations
