@@ -1,6 +1,7 @@
-"""What `doctor` asks the source: each finding says whether it stops the source or one table only, and the SQL to run.
+"""The checks that `doctor` runs on the source.
 
-Nothing is changed here but by `drop_slot`.
+Each finding says whether it stops the source or only one table, and which SQL to run. Only `drop_slot`
+changes anything.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SETTING: Final = "ALTER SYSTEM "
 
 
 def check_source(config: CaptureConfig) -> list[Finding]:
-    """Everything about the source that would stop capture or a table, and what is worth a warning. Changes nothing."""
+    """Find everything at the source that would stop capture or a table, or deserves a warning; change nothing."""
     try:
         return _ask(config)
     except MillstreamError as error:
@@ -34,12 +35,12 @@ def check_source(config: CaptureConfig) -> list[Finding]:
 
 
 def doctor_sql(config: CaptureConfig) -> str:
-    """One script for a DBA that mends all that SQL can mend; empty where there is nothing.
+    """Return one script for a DBA that repairs everything that SQL can; empty if there is nothing to do.
 
-    It may run in one transaction. Settings of the server can't: they come last, as comments.
+    It may run in one transaction, except server settings, which come last as comments.
 
     Raises:
-        MillstreamError: the source can't be asked, so nobody knows what the script needs.
+        MillstreamError: the source can't be queried, so the needed statements are unknown.
     """
     parts: list[str] = []
     settings: list[str] = []
@@ -53,7 +54,7 @@ def doctor_sql(config: CaptureConfig) -> str:
 
 
 def sql_comment(text: str) -> str:
-    """The text as a comment of SQL: names in it may hold line ends, and each line begins with `-- `."""
+    """Return the text as an SQL comment; names may contain line ends, so each line begins with `-- `."""
     return "".join(f"-- {line}\n" for line in text.splitlines())
 
 
@@ -67,18 +68,18 @@ def _ask(config: CaptureConfig) -> list[Finding]:
 
 
 def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | None:
-    """Drop the stream's slot and give the source back its disk.
+    """Drop the stream's slot, so that the source can free its WAL.
 
     Args:
-        config: the stream's.
-        catalog: where to remember that it was on purpose: the next run then makes a new slot and copies every table
-            again, where it would otherwise stop with `SlotLost`.
+        config: the stream's configuration.
+        catalog: catalog in which to record that this was on purpose. The next run then makes a new slot
+            and copies every table again; without the record it stops with `SlotLost`.
 
     Returns:
-        Bytes of WAL that it held; None where there was no such slot (it's remembered all the same).
+        Bytes of WAL that the slot held; None if there was no such slot (the record is made all the same).
 
     Raises:
-        SlotActive: it is in use.
+        SlotActive: the slot is in use.
         SourceError: the source can't be reached, or refuses.
     """
     held = drop_slot_of(config.dsn, config.slot)
@@ -200,7 +201,7 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
 
 
 def _check_generated(connection: Connection, table: SourceTable) -> list[Finding]:
-    """The table's generated columns that aren't captured."""
+    """Report the table's generated columns that aren't captured."""
     lost = _generated_unsent(table)
     if not lost:
         return []
@@ -217,7 +218,7 @@ def _check_generated(connection: Connection, table: SourceTable) -> list[Finding
 
 
 def _generated_unsent(table: SourceTable) -> dict[str, str]:
-    """By name, how the table's generated columns that aren't sent are generated."""
+    """Return `attgenerated` of the table's generated columns that aren't sent, by name."""
     sent = {column.name for column in table.relation.columns}
     return {column.name: column.generated for column in table.layout if column.generated and column.name not in sent}
 
@@ -227,10 +228,10 @@ def _publishes_generated(connection: Connection) -> bool:
 
 
 def _identity_remedy(connection: Connection, table: SourceTable) -> tuple[str, str]:
-    """What to do about a table without an identity, and the statements where they can be told."""
+    """Return the advice for a table without an identity, and the statements if they are known."""
     unsent = _generated_unsent(table).values() if _publishes_generated(connection) else ()
     if unsent:
-        # FULL takes in all columns, those too that aren't published.
+        # FULL includes all columns, even those that aren't published.
         fix = "Give it a primary key without generated columns, and REPLICA IDENTITY DEFAULT; it is copied whole then."
         if "v" not in unsent:
             fix = f"Set publish_generated_columns of the publication to stored, with a usable identity; else {fix[0].lower()}{fix[1:]}"
@@ -240,7 +241,7 @@ def _identity_remedy(connection: Connection, table: SourceTable) -> tuple[str, s
 
 
 def _identity_sql(connection: Connection, table: SourceTable) -> str:
-    """Statements that give a table an identity; the partitions of a partitioned one don't follow it by themselves."""
+    """Return statements that give a table an identity; partitions don't inherit it and need their own."""
     with translated():
         leaves = connection.execute(
             "SELECT n.nspname, c.relname FROM pg_partition_tree(%s::oid::regclass) p JOIN pg_class c ON c.oid = p.relid"

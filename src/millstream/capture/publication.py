@@ -1,11 +1,12 @@
-"""The two publications: made where they are missing and may be made, and kept in step with the tables.
+"""The stream's two publications: create them if needed and permitted, and keep them in step with the tables.
 
-`<publication>` holds tables whose updates and deletes carry an identity. The others stand in `<publication>_inserts`,
-which publishes inserts and truncates only: in a publication of updates such a table makes the *application's* UPDATE and
-DELETE fail. A publication that a DBA has made (one that our role doesn't own) is used as it is.
+`<publication>` holds tables whose updates and deletes carry an identity. `<publication>_inserts` holds
+the others and publishes inserts and truncates only: a publication of updates would make the
+*application's* UPDATE and DELETE of such a table fail. A publication made by a DBA (our role doesn't
+own it) is used as it is.
 
-From PostgreSQL 18 on both send stored generated columns. What a publication of a DBA sends of them is its own matter: that
-setting is altered only where a publication looks like those made here.
+From PostgreSQL 18 on both send stored generated columns. That setting is altered only if a publication
+looks like one made by this module; a DBA's publication keeps its setting.
 """
 
 from __future__ import annotations
@@ -25,51 +26,51 @@ from millstream.model.names import TablePatterns
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What the publications give capture now."""
+    """The tables and operations that the publications send now."""
 
     publications: tuple[str, ...]
-    """Those that exist, for START_REPLICATION."""
+    """Names of the existing publications, for START_REPLICATION."""
     oids: frozenset[int]
-    """Tables of which all that can be captured is sent: inserts, and updates and deletes where they carry an identity."""
+    """Tables that are sent completely: inserts, and updates and deletes if they carry an identity."""
     refused: dict[int, str]
-    """By oid, tables that aren't sent, or not wholly, with the reason and what to run."""
+    """By OID, tables that aren't sent, or only in part: the reason and the SQL to run."""
     without_truncates: dict[int, str]
-    """By oid, tables among `oids` whose truncates aren't sent, with the same."""
+    """By OID, tables of `oids` whose truncates aren't sent: the reason and the SQL to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What publications lack and this role may not mend."""
+    """A defect of the publications that this role may not repair."""
 
     message: str
     sql: str
-    """What the tables' owner (or a superuser) runs."""
+    """The SQL for the tables' owner (or a superuser) to run."""
     table: SourceTable | None
-    """The table that it concerns; None: the first publication isn't there, and nothing can be captured."""
+    """The table concerned; None if the first publication is missing, so that nothing can be captured."""
     stops: bool = True
-    """Whether it keeps from capturing; else something is captured less exactly."""
+    """Whether the defect prevents capture; if not, capture is only less exact."""
 
 
 def inserts_name(publication: str) -> str:
-    """The name of the publication of tables without a usable identity."""
+    """Return the name of the publication for tables without a usable identity."""
     return f"{publication}_inserts"
 
 
 def sync_publications(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> Coverage:
-    """Make or mend both publications so that they send `tables`; say what they send.
+    """Create or repair both publications so that they send `tables`; return what they send.
 
     Args:
-        connection: an ordinary one.
-        publication: the first one's name.
-        tables: all that the patterns take in.
+        connection: an ordinary connection.
+        publication: name of the first publication.
+        tables: all tables that match the patterns.
 
     Raises:
-        PublicationMissing: the first one isn't there and may not be made; the hint has the SQL.
+        PublicationMissing: the first publication doesn't exist and may not be created; the hint has the SQL.
     """
     usable = [t for t in tables if t.usable]
     others = [t for t in tables if not t.usable]
     refused: dict[int, str] = {}
-    # Both are made at once, before the slot: a stream that runs doesn't send what a later one publishes.
+    # Create both together, before the slot: a running stream doesn't send what a later publication publishes.
     fresh = _find(connection, publication) is None
     refused |= _sync_one(connection, publication, usable, others, inserts_only=False)
     alone = _sent_alone(connection, publication, others)
@@ -102,21 +103,21 @@ def sync_publications(connection: Connection, publication: str, tables: Sequence
 
 
 def covered_tables(connection: Connection, publication: str, tables: Iterable[SourceTable]) -> frozenset[int]:
-    """OIDs of those of `tables` that the publications send wholly now."""
+    """Return the OIDs of those of `tables` that the publications send completely now."""
     return _covered(_sent(connection, (publication, inserts_name(publication))), tables)
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """What a publication's column list and row filter let through of a table."""
+    """A publication's column list and row filter for a table."""
 
     columns: tuple[str, ...] | None = None
-    """None: all."""
+    """Names of the columns that are sent; None means all."""
     condition: str = ""
-    """An expression of SQL; empty: every row."""
+    """The row filter, as an SQL expression; empty means every row."""
 
     def applied_to(self, table: SourceTable) -> SourceTable:
-        """The table with the columns that are sent alone; it isn't usable where generated ones of its identity aren't."""
+        """Return the table with only the sent columns; not usable if generated identity columns are missing."""
         if self.columns is None:
             return table
         sent = tuple(column for column in table.relation.columns if column.name in self.columns)
@@ -125,7 +126,7 @@ class Restriction:
 
 
 def restrictions(connection: Connection, publications: Sequence[str]) -> dict[tuple[str, str], Restriction]:
-    """The restrictions of all that the publications send, by schema and name (15+; before there are none)."""
+    """Return the restrictions of every published table, by schema and name; empty before PostgreSQL 15."""
     if connection.info.server_version < 150000:
         return {}
     with translated():
@@ -138,7 +139,7 @@ def restrictions(connection: Connection, publications: Sequence[str]) -> dict[tu
 
 
 def restriction(connection: Connection, publications: Sequence[str], table: SourceTable) -> Restriction:
-    """One table's restriction, as the connection's transaction sees it."""
+    """Return one table's restriction, as the connection's transaction sees it."""
     if connection.info.server_version < 150000:
         return Restriction()
     with translated():
@@ -153,13 +154,15 @@ def restriction(connection: Connection, publications: Sequence[str], table: Sour
 def list_published(
     connection: Connection, patterns: TablePatterns, publication: str, *, foreseen: bool = False
 ) -> list[SourceTable]:
-    """The tables that the patterns take in, each with the columns that the publications send of it, or will once they have it.
+    """List the tables that match the patterns, with the columns that the publications send.
+
+    A table that isn't published yet has the columns that will be sent once it is.
 
     Args:
-        connection: an ordinary one.
-        patterns: of the stream.
-        publication: the first one's name.
-        foreseen: as things will be once `publish_generated` has been there; else as they are.
+        connection: an ordinary connection.
+        patterns: the stream's table patterns.
+        publication: name of the first publication.
+        foreseen: assume that `publish_generated` has run; else use the present settings.
     """
     found = _find(connection, publication)
     sent = restrictions(connection, (publication, inserts_name(publication)))
@@ -175,13 +178,14 @@ def list_published(
 
 
 def publish_generated(connection: Connection, publication: str) -> None:
-    """Have publications of ours send stored generated columns (18+; before none can).
+    """Make our publications send stored generated columns (18+; older servers can't).
 
-    Both have to say the same at any time: a stream ends where two publications differ about one table. So both are altered
-    at once, and the second does as the first, also where a DBA made that.
+    Both must have the same setting at any time: the stream ends if two publications differ about one
+    table. So both are altered in one transaction. The second follows the first, even if a DBA made the
+    first.
 
     Raises:
-        SourceError: it couldn't be altered; nothing else depends on it.
+        SourceError: the change failed; nothing else depends on it.
     """
     if connection.info.server_version < 180000:
         return
@@ -200,9 +204,9 @@ def publish_generated(connection: Connection, publication: str) -> None:
 
 
 def find_lacks(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[Lack]:
-    """What has to be done to the first publication by somebody else, so that it sends all of `tables` wholly.
+    """List the changes to the first publication that someone else must make, so that it sends `tables` completely.
 
-    Tables without an identity count as if they had one by then: run the SQL behind that which gives it to them.
+    Tables without an identity count as if they had one: run the SQL that gives them one first.
     """
     found = _find(connection, publication)
     with translated():
@@ -240,7 +244,7 @@ _PUBLISH: Final = ("insert", "update", "delete", "truncate")
 
 
 def _sent(connection: Connection, names: Sequence[str]) -> dict[int, frozenset[str]]:
-    """By oid, what the publications send of a table together, as PostgreSQL adds it up."""
+    """Return, by OID, the operations that the publications send of a table; PostgreSQL combines them."""
     found: dict[int, frozenset[str]] = {}
     for name in names:
         with translated():
@@ -255,7 +259,7 @@ def _sent(connection: Connection, names: Sequence[str]) -> dict[int, frozenset[s
 
 
 def _missing_verbs(sent: frozenset[str] | None, table: SourceTable) -> list[str]:
-    """What of a table ought to be sent and isn't; truncates apart, without which it can be captured."""
+    """List the operations that should be sent and aren't; not truncates, without which capture works."""
     wanted = ("insert", "update", "delete") if table.usable else ("insert",)
     return [verb for verb in wanted if verb not in (sent or ())]
 
@@ -284,13 +288,13 @@ class _Publication:
     owned: bool
     all_tables: bool
     ours: bool
-    """Whether it looks like those that are made here, and can be altered now."""
+    """Whether it looks like a publication made by this module, and can be altered now."""
     generated: bool
-    """Whether stored generated columns are sent of tables without a column list."""
+    """Whether stored generated columns of tables without a column list are sent."""
 
 
 def _find(connection: Connection, name: str) -> _Publication | None:
-    # Not every version has schemas of publications, or `pubgencols`.
+    # Schema publications exist from PostgreSQL 15 on, `pubgencols` from 18 on.
     with translated():
         row = connection.execute(
             "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubviaroot AND NOT pg_is_in_recovery() AND"
@@ -307,9 +311,10 @@ def _find(connection: Connection, name: str) -> _Publication | None:
 
 
 def _sent_alone(connection: Connection, publication: str, tables: Iterable[SourceTable]) -> set[int]:
-    """OIDs of tables with stored generated columns whose inserts and truncates the first publication sends, by a DBA's will.
+    """Return the OIDs of tables with stored generated columns that a DBA's first publication sends alone.
 
-    They don't join the second: if the first is altered then, the two differ about them for a while, and the stream ends.
+    It sends their inserts and truncates. They don't join the second publication: if the first is then
+    altered, the two differ for a while, and the stream ends.
     """
     stored = [t.oid for t in tables if any(c.generated == "s" for c in t.layout)]
     if not stored or connection.info.server_version < 180000:
@@ -319,7 +324,7 @@ def _sent_alone(connection: Connection, publication: str, tables: Iterable[Sourc
 
 
 def _members(connection: Connection, names: Iterable[str]) -> set[int]:
-    """OIDs of the tables that the publications name or send: roots of partitioned tables included."""
+    """Return the OIDs of the tables that the publications name or send, including roots of partitioned tables."""
     with translated():
         rows = connection.execute(
             "SELECT c.oid FROM pg_publication_tables t JOIN pg_class c ON c.relname = t.tablename"
@@ -372,7 +377,7 @@ def _sync_one(
         return {}
     members = _direct_members(connection, name)
     refused: dict[int, str] = {}
-    # First out, then in: a table whose identity went must leave before the application's next UPDATE.
+    # Drop before adding: a table that lost its identity must leave before the application's next UPDATE.
     leaving = [t for t in elsewhere if t.oid in members]
     if leaving and found.owned:
         try:
@@ -392,7 +397,7 @@ def _sync_one(
 
 
 def _on_standby(error: SourceError) -> bool:
-    """Whether the server refused because nothing can be written there."""
+    """Return whether the server refused because it is read-only."""
     return error.details.get("sqlstate") == "25006"
 
 
@@ -418,7 +423,10 @@ def _list(tables: Sequence[SourceTable]) -> sql.Composed:
 
 
 def _execute(connection: psycopg.Connection[tuple[Any, ...]], *statements: sql.Composed) -> None:
-    """Run DDL in one transaction, with a short wait for its lock (SHARE UPDATE EXCLUSIVE): the application's own DDL goes first."""
+    """Run DDL in one transaction with a short lock timeout, so that the application's own DDL goes first.
+
+    The lock is SHARE UPDATE EXCLUSIVE.
+    """
     with translated(), connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '2s'")
         for statement in statements:
@@ -426,7 +434,7 @@ def _execute(connection: psycopg.Connection[tuple[Any, ...]], *statements: sql.C
 
 
 def pgoutput_options(publications: Iterable[str], *, origin: str) -> dict[str, str]:
-    """What pgoutput is asked for, however it is read: both ways give the same messages."""
+    """Return the options for pgoutput; streaming and SQL functions give the same messages."""
     names = ",".join('"' + name.replace('"', '""') + '"' for name in publications)
     options = {"proto_version": "2", "publication_names": names, "streaming": "on", "messages": "true"}
     return options if origin == "any" else options | {"origin": origin}

@@ -1,22 +1,32 @@
-"""Changes of a table's definition that change rows without a word in the stream, and so have the table copied again.
+"""Detect changes of a table's definition that change rows without a message in the stream.
 
-`ADD COLUMN … DEFAULT` gives every row a value, `RENAME COLUMN` every row another column's, and a change of type may write
-every row anew: PostgreSQL sends none of it. Nor that a column added under the name of one that was dropped has nothing of its values,
-which the log's records still hold under that name. Nor the rows of a partition that is attached, detached, dropped or truncated by
-itself. Nor that an enum's value is called otherwise, that a row type has got a field or lost one (rows hold numbers, and are printed by
-the names and fields of today), or that a publication's list has a column more, its filter another condition. Another key has the table copied again too: what the log's records say was deleted, they say by the old one.
+Such a table is copied again. PostgreSQL sends nothing of these changes:
 
-The columns and partitions by their numbers, as last seen, are kept in the catalog; what has happened since is told by
-them, also where no capture ran meanwhile. What a version of Millstream didn't keep yet is learnt, and taken for unchanged.
+- `ADD COLUMN … DEFAULT` gives every row a value.
+- `RENAME COLUMN` gives every row another column's values under a name.
+- A change of type may rewrite every row.
+- A column added under the name of a dropped one has none of its values. The log's records still hold
+  those under that name.
+- A partition may be attached, detached, dropped, or truncated on its own.
+- An enum value is renamed, or a row type gains or loses a field. Rows hold numbers, which are printed by
+  today's names and fields.
+- A publication's column list gains a column, or its row filter changes.
 
-What can't be told from the catalogs counts as a change. That may copy a table for nothing, and misses nothing:
+A changed key has the table copied again too: the log's deletes carry the old key.
 
-- A column that is added counts as filled where it has, or had when it was added, a default, an identity or NOT NULL (a default
-  set later, before the next look, is no change).
-- A column's type was given anew where its entry in the catalog was written and the table's file is another one. (`VACUUM FULL`
-  and `TRUNCATE` make another file alone, but a default that is set between the same two looks writes the entry.)
-- A partition whose file is another one was truncated (`VACUUM FULL` and `CLUSTER` make one as well, and so does a `TRUNCATE` of the
-  whole table).
+The catalog keeps the columns (by number) and partitions as last seen. Comparing with them shows what
+has happened since, even while no capture ran. Facts that an older version of Millstream didn't keep
+are recorded and count as unchanged.
+
+Whatever the catalogs can't rule out counts as a change. That may cause a needless copy, and misses nothing:
+
+- An added column counts as filled if it has, or had when it was added, a default, an identity or NOT
+  NULL. (A default that is set later, before the next look, is no change.)
+- A column's type counts as rewritten if its catalog row was written and the table has another file.
+  (`VACUUM FULL` and `TRUNCATE` only make another file. A default that is set between the same two looks
+  also writes the catalog row.)
+- A partition with another file counts as truncated. (`VACUUM FULL`, `CLUSTER` and a `TRUNCATE` of the
+  whole table make another file too.)
 """
 
 from __future__ import annotations
@@ -33,7 +43,7 @@ from millstream.model.schema import ReplicaIdentity
 
 
 class KnownLayouts:
-    """The columns, key and partitions of each table as the existing rows in the log, or the copy that runs, have them."""
+    """The columns, key and partitions of each table as the log's rows, or those of the running copy, have them."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:
         self._catalog = catalog
@@ -41,21 +51,21 @@ class KnownLayouts:
         self._known: dict[str, Any] = catalog.facts(self._scope)
 
     def news(self, table: SourceTable, id_: TableId, sent: Restriction) -> str | None:
-        """What happened to the table, or to what is sent of it, that its rows in the log don't show; None: nothing."""
+        """Return what changed in the table, or in what is sent of it, that its rows in the log don't show."""
         known = self._known.get(str(id_))
         if known is None:
             return None
         columns = list(_news_of_columns(known, table))
         told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
         told += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
-        # A column's new type writes partitions anew as well.
+        # A column's new type rewrites partitions as well.
         told += [] if columns else _news_of_files(known, table)
         return "; ".join(told) or None
 
     def remember(self, table: SourceTable, id_: TableId, sent: Restriction) -> None:
-        """From now on the log's rows, or those that are about to be copied, are as the table is now."""
+        """Record the table's present state as that of the log's rows, or of the rows about to be copied."""
         known = self._known.get(str(id_))
-        # A copy brings what rows have now; without one, a name that is gone may come back.
+        # A copy brings the rows' present values. Without a copy, a dropped name may come back.
         gone = [] if known is None or self.news(table, id_, sent) is not None else sorted(_gone(known, table))
         columns = _sent(table)
         value = {
@@ -77,19 +87,19 @@ class KnownLayouts:
 
 
 def _sent(table: SourceTable) -> list[AttributeFacts]:
-    """Its columns, but for generated ones that aren't sent."""
+    """Return the table's columns, except generated ones that aren't sent."""
     sent = {column.name for column in table.relation.columns}
     return [column for column in table.layout if not column.generated or column.name in sent]
 
 
 def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
-    """The log's names of columns that were dropped since the table's rows were last copied, by what was known before this look."""
+    """Return the log's names of columns dropped since the table's rows were last copied, as known before this look."""
     live = {column.number for column in table.layout}
     return {*known.get("gone", ()), *(name for number, name in _known_names(known).items() if number not in live)}
 
 
 def _known_names(known: dict[str, Any]) -> dict[int, str]:
-    """The log's names of the columns, by number, as they were."""
+    """Return the log's names of the columns as last seen, by number."""
     columns = {number: name for number, name, _, _ in known["columns"]}
     return dict(zip(columns, log_names(list(columns.values())), strict=True))
 
@@ -137,7 +147,7 @@ def _news_of_types(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
 
 
 def _listed(table: SourceTable, sent: Restriction) -> list[int]:
-    """The numbers of the columns that are sent."""
+    """Return the numbers of the columns that are sent."""
     return [c.number for c in _sent(table) if sent.columns is None or c.name in sent.columns]
 
 
@@ -152,7 +162,7 @@ def _news_of_restriction(known: dict[str, Any], table: SourceTable, sent: Restri
 
 
 def _key(table: SourceTable) -> list[int]:
-    """The numbers of the key's columns, in the order that the log's schema of the table has them in."""
+    """Return the numbers of the key's columns, in the order of the log's schema of the table."""
     number = {column.name: column.number for column in table.layout}
     key = [number[column.name] for column in table.key]
     return key if table.replica_identity is ReplicaIdentity.FULL else sorted(key)
@@ -167,7 +177,7 @@ def _news_of_key(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
         and table.replica_identity is ReplicaIdentity.FULL
         and known.get("key_constraint", table.key_constraint) != table.key_constraint
     ):
-        # Meanwhile rows with equal keys may have come and gone. Under other identities the stream tells.
+        # Rows with equal keys may have come and gone in between. Under other identities the stream shows it.
         yield "its primary key was dropped and added again"
 
 

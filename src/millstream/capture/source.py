@@ -1,7 +1,7 @@
-"""What a PostgreSQL source is and has: its identity, and the tables that a stream's patterns take in.
+"""Facts about a PostgreSQL source: its identity, and the tables that match a stream's patterns.
 
-Everything here only reads. Facts about tables are today's; what a row's columns were when it was written, only the
-stream itself says (its relation messages).
+This module only reads. It reads the tables as they are now. The columns that a row had when it was
+written are in the stream's relation messages only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PAGE_HEADER_BYTES_MAX: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose WAL answers under a DSN: one history of one database."""
+    """The server and database behind a DSN: one history of one database."""
 
     system_identifier: int
     database: str
@@ -50,32 +50,36 @@ class KeyColumn:
 
     name: str
     type: str
-    """What a literal of it is cast to: the type's own name with its schema, of a domain its base's, without a modifier.
+    """The type that a literal is cast to: its schema and name without a modifier; for a domain, the base type.
 
-    Cast to a domain a value would have to pass its checks, those too that are `NOT VALID`; said without its schema a name
+    A cast to a domain would run its checks, including `NOT VALID` ones. A name without its schema
     would depend on the search path."""
     operator_namespace: str
-    """Where the ordering operators of the index live; not `pg_catalog` for types of extensions."""
+    """Schema of the index's ordering operators; not `pg_catalog` for types of extensions."""
     collation: tuple[str, str] | None = None
-    """Schema and name of the index's collation, where it isn't the column's: what the index tells apart, the column's may not."""
+    """Schema and name of the index's collation, if it differs from the column's.
+
+    Values that the index's collation distinguishes may be equal under the column's."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeFacts:
-    """What tells a column that was renamed, retyped or added from one that was there: its number never changes."""
+    """Facts that show whether a column was renamed, retyped or added: a column's number never changes."""
 
     number: int
     name: str
     type_oid: int
     type_modifier: int
     filled: bool
-    """Whether rows that were there when it was added may have another value than null in it."""
+    """Whether rows older than the column may have a value other than null in it."""
     generated: str
-    """Empty where its values aren't made from others'; else `s`, stored (sent from 18 on, if a publication says so), or `v`, virtual (never sent)."""
+    """How the column is generated; empty if it isn't.
+
+    `s`: stored (sent from PostgreSQL 18 on, if a publication includes it). `v`: virtual (never sent)."""
     written_by: int
-    """The transaction that last wrote what the catalog says of it; every `ALTER COLUMN … TYPE` is one."""
+    """The transaction that last wrote the column's `pg_attribute` row, as every `ALTER COLUMN … TYPE` does."""
     parts: tuple[tuple[str, str], ...] = ()
-    """Of what its type is made that decides the text of values which nobody writes again: enum values by their oids, the fields of row types."""
+    """Parts of the type that decide the text of existing values: enum values by OID, fields of row types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +90,18 @@ class PartitionFacts:
     name: str
     """`schema.name`."""
     attached_by: int
-    """The transaction that made it a partition."""
+    """The transaction that made the table a partition."""
     born: bool
-    """Whether it was made as a partition, and so had no rows before; where that can't be told, False."""
+    """Whether the table was created as a partition, so that it had no rows before; False if unknown."""
     leaf: bool
     empty: bool
-    """Whether it holds no bytes of rows."""
+    """Whether the table's files hold no bytes of rows."""
     relfilenode: int
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTable:
-    """A table as the source's catalogs have it now."""
+    """A table as the source's catalogs describe it now."""
 
     oid: int
     namespace: str
@@ -105,21 +109,24 @@ class SourceTable:
     partitioned: bool
     replica_identity: ReplicaIdentity
     usable: bool
-    """Whether updates and deletes carry an identity: publishing them without one would break the application's own."""
+    """Whether updates and deletes carry an identity. If not, publishing them makes the application's own fail."""
     generated_identity: tuple[str, ...]
-    """Stored generated columns in its identity, or in a partition's (18+): it is usable only where a publication sends them."""
+    """Stored generated columns in the identity of the table or of a partition (18+).
+
+    The table is usable only if a publication sends them."""
     relation: Relation
-    """What the stream's next Relation message will say, as far as the catalogs tell: columns that aren't dropped and that a
-    publication can send, of generated ones the stored ones from 18 on."""
+    """The stream's next Relation message, as far as the catalogs show it.
+
+    It has the columns that a publication can send: not dropped, and from 18 on stored generated ones too."""
     key: tuple[KeyColumn, ...]
-    """The identity's columns (FULL: the primary key's); empty where there is none."""
+    """The identity's columns (FULL: the primary key's); empty if there are none."""
     row_estimate: int
     size_bytes: int
     relfilenode: int
     layout: tuple[AttributeFacts, ...]
-    """All its columns, generated ones too."""
+    """All columns of the table, including generated ones."""
     key_constraint: int
-    """The primary key's OID, which stays with it through REINDEX; 0: there is none."""
+    """OID of the primary key's constraint, which REINDEX keeps; 0 without a primary key."""
     partitions: tuple[PartitionFacts, ...]
 
     @property
@@ -128,7 +135,7 @@ class SourceTable:
         return qualified_name(self.namespace, self.name)
 
     def same_definition(self, other: SourceTable) -> bool:
-        """Whether both are one table with the same name, columns, key and partitions; sizes aside."""
+        """Return whether both are the same table with the same name, columns, key and partitions; ignore sizes."""
 
         def without_sizes(table: SourceTable) -> SourceTable:
             parts = tuple(replace(partition, empty=False) for partition in table.partitions)
@@ -137,12 +144,13 @@ class SourceTable:
         return without_sizes(self) == without_sizes(other)
 
 
-# An index's first `indnkeyatts` columns are its key, numbered from 0; those of INCLUDE come behind them, and are in no identity.
-# A deferrable primary key is no key: within a transaction two rows may have the same. PostgreSQL takes none as identity.
-# A partition's column that is as it was written with the table's system columns, by one command, was never touched by an
-# ATTACH, which writes them all.
-# From 18 on stored generated columns can be published, and the application's updates fail where a generated column that isn't
-# published is in the identity.
+# An index's first `indnkeyatts` columns are its key, numbered from 0. INCLUDE columns follow; no identity has them.
+# A deferrable primary key doesn't count: two rows may share a key within a transaction, and PostgreSQL rejects it
+# as an identity.
+# ATTACH rewrites all columns of a partition. If one command wrote a column and the system columns, the table was
+# created as a partition.
+# From 18 on a publication can send stored generated columns. The application's updates fail if the identity has a
+# generated column that isn't published.
 _TABLES: Final = """
 SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        (SELECT bool_and(CASE r.relreplident
@@ -233,20 +241,23 @@ _ONE: Final = " AND c.oid = %s"
 
 
 def identify(connection: Connection) -> tuple[int, str, int | None]:
-    """System identifier, database and timeline that an ordinary connection sees; no timeline on a standby. Needs no privilege."""
+    """Return system identifier, database and timeline as an ordinary connection sees them.
+
+    The timeline is None on a standby. This needs no privilege.
+    """
     with translated():
-        # The last checkpoint's timeline is the old one for a while after a promotion; names of WAL files have the present one.
+        # For a while after a promotion the last checkpoint has the old timeline; names of WAL files have the new one.
         row = connection.execute(
             "SELECT system_identifier, current_database(), CASE WHEN NOT pg_is_in_recovery()"
             " THEN pg_walfile_name(pg_current_wal_insert_lsn()) END FROM pg_control_system()"
         ).fetchone()
     assert row is not None
-    # IDENTIFY_SYSTEM has the system identifier unsigned.
+    # IDENTIFY_SYSTEM returns the system identifier unsigned.
     return int(row[0]) & (2**64 - 1), str(row[1]), None if row[2] is None else int(row[2][:8], 16)
 
 
 def identify_replication(connection: Connection) -> Identity:
-    """Whose WAL this replication connection streams (IDENTIFY_SYSTEM)."""
+    """Return the identity of the server that this replication connection streams from (IDENTIFY_SYSTEM)."""
     with translated():
         row = connection.execute("IDENTIFY_SYSTEM").fetchone()
         assert row is not None
@@ -264,12 +275,12 @@ def identify_replication(connection: Connection) -> Identity:
 def connect_same(dsn: str, identity: Identity, *, purpose: str) -> Connection:
     """Open an ordinary connection to the server that a session streams from; the caller closes it.
 
-    An address may lead elsewhere by now, to a standby that lags or to a primary on a timeline of its own: what is read there
-    doesn't fit what is streamed here.
+    The address may lead by now to a standby that lags, or to a primary on another timeline. Data read
+    there doesn't match the stream.
 
     Raises:
         SourceSwitched: another server, or another timeline, answers.
-        SourceError: it can't be had; which one says why.
+        SourceError: the connection failed; the subclass says why.
     """
     connection = connect(dsn, purpose=purpose)
     try:
@@ -288,23 +299,23 @@ def connect_same(dsn: str, identity: Identity, *, purpose: str) -> Connection:
 
 
 class KnownSource(Protocol):
-    """The history of a database that somebody knows."""
+    """The identity of a database that is compared with another."""
 
     @property
     def system_identifier(self) -> int:
-        """Of the cluster."""
+        """System identifier of the cluster."""
 
     @property
     def database(self) -> str:
-        """By name."""
+        """Name of the database."""
 
     @property
     def timeline(self) -> int:
-        """On which its WAL is."""
+        """Timeline of the WAL."""
 
 
 def check_same(known: KnownSource, found: KnownSource) -> None:
-    """`SourceReplaced` unless both are the same history of the same database."""
+    """Raise `SourceReplaced` unless both are the same history of the same database."""
     if (known.system_identifier, known.database, known.timeline) == (
         found.system_identifier,
         found.database,
@@ -328,7 +339,7 @@ def check_same(known: KnownSource, found: KnownSource) -> None:
 
 
 def check_standby(identity: Identity) -> None:
-    """`SourceOnStandby` where the server is one that can't decode its WAL."""
+    """Raise `SourceOnStandby` if the server is a standby that can't decode its WAL."""
     if identity.on_standby and identity.server_version < STANDBY_VERSION_MIN:
         raise SourceOnStandby(
             f"the source is a standby of PostgreSQL {identity.server_version // 10000}, which can't decode its WAL (16 and newer can)",
@@ -337,7 +348,7 @@ def check_standby(identity: Identity) -> None:
 
 
 def check_origin(identity: Identity, origin: str) -> None:
-    """`SourceVersionUnsupported` where the server is too old to leave out what has an origin."""
+    """Raise `SourceVersionUnsupported` if the server is too old to leave out changes that have an origin."""
     if origin != "any" and identity.server_version < ORIGIN_VERSION_MIN:
         raise SourceVersionUnsupported(
             f"the source is PostgreSQL {identity.server_version // 10000}, which can't leave out what replication wrote (16 and newer can)",
@@ -346,11 +357,12 @@ def check_origin(identity: Identity, origin: str) -> None:
 
 
 def check_end(connection: Connection, identity: Identity, reached: Lsn) -> None:
-    """Let a server pass whose WAL goes at least as far as the log has it.
+    """Check that the server's WAL reaches at least as far as the log.
 
     Raises:
-        SourceReplaced: a primary's doesn't: it was set back without a timeline of its own (a copy of its disk was put back).
-        SourceBehind: a standby hasn't replayed it yet.
+        SourceReplaced: a primary's WAL ends earlier. The server was set back without a new timeline (a
+            copy of its disk was put back).
+        SourceBehind: a standby hasn't replayed that far yet.
     """
     end = insert_lsn(connection)
     if end >= as_record_end(reached):
@@ -369,17 +381,17 @@ def check_end(connection: Connection, identity: Identity, reached: Lsn) -> None:
 
 
 def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceTable]:
-    """The tables that the patterns take in, by name; a partition only where no partitioned table above it is one."""
+    """List the tables that match the patterns, by name; skip partitions of a table that matches."""
     with translated():
         found = connection.execute(_TABLES + _ORDER, []).fetchall()
-    # Dropped since the statement began: it shows its rows in the catalogs, and has no files to measure.
+    # A table dropped since the statement began still has its catalog rows, but no files to measure.
     rows = [row for row in found if row[9] is not None]
     taken = {int(row[0]) for row in rows if patterns.select(row[1], row[2])}
     return [_table(row) for row in rows if int(row[0]) in taken and not taken.intersection(row[11])]
 
 
 def read_table(connection: Connection, oid: int) -> SourceTable | None:
-    """One table by its OID, as the connection's transaction sees it; None where there is none."""
+    """Return the table with an OID, as the connection's transaction sees it; None if there is none."""
     with translated():
         row = connection.execute(_TABLES + _ONE, [oid]).fetchone()
     return None if row is None or row[9] is None else _table(row)
@@ -419,10 +431,11 @@ def _parts(found: list[list[str]] | None) -> tuple[tuple[str, str], ...]:
 
 
 def insert_lsn(connection: Connection) -> Lsn:
-    """The end of the WAL written so far, as record ends are counted.
+    """Return the end of the WAL written so far, as a record's end.
 
-    PostgreSQL gives the place where the next record will begin: right behind a page's header where the last record
-    ended with a page. No record ends in there, and a stream that has all would never seem to reach it.
+    PostgreSQL returns the position where the next record will begin. If the last record ended with a
+    page, that is right behind the next page's header. No record ends in a header, so a stream that has
+    everything would never seem to reach that position.
     """
     function = "pg_last_wal_replay_lsn()" if on_standby(connection) else "pg_current_wal_insert_lsn()"
     with translated():
@@ -432,7 +445,7 @@ def insert_lsn(connection: Connection) -> Lsn:
 
 
 def on_standby(connection: Connection) -> bool:
-    """Whether the server replays another's WAL."""
+    """Return whether the server replays another server's WAL."""
     with translated():
         row = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     assert row is not None
@@ -440,5 +453,5 @@ def on_standby(connection: Connection) -> bool:
 
 
 def as_record_end(lsn: Lsn) -> Lsn:
-    """The greatest LSN at or below `lsn` at which a record can end."""
+    """Return the greatest LSN at or below `lsn` at which a record can end."""
     return Lsn(lsn - lsn % PAGE_BYTES) if lsn % PAGE_BYTES <= _PAGE_HEADER_BYTES_MAX else lsn

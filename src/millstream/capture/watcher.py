@@ -1,10 +1,15 @@
-"""A thread beside the stream: looks at the source's catalogs and at the tables' states, and keeps an idle source moving.
+"""A thread next to the stream that watches the source's catalogs and the tables' states.
 
-Every few seconds: tables that appeared join the publications and the catalog, tables that left are noticed, identities
-that came or went change a table's state, columns, keys and partitions that changed have a table copied again. Every second: states that commands wrote (`tables retry`, `tables copy`) are
-taken in. On an idle source a logical message moves the WAL on, so that a busy neighbour database can't make the slot
-hold its WAL; what the slot holds all the same is looked at too. What the source or the catalog refuses is tried again at the next
-look, and doesn't stop the stream.
+Every few seconds it compares the source's tables with the publications and the catalog:
+
+- Tables that appeared join both; tables that left are noticed.
+- Replica identities that came or went change a table's state.
+- Columns, keys and partitions that changed have the table copied again.
+
+Every second it reads states that commands wrote (`tables retry`, `tables copy`). On an idle source it
+emits a logical message to advance the WAL. Otherwise a busy neighbour database would make the slot
+hold its WAL. It also measures what the slot holds. If the source or the catalog refuses something,
+the next look retries it, and the stream goes on.
 """
 
 from __future__ import annotations
@@ -40,17 +45,17 @@ from millstream.model.positions import Lsn
 _HEARTBEAT: Final = f"SELECT pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')"
 _STATES_EVERY_S: Final = 1.0
 _HEARTBEAT_BYTES: Final = 64 << 10
-"""An idle source whose WAL grew by less is left alone: a heartbeat is WAL too."""
+"""Growth of an idle source's WAL below which no heartbeat is sent: a heartbeat is WAL too."""
 NOT_PUBLISHED: Final = "publication"
-"""In a table's details, what it was set aside for: no publication sends it, or not all of it."""
+"""Cause in a set-aside table's details: no publication sends it completely."""
 NO_TRUNCATES: Final = "truncates"
-"""In a table's details, what its reason is about: it is captured, but for truncates, which no publication sends."""
+"""Cause in a captured table's details: no publication sends its truncates."""
 
 logger = structlog.get_logger("millstream.capture")
 
 
 class Tables:
-    """What the source's tables are, and their rows in the catalog; brought up to date by `look`."""
+    """The source's tables and their rows in the catalog, which `look` updates."""
 
     def __init__(self, config: CaptureConfig, catalog: Catalog, directory: CatalogDirectory) -> None:
         self._config = config
@@ -61,21 +66,21 @@ class Tables:
         self._layouts = KnownLayouts(catalog, catalog.stream(config.stream).id)
         self.facts: dict[int, SourceTable] = {}
         self.seen_at = Lsn(0)
-        """What made the facts as they are lies below."""
+        """LSN at or above every change that led to `facts`."""
         self.coverage = Coverage((), frozenset(), {}, {})
         self.renew_at: Lsn | None = None
-        """Set once there is a publication that this session's stream was not begun with: from here on another has to."""
+        """LSN from which a new session has to stream: a publication exists that this session didn't start with."""
         self._streamed: tuple[str, ...] | None = None
 
     def look(self, connection: Connection, passed: Lsn) -> None:
         """Bring publications, catalog and directory in step with the source's tables.
 
         Args:
-            connection: an ordinary one.
-            passed: how far the stream is in the log; a table that is gone is given up once all its changes are.
+            connection: an ordinary connection.
+            passed: how far the stream is in the log; a missing table is given up once the log has all its changes.
 
         Raises:
-            PublicationMissing, SourceError: as they say; what was done until then stands.
+            PublicationMissing, SourceError: as their messages say; changes made before the error persist.
         """
         try:
             publish_generated(connection, self._config.publication)
@@ -88,7 +93,7 @@ class Tables:
         known = {row.relation_oid: row for row in self._directory.refresh()}
         before = covered_tables(connection, self._config.publication, tables)
         for oid, row in known.items():
-            # It left the publication and will rejoin: changes between were not sent. Noted before it rejoins.
+            # It left the publication and will rejoin: changes in between weren't sent. Record that first.
             if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
         try:
@@ -111,7 +116,7 @@ class Tables:
         self._directory.refresh()
 
     def _settle(self, table: SourceTable, row: TableRow) -> None:
-        """Bring a table's state in step with its identity and with the publications."""
+        """Update a table's state after a change of its identity or of the publications."""
         if table.oid not in self.coverage.oids:
             why = self.coverage.refused.get(table.oid, f"no publication sends it ({self._config.publication})")
             self._set_unsent_aside(table, row, why)
@@ -129,7 +134,7 @@ class Tables:
             self._settle_truncates(table, row)
 
     def _set_unsent_aside(self, table: SourceTable, row: TableRow, why: str, hint: str = "") -> None:
-        """Set a table aside that no publication sends; it is copied once one does."""
+        """Set aside a table that no publication sends; it is copied once one does."""
         ours = row.details.get("cause") == NOT_PUBLISHED
         if row.state is not TableState.SET_ASIDE or (ours and row.reason != why):
             logger.warning("table set aside", table=table.full_name, reason=why)
@@ -137,7 +142,7 @@ class Tables:
             self._catalog.set_state(row.id, TableState.SET_ASIDE, why, details=details)
 
     def _settle_layout(self, table: SourceTable, row: TableRow, sent: Restriction | None) -> None:
-        """Have a table copied again whose existing rows changed with its definition, or with what is sent of them."""
+        """Request a copy of a table if its existing rows, or the part that is sent, changed with its definition."""
         sent = sent or Restriction()
         news = self._layouts.news(table, row.id, sent)
         if news is not None:
@@ -148,7 +153,7 @@ class Tables:
         self._layouts.remember(table, row.id, sent)
 
     def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:
-        """Say that truncates aren't sent; copy the table again once they are: some may have been missed."""
+        """Record that truncates aren't sent; once they are, request a copy, since some may have been missed."""
         why = self.coverage.without_truncates.get(table.oid)
         if why is not None and row.reason != why:
             logger.warning("truncates aren't captured", table=table.full_name, reason=why)
@@ -160,7 +165,7 @@ class Tables:
             self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends its truncates now")
 
     def _notice_leaving(self, connection: Connection, rows: Iterable[TableRow], passed: Lsn) -> None:
-        """Give up tables that are dropped or left out, once the log has all their changes."""
+        """Give up tables that were dropped or left out, once the log has all their changes."""
         for row in rows:
             if row.relation_oid in self.facts:
                 self._leaving.pop(row.relation_oid, None)
@@ -174,16 +179,16 @@ class Tables:
 
 
 class Watcher:
-    """The thread. Holds one ordinary connection, opened again when it breaks.
+    """The watcher's thread. It holds one ordinary connection and reopens it if it breaks.
 
     Args:
-        config: of the capture.
-        identity: whom its session streams from.
-        tables: kept up to date.
-        directory: whose states are refreshed every second.
-        passed: how far the stream is.
-        on_look: called after every look and every refresh of the states, with the tables' rows.
-        broken: tells that it failed by what isn't ours: `error` has it, and nobody looks any more.
+        config: the capture's configuration.
+        identity: the server that the session streams from.
+        tables: the tables to keep up to date.
+        directory: its states are refreshed every second.
+        passed: returns how far the stream is.
+        on_look: called with the tables' rows after every look and every refresh of the states.
+        broken: called if the thread ends by a bug of Millstream; `error` has the exception then.
     """
 
     def __init__(
@@ -205,7 +210,7 @@ class Watcher:
         self._on_look = on_look
         self._broken = broken
         self.error: BaseException | None = None
-        """Why its thread is gone: a bug of ours. A session that went on would hear of no table any more, and wait for copies for ever."""
+        """The bug that ended the thread. A session that continued would miss new tables and wait for copies forever."""
         self._stop = threading.Event()
         self._beat = threading.Event()
         self._last_end = Lsn(0)
@@ -217,21 +222,21 @@ class Watcher:
         self.slot_holds_bytes: int | None = None
         """WAL that the slot keeps at the source, at the last look."""
         self.spilled_bytes: int | None = None
-        """What decoding for the slot has put on the source's disk since its statistics began."""
+        """Bytes that decoding for the slot has spilled to the source's disk since its statistics began."""
         self._thread = threading.Thread(target=self._main, name="millstream-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; returns when it has."""
+        """Stop the thread and wait for its end."""
         self._stop.set()
         self._beat.set()
         self._thread.join()
 
     def beat_soon(self) -> None:
-        """Send a heartbeat at the next second, idle or not."""
+        """Send a heartbeat within a second, even if the source isn't idle."""
         self._beat.set()
 
     def _main(self) -> None:

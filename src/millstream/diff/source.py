@@ -1,7 +1,7 @@
-"""The source's side of `diff`: sums over ranges of a table under one snapshot, then the rows of ranges that differ.
+"""The source's side of `diff`: checksums over ranges of a table under one snapshot, then the rows that differ.
 
-A table is read in one pass for the sums, some thousand pages at a time so that there is progress to tell; another pass brings
-the rows of ranges that differ, ordered by range, so that one range at a time is in memory.
+One pass computes the sums, some thousand pages at a time so that progress can be reported. Another pass
+reads the rows of ranges that differ. They come ordered by range, so that memory holds one range at a time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
 
 _STEP_PAGES: Final = 16384
-"""128 MiB of a table between two words of progress."""
+"""Pages read between two reports of progress: 128 MiB of a table."""
 _LOCK_TIMEOUT: Final = "5s"
 
 Sums = dict[int, tuple[int, int]]
-"""By range, (rows, sum of their hashes); ranges without rows are left out."""
+"""(rows, sum of their hashes) by range; ranges without rows are omitted."""
 
 
 class TableMoved(SourceError):
-    """The table can't be read under the snapshot any more: it was rewritten, dropped or renamed since."""
+    """The table can no longer be read under the snapshot: it was rewritten, dropped or renamed since."""
 
     code = "table_moved"
 
@@ -40,13 +40,13 @@ class PublishedTable:
     """A table of the source as its publications let it through."""
 
     table: SourceTable
-    """With the columns that are sent."""
+    """The table with the columns that are sent."""
     condition: str
-    """The row filter; empty where there is none."""
+    """The row filter; empty if there is none."""
 
 
 def published_tables(connection: Connection, patterns: TablePatterns, publication: str) -> list[PublishedTable]:
-    """The tables that a stream takes in, with the columns and rows of them that it is sent."""
+    """Return the tables that a stream captures, restricted to the columns and rows that are sent."""
     sent = restrictions(connection, (publication, inserts_name(publication)))
     return [
         PublishedTable(table, sent.get((table.namespace, table.name), Restriction()).condition)
@@ -55,7 +55,7 @@ def published_tables(connection: Connection, patterns: TablePatterns, publicatio
 
 
 def pick_hash(connection: Connection) -> HashName:
-    """What both sides hash with: md5, unless the server's policy (FIPS) forbids it."""
+    """Return the hash that both sides use: md5, unless the server's policy (FIPS) forbids it."""
     try:
         with translated(), connection.transaction():
             connection.execute("SELECT pg_catalog.md5('')")
@@ -65,11 +65,11 @@ def pick_hash(connection: Connection) -> HashName:
 
 
 class TableSide:
-    """One table at the source, over a connection in a transaction under the snapshot.
+    """One table at the source, read over a connection in a transaction under the snapshot.
 
     Raises (any call):
         TableMoved: the snapshot doesn't show the table as it was.
-        MillstreamError: PostgreSQL's refusal.
+        MillstreamError: PostgreSQL refused.
     """
 
     def __init__(self, connection: Connection, published: PublishedTable) -> None:
@@ -80,7 +80,7 @@ class TableSide:
         self._lock()
 
     def _lock(self) -> None:
-        """Keep rewrites and TRUNCATE away, and notice one that came first: the snapshot would show an empty table."""
+        """Lock out rewrites and TRUNCATE, and detect an earlier one: the snapshot would show an empty table."""
         table = self._table
         name = sql.Identifier(table.namespace, table.name)
         connection = self._connection
@@ -97,7 +97,7 @@ class TableSide:
             if there is None or there[0] != table.oid:
                 raise moved
             connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
-            # The functions look at the present, the query at the snapshot's past.
+            # The functions read the present state, the query reads the snapshot's.
             same = connection.execute(
                 "SELECT bool_and(pg_catalog.pg_relation_filenode(c.oid) IS NOT DISTINCT FROM nullif(c.relfilenode, 0))"
                 " FROM pg_class c WHERE c.oid = %s OR c.oid IN (SELECT p.relid FROM pg_partition_tree(%s) p WHERE p.isleaf)",
@@ -111,7 +111,7 @@ class TableSide:
             )
 
     def sums(self, texts: RowTexts, tell: Callable[[int], None]) -> Sums:
-        """The sums of all ranges; `tell` hears how many rows are through."""
+        """Return the sums of all ranges; call `tell` with the number of rows read so far."""
         found: Sums = {}
         rows_through = 0
         for step in self._steps():
@@ -128,9 +128,9 @@ class TableSide:
         return found
 
     def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[tuple[int, int, tuple[str | None, ...]]]:
-        """(range, hash, the columns' texts as PostgreSQL prints them) of every row of some ranges, by range.
+        """Return (range, hash, the columns' texts as PostgreSQL prints them) of every row of some ranges, by range.
 
-        The server begins at the call, not when the first row is asked for.
+        The server begins at the call, not when the first row is requested.
         """
         wanted = ",".join(map(str, sorted(ranges)))
         query = (
@@ -154,13 +154,13 @@ class TableSide:
         return f"{only}{name}" + (f" WHERE {' AND '.join(conditions)}" if conditions else "")
 
     def _steps(self) -> Iterator[str]:
-        """Conditions that cut the table into pieces of pages; rows lie where the snapshot saw them, whatever moves."""
+        """Yield conditions that cut the table into pieces of pages; rows keep their place under the snapshot."""
         pages = self._table.size_bytes // 8192
         if self._table.partitioned or pages <= _STEP_PAGES:
             yield ""
             return
         for first in range(0, pages, _STEP_PAGES):
             last = first + _STEP_PAGES >= pages
-            # The last piece has no end: the table may have grown between the snapshot and the look at its size.
+            # The last piece has no end: the table may have grown between the snapshot and the reading of its size.
             end = "" if last else f" AND ctid < '({first + _STEP_PAGES},0)'::pg_catalog.tid"
             yield f"ctid >= '({first},0)'::pg_catalog.tid{end}"

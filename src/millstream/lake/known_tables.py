@@ -1,4 +1,4 @@
-"""What capture knows of tables, and the lake not yet: names that they bear now, and tables that have no record."""
+"""Facts about tables that only capture knows so far: their present names, and tables without records."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class KnownTable:
     namespace: str
     name: str
     schema: TableSchema | None = None
-    """Its newest columns, where anybody has seen them; under a name that it may have borne before."""
+    """The newest known columns, if any; perhaps under an earlier name of the table."""
     waits: str = ""
-    """Why it may have rows that the lake lacks; empty where it has none."""
+    """The reason why the table may have rows that the lake lacks; empty if it has none."""
 
     @property
     def full_name(self) -> str:
@@ -34,28 +34,28 @@ class KnownTable:
 
 
 def empty_rows(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
-    """A table's rows in the lake while it has none; `LakeSchemaConflict`, `ConfigError` as `lake_columns`."""
+    """Return the lake's empty rows of a table; raises `LakeSchemaConflict`, `ConfigError` as `lake_columns`."""
     return lake_columns(schema, types).empty_table()
 
 
 def empty_records(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
-    """Its records; errors as `empty_rows`."""
+    """Return a table's empty records; raises as `empty_rows`."""
     return pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)]).empty_table()
 
 
 def is_meant(said: str, full_name: str) -> bool:
-    """Whether a name as `unknown_table` gives it means this table."""
+    """Return whether a name as `unknown_table` returns it means this table."""
     namespace, name = parse_qualified_name(full_name)
-    # Whose quotes are DuckDB's, and whose the name's own, can't be told.
+    # It is unknown which quotes are DuckDB's and which belong to the name.
     return _bare(said) in {_bare(f"{namespace}.{name}"), _bare(full_name)}
 
 
 def unknown_table(said: str) -> str | None:
-    """The table that DuckDB's message says isn't there, with its schema, unquoted."""
+    """Return the unquoted name, with its schema, of the table that DuckDB's message reports as missing."""
     found = re.search(r'Table with name "?(.+?)"? does not exist', said)
     if found is None:
         return None
-    # DuckDB leaves the schema out where it looks in any case.
+    # DuckDB omits the default schema.
     return found[1] if "." in found[1] else f"{DEFAULT_SCHEMA}.{found[1]}"
 
 

@@ -1,9 +1,9 @@
-"""Where a stream's lake tables lie, and the names under which they are committed.
+"""Paths of a stream's lake tables, and the application ids under which they are committed.
 
-Promises that no two tables share a folder, on any file system. Letters, digits, `_` and `-` of a name stand as they are, and
-each other byte is escaped. A name that differs by case alone from the name of a table seen before gets its table's id as a
-suffix, because some file systems ignore case. The escape character is `~`, not `%`: delta-rs (1.6) decodes percent signs in some
-places only, so it writes a table to `a%20b` and looks for it in `a b`.
+No two tables share a folder, on any file system. Letters, digits, `_` and `-` of a name are kept, and each
+other byte is escaped. Some file systems ignore case. So if a name differs only by case from that of a table
+seen before, it gets its table's id as a suffix. The escape character is `~`, not `%`: delta-rs (1.6) decodes
+percent signs in some places only, so it writes a table to `a%20b` and looks for it in `a b`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ View = Literal["current", "history", "scd2"]
 MESSAGES: Final = "_messages"
 COMMITS: Final = "_commits"
 BESIDE: Final = "~rebuild"
-"""Behind a folder's name: where its table is built anew, until it is put in its place. No table's folder is called so."""
+"""Suffix of the folder in which a table is rebuilt before it replaces the old one. No table's folder ends so."""
 _PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _NAMESAKE: Final = "~t"
-"""In front of a table's id. No escape looks so: `t` is no hexadecimal digit."""
+"""Separator before a table's id. No escape looks like it: `t` is no hexadecimal digit."""
 _FOLDER_BYTES_MAX: Final = 200
-"""File systems take 255; engines add suffixes of their own."""
+"""Maximum length in bytes of a folder name: file systems take 255, and engines add suffixes."""
 
 
 def escape_part(part: str) -> str:
-    """Return one part of a table's name as it stands in a folder name. Two parts never give one text."""
+    """Return one part of a table's name, escaped for a folder name; distinct parts stay distinct."""
     return "".join(chr(byte) if byte in _PLAIN else f"~{byte:02x}" for byte in part.encode())
 
 
@@ -48,20 +48,23 @@ def folder_name(namespace: str, name: str, folder_id: TableId = TableId(0)) -> s
 
 
 def is_folder_of(folder: str, namespace: str, name: str) -> bool:
-    """Return whether a folder is the one of a table of that name, with an id behind it or without."""
+    """Return whether a folder belongs to a table of that name, with or without an id as its suffix."""
     plain = folder_name(namespace, name)
     return folder == plain or folder.startswith(f"{plain}{_NAMESAKE}")
 
 
 def folder_of(schema: TableSchema) -> str:
-    """Return the folder of a table; logical messages have one of their own."""
+    """Return the folder of a table; logical messages have their own."""
     if schema.kind is TableKind.MESSAGES:
         return MESSAGES
     return folder_name(schema.namespace, schema.name, schema.folder_id)
 
 
 def has_current(schema: TableSchema) -> bool:
-    """Whether a table's rows can be told apart: by a key, or as whole rows under FULL; else it has history only."""
+    """Return whether a table has a current view; if not, it has history only.
+
+    It needs rows that can be distinguished: by a key, or as whole rows under FULL.
+    """
     if schema.kind is not TableKind.TABLE:
         return False
     return bool(schema.key) or schema.replica_identity is ReplicaIdentity.FULL
@@ -69,60 +72,62 @@ def has_current(schema: TableSchema) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LakeLayout:
-    """One stream's part of a lake. A value: picklable, sent to executors."""
+    """One stream's part of a lake: an immutable, picklable value that is sent to executors."""
 
     location: str
-    """A folder (absolute) or the URL of an object store's prefix; without the stream's name."""
+    """Absolute folder, or URL of an object store's prefix, without the stream's name."""
     stream_name: str
     stream_id: StreamId
     pipeline: str = "lake"
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     types: Mapping[str, str] = field(default_factory=dict)
-    """The configuration's `[streams.S.types]`: by `schema.table.column`, the type that a column has in the lake."""
+    """The configuration's `[streams.S.types]`: a column's type in the lake, by `schema.table.column`."""
 
     @property
     def root(self) -> str:
-        """`<location>/<stream>`."""
+        """Path of the stream's lake: `<location>/<stream>`."""
         return f"{self.location.rstrip('/')}/{self.stream_name}"
 
     @property
     def commits_path(self) -> str:
-        """The table of commit cuts."""
+        """Path of the table of commit cuts."""
         return f"{self.root}/{COMMITS}"
 
     def table_path(self, view: View, schema: TableSchema) -> str:
-        """The folder of one view of one table."""
+        """Return the folder of one view of one table."""
         return f"{self.root}/{view}/{folder_of(schema)}"
 
     def app_id(self, view: View, table: TableId) -> str:
-        """Who commits to a view of a table, in Delta's `txn`: nothing in it changes with a restart."""
+        """Return the application id of a view's commits, in Delta's `txn`; it is the same after a restart."""
         return f"millstream/{self.stream_id}/{self.pipeline}/{view}/{table}"
 
     @property
     def commits_app_id(self) -> str:
-        """Who commits cuts."""
+        """Application id of the commits of cuts."""
         return f"millstream/{self.stream_id}/{self.pipeline}/commits"
 
 
 @dataclass(frozen=True, slots=True)
 class TableCommit:
-    """What a write left behind: one view of one table stands at `n` in Delta version `version`."""
+    """The result of a write: one view of one table has reached `n` in Delta version `version`."""
 
     table_id: TableId
     name: str
     """`schema.table`, each part quoted where PostgreSQL would."""
     folder: str
-    """The last part of the table's path: how `_commits` names it."""
+    """Last part of the table's path, by which `_commits` names it."""
     view: View
     version: int
     rows: int
-    """Rows that this call wrote: 0 where all was there already."""
+    """Number of rows that this call wrote; 0 if all were there already."""
     n: Seq
     since: Seq = Seq(0)
-    """Of history: from where on the table has borne the folder's name; 0 where another does, and where that isn't known."""
+    """In history: the position from which the table has had the folder's name.
+
+    0 if another table has the name, or if the position is unknown."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, for executors' answers."""
+        """Return the fields as JSON-compatible values, for executors' answers."""
         return {
             "table_id": int(self.table_id),
             "name": self.name,
@@ -136,7 +141,7 @@ class TableCommit:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> TableCommit:
-        """The value that `as_dict` told."""
+        """Return the value that `as_dict` encoded."""
         return cls(
             table_id=TableId(facts["table_id"]),
             name=facts["name"],

@@ -1,8 +1,9 @@
-"""Records that follow their table to another name.
+"""Move a table's records along when the table is renamed.
 
-History lies in a folder of the table's name. Where the table gets another one, or an earlier one again, the first append there brings along
-what that folder lacks, from the folder that has it: by numbers, so that each record comes once, whatever is broken off or done again.
-Where the records are is told by the last cut; or, where another table has taken over the name since, by the folders themselves.
+History lies in a folder of the table's name. When the table gets another name, or an earlier one again,
+the first append there copies the records that the new folder lacks from the old one. It copies by number,
+so each record arrives once, even if a copy is interrupted or repeated. The last cut says where the records
+are. If another table has taken over the name since, the folders themselves say it.
 """
 
 from __future__ import annotations
@@ -40,30 +41,30 @@ from millstream.model.schema import TableKind, TableSchema
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the last cut says that a table's records lie."""
+    """The folder of a table's records, according to the last cut."""
 
     folder: str
     n: Seq
-    """They have been committed there up to here, or further; 0 where a lake of before doesn't tell."""
+    """Position that the commits there have reached at least; 0 if an older lake doesn't record it."""
 
 
 Places = Mapping[TableId, Place]
-"""Of the tables that the last cut names."""
+"""Places of the tables that the last cut names, by table id."""
 
 
 def places_of(cut: Cut | None) -> Places:
-    """Where a cut says that each table's records lie."""
+    """Return the place of each table's records according to a cut."""
     return {} if cut is None else {t.table_id: Place(folder, t.history_n) for folder, t in cut.tables.items()}
 
 
 def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | None, places: Places) -> str | None:
-    """What is missing of the records that the last cut says a table has; None where they are all there.
+    """Describe what is missing of the records that a table has according to the last cut; None if nothing is.
 
     Args:
-        layout: where the lake is.
-        schema: the table, under the name that it has.
-        opened: the history of this name; None where there is none.
-        places: of the last cut.
+        layout: the lake's layout.
+        schema: the table, under its present name.
+        opened: the history under this name; None if there is none.
+        places: the last cut's places.
     """
     place = places.get(schema.table_id)
     if place is None or schema.kind is not TableKind.TABLE:
@@ -86,10 +87,12 @@ def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | No
 def records_elsewhere(
     layout: LakeLayout, schema: TableSchema, opened: OpenTable | None, places: Places
 ) -> OpenTable | None:
-    """The folder with records of a table that the one of its name lacks; None where there is none. Arguments as of `lost_records`.
+    """Return the folder that has records which the folder of the table's name lacks; None if there is none.
+
+    The arguments are those of `lost_records`.
 
     Raises:
-        LakeHistoryLost: records that the table had aren't there any more.
+        LakeHistoryLost: records that the table had no longer exist.
     """
     lost = lost_records(layout, schema, opened, places)
     if lost is not None:
@@ -105,7 +108,7 @@ def records_elsewhere(
     if place is not None:
         folders = [] if path.rsplit("/", 1)[1] == place.folder else [place.folder]
     else:
-        # Another table took over the name before a record came under the new one. What was moved aside may have them too.
+        # Another table took over the name before a record came under the new one. Folders moved aside may have it too.
         folders = folders_in(layout, f"{layout.root}/history") if places else []
     found: OpenTable | None = None
     stands = Seq(-1) if opened is None or opened.n is None else opened.n
@@ -125,11 +128,13 @@ def records_elsewhere(
 
 
 def open_left_behind(layout: LakeLayout, schema: TableSchema) -> OpenTable | None:
-    """The history that a table left when another took over its name, and where its records lie until its next one; None where it left none.
+    """Return the history that a table left behind when another took over its name; None if it left none.
+
+    Its records lie there until its next record.
 
     Args:
-        layout: where the lake is.
-        schema: of its newest record, under the name of then; no cut names the table.
+        layout: the lake's layout.
+        schema: the schema of its newest record, under the name at that time; no cut names the table.
     """
     if not has_current(schema):
         return None
@@ -138,10 +143,10 @@ def open_left_behind(layout: LakeLayout, schema: TableSchema) -> OpenTable | Non
 
 
 def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, source: OpenTable) -> OpenTable:
-    """Copy a table's records that its folder lacks from another one, under the position that they reach there.
+    """Copy the records that a table's folder lacks from another folder, and commit at the position reached there.
 
     Raises:
-        LakeSchemaConflict: the columns of that time don't go with those that this folder has; nothing was written.
+        LakeSchemaConflict: the columns of that time don't fit those of this folder; nothing was written.
         LakeConflict: another task committed first; call again.
     """
     assert source.n is not None, "it was chosen for its records"

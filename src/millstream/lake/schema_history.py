@@ -1,15 +1,17 @@
-"""Which records of a history folder are whose, and which columns they had.
+"""Ownership and schemas of the records in a history folder.
 
-A folder bears a name, and at the source a name goes from table to table: dropped and made again, renamed, swapped, given back. So one
-folder has the records of several tables, and those that a table brought from a folder which it was in before lie between the others' by
-number. Two things tell them apart, both exact:
+A folder has a table's name, and at the source a name passes from table to table: dropped and made again,
+renamed, swapped, given back. So one folder has the records of several tables. Records that a table
+brought from an earlier folder lie between the others' by number. Two things tell them apart, both exactly:
 
-- Each data file has the records of one table, and its name says of which (`new_name(table=…)`). In a lake of before these names, files
-  without one have the records that were written under the folder's own name: they belong to the table that bore it at their number.
-- *Eras*, kept in the table's properties by the number at which they begin: from there on, one table's records had this schema. An era whose
-  schema has the folder's own name says also that its table bears the name from there on. The newest of these names the folder's
-  owner. Numbers decide, never which table id or schema version is the greater: a table may take over a name from a younger one, and a name
-  that comes back has its old version again.
+- Each data file has the records of one table, and its name says of which (`new_name(table=…)`). Older lakes
+  have files without such a name. Their records were written under the folder's own name, and belong to the
+  table that had it at their number.
+- *Eras* are kept in the table's properties, by the number at which they begin. From that number on, one
+  table's records had this schema. If an era's schema has the folder's own name, its table has the name from
+  there on. The newest of these eras names the folder's owner. Numbers decide, never the greater table id or
+  schema version: a table may take over a name from a younger one, and a name that comes back has its old
+  version again.
 """
 
 from __future__ import annotations
@@ -36,37 +38,37 @@ from millstream.model.schema import TableSchema
 SCHEMA_PROPERTY: Final = "millstream.schema"
 """The schema of the newest record of the folder's owner."""
 SINCE_PROPERTY: Final = "millstream.since_seq"
-"""From where on that table has borne the name, without another table and without another name between."""
+"""Position from which the owner has had the name, without another table or another name in between."""
 FROM_SEQ_PROPERTY: Final = "millstream.from_seq"
-"""Written before there were eras: the first `seq` of the table that bears this name, where one of that name was dropped before."""
+"""Property of histories older than eras: the first `seq` of the table with this name, if a namesake was dropped."""
 ERA_PROPERTY: Final = "millstream.schema.at."
-"""Followed by a `seq`: the schema of its table's records from there on."""
+"""Prefix of an era's property, followed by a `seq`: the schema of its table's records from there on."""
 
 Span = tuple[int, int | None]
-"""Numbers `[start, end)`; no end where the end is None."""
+"""Numbers `[start, end)`; an end of None means no end."""
 ALL: Final[tuple[Span, ...]] = ((0, None),)
 
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """What a history table was at one position: whose records, and with which columns."""
+    """State of a history table at one position: the table that its records belong to, and their columns."""
 
     schema: TableSchema
     first: Seq
-    """No record of this table lies below it; of another that bore the name before, one may."""
+    """Lower bound of this table's records; records of an earlier table with the name may lie below."""
 
 
 @dataclass(frozen=True)
 class Eras:
-    """What a folder's properties tell."""
+    """The eras that a folder's properties record."""
 
     folder: str
     told: tuple[tuple[Seq, TableSchema], ...]
-    """By the number at which each begins, ascending."""
+    """Schemas by the number at which each begins, ascending."""
 
     @classmethod
     def of(cls, opened: OpenTable) -> Eras:
-        """A history's. One that was written before there were eras has one, of its newest schema.
+        """Return a history's eras; a history older than eras gets one, of its newest schema.
 
         Raises:
             LakeTableForeign: the table's properties don't hold its schema.
@@ -75,40 +77,40 @@ class Eras:
         return cls(opened.path.rsplit("/", 1)[1], tuple(told) or ((first_told(opened), newest_schema(opened)),))
 
     def having(self, start: Seq, schema: TableSchema) -> Eras:
-        """These and one more."""
+        """Return these eras and one more."""
         return Eras(self.folder, tuple(sorted([*self.told, (start, schema)], key=itemgetter(0))))
 
     def is_native(self, schema: TableSchema) -> bool:
-        """Whether a schema has the folder's own name."""
+        """Return whether a schema has the folder's own name."""
         return folder_of(schema) == self.folder
 
     @cached_property
     def native(self) -> tuple[tuple[Seq, TableSchema], ...]:
-        """Those under the folder's own name."""
+        """The eras under the folder's own name."""
         return tuple((start, schema) for start, schema in self.told if self.is_native(schema))
 
     def of_table(self, table: TableId) -> list[tuple[Seq, TableSchema]]:
-        """Those of one table, also from the time when it had another name."""
+        """Return the eras of one table, including those under other names."""
         return [(start, schema) for start, schema in self.told if schema.table_id == table]
 
     def schema_at(self, table: TableId, n: Seq) -> TableSchema | None:
-        """The schema that a table had at a position; None before its first record."""
+        """Return the schema that a table had at a position; None before its first record."""
         return next((schema for start, schema in reversed(self.of_table(table)) if start <= n), None)
 
     def owner_at(self, n: Seq) -> TableId | None:
-        """The table that bore the name at a position."""
+        """Return the table that had the name at a position."""
         return next((schema.table_id for start, schema in reversed(self.native) if start <= n), None)
 
     @property
     def since(self) -> Seq:
-        """From where on the owner has borne the name, without another table and without another name between."""
+        """Position from which the owner has had the name, without another table or another name in between."""
         if not self.native:
             return Seq(0)
         return self._since([(start, schema) for start, schema in self.told if self._counts(schema)])
 
     @property
     def taken_since(self) -> Seq:
-        """From where on it has borne the name without another table between."""
+        """Position from which the owner has had the name, without another table in between."""
         return self._since(self.native)
 
     def _counts(self, schema: TableSchema) -> bool:
@@ -124,11 +126,11 @@ class Eras:
 
     @property
     def taken_over(self) -> bool:
-        """Whether another table bore the name before the owner does."""
+        """Whether another table had the name before the owner."""
         return any(schema.table_id != self.native[-1][1].table_id for _, schema in self.native)
 
     def spans(self, table: TableId) -> tuple[Span, ...]:
-        """The numbers under which a table bore the name."""
+        """Return the numbers under which a table had the name."""
         if all(schema.table_id == table for _, schema in self.native):
             return ALL
         ends = [int(start) for start, _ in self.native[1:]]
@@ -147,7 +149,7 @@ class Share:
         return Eras.of(self._opened).spans(self._table)
 
     def spans(self, path: str) -> tuple[Span, ...]:
-        """The numbers of the table's records in a data file: `ALL` where all of it is the table's; none where nothing is."""
+        """Return the numbers of the table's records in a data file: `ALL` if it has the whole file."""
         named = table_in(path)
         if named is not None:
             return ALL if named == self._table else ()
@@ -155,7 +157,7 @@ class Share:
 
 
 def within(seqs: pa.ChunkedArray | pa.Array, spans: Sequence[Span]) -> pa.Array:
-    """Which numbers lie in one of some spans."""
+    """Return a mask of the numbers that lie in one of the spans."""
     numbers = np.asarray(seqs)
     inside = np.zeros(len(numbers), bool)
     for start, end in spans:
@@ -164,12 +166,12 @@ def within(seqs: pa.ChunkedArray | pa.Array, spans: Sequence[Span]) -> pa.Array:
 
 
 def table_of(opened: OpenTable) -> TableId:
-    """The table whose handle it is: whose commits it makes."""
+    """Return the table of a handle, for which it makes commits."""
     return TableId(int(opened.app.rpartition("/")[2]))
 
 
 def newest_schema(opened: OpenTable) -> TableSchema:
-    """The schema that the newest records had of the table that bears the folder's name.
+    """Return the newest schema of the table that has the folder's name.
 
     Raises:
         LakeTableForeign: the table's properties don't hold it.
@@ -181,24 +183,27 @@ def newest_schema(opened: OpenTable) -> TableSchema:
 
 
 def owned_since(opened: OpenTable, table: TableId) -> Seq:
-    """From where on a table has borne a history's name; 0 where another one bears it, and where a lake of before doesn't tell."""
+    """Return the position from which a table has had a history's name.
+
+    0 if another table has the name, or if an older lake doesn't record it.
+    """
     return Seq(int(opened.properties.get(SINCE_PROPERTY) or 0)) if newest_schema(opened).table_id == table else Seq(0)
 
 
 def holds(opened: OpenTable, history: OpenTable) -> bool:
-    """Whether the rows of a folded view are those that its table wrote last, and not another's that has borne the name since."""
+    """Return whether a folded view's rows are its table's last, not those of a later table with the name."""
     if opened.n is None or opened.held is not None:
         return opened.n is not None and bool(opened.held)
-    # A lake of before: whose fold went furthest was the last.
+    # In an older lake the table whose fold went furthest was the last.
     others = {schema.table_id for _, schema in Eras.of(history).native} - {table_of(opened)}
     return all((opened.committed(table) or -1) < opened.n for table in others)
 
 
 def era_at(opened: OpenTable, n: Seq) -> Era | None:
-    """What the table that bore the name was at `n`; None where no record is so old.
+    """Return the schema at `n` of the table that had the name; None if no record is that old.
 
-    Where none bore it yet, the table whose handle it is. A history that was written before schemas were kept by position
-    gives its newest schema for every one.
+    If no table had the name at `n`, take the handle's table. A history older than schemas by position
+    returns its newest schema for every position.
     """
     if not eras_in(opened):
         return Era(newest_schema(opened), first_told(opened))
@@ -209,18 +214,18 @@ def era_at(opened: OpenTable, n: Seq) -> Era | None:
 
 
 def first_told(opened: OpenTable) -> Seq:
-    """Where a history begins that was written before there were eras."""
+    """Return the position at which a history older than eras begins."""
     return Seq(int(opened.properties.get(FROM_SEQ_PROPERTY) or 0))
 
 
 def first_of(opened: OpenTable, table: TableId) -> Seq:
-    """The lowest `seq` that a record of a table can have in a history."""
+    """Return the lowest `seq` that a record of a table can have in a history."""
     mine = Eras.of(opened).of_table(table)
     return mine[0][0] if mine else Seq(0)
 
 
 def eras_in(opened: OpenTable) -> dict[Seq, str]:
-    """The properties that tell eras, encoded, by the position from which on; ascending."""
+    """Return the encoded eras in the properties, by the position at which each begins, ascending."""
     found = {
         Seq(int(name.removeprefix(ERA_PROPERTY))): value
         for name, value in opened.properties.items()
@@ -230,24 +235,24 @@ def eras_in(opened: OpenTable) -> dict[Seq, str]:
 
 
 def told_properties(told: Iterable[tuple[Seq, TableSchema]]) -> dict[str, str]:
-    """The properties that tell eras."""
+    """Return the properties that record eras."""
     return {f"{ERA_PROPERTY}{start}": _encode(schema) for start, schema in told}
 
 
 def _encode(schema: TableSchema) -> str:
-    """A schema as a property: packed, for each change of columns adds one, for ever."""
+    """Return a schema as a property; compressed, because each change of columns adds one permanently."""
     return "z" + base64.b64encode(zlib.compress(schema.to_arrow().serialize().to_pybytes(), 9)).decode()
 
 
 @lru_cache(maxsize=4096)
 def decode(encoded: str) -> TableSchema:
-    """The schema that a property holds."""
-    # A message of Arrow's begins with 0xFFFFFFFF, which in base64 is no z.
+    """Return the schema that a property holds."""
+    # An Arrow message begins with 0xFFFFFFFF, which in base64 doesn't begin with z.
     packed = encoded.startswith("z")
     raw = base64.b64decode(encoded[1:] if packed else encoded)
     return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(zlib.decompress(raw) if packed else raw)))
 
 
 def schema_property(schema: TableSchema) -> dict[str, str]:
-    """The property that tells the owner's newest schema."""
+    """Return the property that records the owner's newest schema."""
     return {SCHEMA_PROPERTY: base64.b64encode(schema.to_arrow().serialize().to_pybytes()).decode()}

@@ -1,7 +1,8 @@
-"""Reads chunks of existing rows from the source: each in one short transaction that locks nobody out.
+"""Read chunks of existing rows from the source, each in one short transaction that blocks no writer.
 
-A chunk's transaction: take the lock that any SELECT takes, *then* the snapshot (so no rewrite or TRUNCATE can lie between
-the two: those show an empty table to older snapshots), then the end of WAL, then the rows, in the order of the key.
+A chunk's transaction takes the lock that any SELECT takes, *then* the snapshot. So no rewrite or TRUNCATE
+can lie between the two: those show an empty table to older snapshots. Then it reads the end of WAL, and
+then the rows in key order.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from millstream.model.schema import ReplicaIdentity, TableSchema
 from millstream.protocol.table_copy import Key, Snapshot, extend_xid
 
 CHUNK_BYTES_MAX: Final = 64 << 20
-"""Reading stops here, where the caller gives no other bound: what was read until then is a chunk as well."""
+"""Default bound at which reading stops; the rows read until then are a chunk as well."""
 AGAIN: Final = "40001"
-"""The SQLSTATE of what goes well another time."""
+"""SQLSTATE of errors that a retry can resolve (serialization_failure)."""
 _SAMPLE_PAGES: Final = 300
 _LOCK_TIMEOUT: Final = "5s"
 _PINNED_PATH: Final = "pg_catalog"
@@ -40,20 +41,20 @@ _PINNED_PATH: Final = "pg_catalog"
 
 
 class TableGone(SourceError):
-    """The table isn't there any more."""
+    """The table no longer exists."""
 
     code = "table_gone"
 
 
 class TableChanged(SourceError):
-    """The table's key isn't what it was: its chunks mean nothing now."""
+    """The table's key has changed, which makes its chunks meaningless."""
 
     code = "table_changed"
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a chunk takes: keys in `(after, upto]` (None: no bound), or the rows of the keys asked for."""
+    """The rows of a chunk: keys in `(after, upto]` (None: no bound), or the listed keys."""
 
     after: Key | None = None
     upto: Key | None = None
@@ -62,19 +63,19 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When a chunk is read."""
+    """The snapshot, WAL position and time of a chunk's read."""
 
     snapshot_text: str
     """`pg_current_snapshot()`."""
     lsn: Lsn
-    """All that it sees has its commit at or below."""
+    """Upper bound of the commits that the snapshot sees: each lies at or below it."""
     at_us: int
-    """By the server's clock, since 1970."""
+    """The server's clock, in microseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """What was read, as text yet. It is decoded once, by any thread."""
+    """The rows of a read, still as text. Any thread may decode them, once."""
 
     text: Text
     row_count: int
@@ -84,19 +85,19 @@ class Fetched:
     at_us: int
     table: SourceTable
     last: bool
-    """Nothing is left in the bounds behind it."""
+    """Whether the bounds hold no further rows."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the text."""
+        """Size in bytes of the text."""
         return len(self.text)
 
     def last_key(self) -> Key:
-        """The key of the last row, of which there has to be one, its columns in the order of the index. Before `decoded`."""
+        """Return the key of the last row, its columns in index order; needs at least one row, before `decoded`."""
         return last_key(self.text, self.table.relation, [column.name for column in self.table.key])
 
     def decoded(self, schema: TableSchema) -> CopiedRows:
-        """The rows, under the schema, which is this one's with its version.
+        """Decode the rows under a schema: this one, with its version.
 
         Raises:
             TableUndecodable: a value isn't UTF-8.
@@ -106,12 +107,12 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A table that is about to be read whole."""
+    """A table that is about to be read completely."""
 
     table: SourceTable
-    """With the columns that are sent."""
+    """The table with the columns that are sent."""
     schema: TableSchema
-    """Its version isn't known yet."""
+    """The table's schema, whose version isn't known yet."""
     snapshot: Snapshot
     lsn: Lsn
     at_us: int
@@ -119,23 +120,23 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What was read, decoded."""
+    """The decoded rows of a read."""
 
     rows: CopiedRows
     snapshot: Snapshot
     lsn: Lsn
     at_us: int
     last: bool
-    """Nothing is left in the bounds behind it."""
+    """Whether the bounds hold no further rows."""
 
 
 class ChunkReader:
-    """Reads chunks over one ordinary connection of its own.
+    """Read chunks over one ordinary connection of its own.
 
     Args:
         connection: pinned as `connect` pins it; its search path and planner settings are changed.
         source: the source's number, for schemas.
-        publications: those whose column lists and row filters apply.
+        publications: publications whose column lists and row filters apply.
     """
 
     def __init__(self, connection: Connection, source: SourceId, publications: Sequence[str]) -> None:
@@ -143,20 +144,20 @@ class ChunkReader:
         self._source = source
         self._publications = tuple(publications)
         self.not_before = Lsn(0)
-        """What commits below has to be seen by the next chunk. An ordinary snapshot sees all that has committed."""
+        """Commits below this LSN must be visible to the next chunk; an ordinary snapshot sees every commit."""
         with translated():
-            # Chunks follow the key's index; a plan that sorts the table anew for each would be quadratic.
+            # Chunks follow the key's index; a plan that sorts the table again for each would be quadratic.
             connection.execute(
                 "SET enable_seqscan = off; SET enable_bitmapscan = off; SET max_parallel_workers_per_gather = 0;"
                 f" SET jit = off; SET lock_timeout = '{_LOCK_TIMEOUT}'"
             )
 
     def running_bound(self) -> int:
-        """An id above every transaction that may have committed before now and be unseen yet.
+        """Return an id above every transaction that may have committed before now and not be visible yet.
 
-        A snapshot's xmax isn't enough: it counts from the latest *ended* transaction, and one that has its commit record
-        and waits for a standby may have a greater id. Every running transaction holds a lock on its own id, prepared
-        ones too.
+        A snapshot's xmax isn't enough, because it counts from the latest *ended* transaction. A transaction
+        that has written its commit record and waits for a standby may have a greater id. Every running
+        transaction, even a prepared one, holds a lock on its own id.
         """
         with translated():
             row = self._connection.execute(
@@ -168,14 +169,14 @@ class ChunkReader:
         return max([snapshot.xmax, *(extend_xid(int(xid), snapshot.xmax) + 1 for xid in row[1])])
 
     def current_snapshot(self) -> Snapshot:
-        """Who has ended by now."""
+        """Return a snapshot that shows which transactions have ended by now."""
         with translated():
             row = self._connection.execute("SELECT pg_current_snapshot()::text").fetchone()
         assert row is not None
         return Snapshot.parse(row[0])
 
     def read(self, table: SourceTable, table_id: TableId, bounds: Bounds) -> Chunk:
-        """All rows in the bounds, decoded. Raises as `fetch`, and `TableUndecodable`."""
+        """Read and decode all rows in the bounds; raises as `fetch`, and `TableUndecodable`."""
         found = self.fetch(table, table_id, bounds)
         return Chunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last)
 
@@ -191,15 +192,16 @@ class ChunkReader:
         """Read the rows in the bounds, from the lowest key on.
 
         Args:
-            table: as last seen; by its key the bounds are.
+            table: the table as last seen; the bounds are keys of it.
             table_id: the catalog's number.
-            bounds: what to read.
-            rows_max: stop after so many; None: read all.
-            bytes_max: stop once there is so much text, with the row that goes beyond it.
+            bounds: the rows to read.
+            rows_max: number of rows to stop after; None reads all.
+            bytes_max: bytes of text to stop after, including the row that exceeds it.
 
         Raises:
-            TableGone, TableChanged: as they say.
-            MillstreamError: PostgreSQL's refusal; the transaction is over.
+            TableGone: the table no longer exists.
+            TableChanged: the table's key has changed.
+            MillstreamError: PostgreSQL refused; the transaction is over.
         """
         connection = self._connection
         with self._reading(table, None) as (found, condition, moment):
@@ -228,19 +230,20 @@ class ChunkReader:
         began: Callable[[Begun], None],
         take: Callable[[CopyText], None],
     ) -> None:
-        """Read all rows, in no order, in pieces.
+        """Read all rows in pieces, in no particular order.
 
         Args:
-            table: as last seen.
+            table: the table as last seen.
             table_id: the catalog's number.
-            under: the snapshot to read them under; None: one that is taken now.
-            piece_bytes: about so much text comes at once; asked before each piece.
-            began: told once, before the first piece.
-            take: given each piece; the last may be empty. What it raises ends the reading.
+            under: the snapshot to read under; None takes one now.
+            piece_bytes: returns the approximate size of the next piece; called before each.
+            began: called once, before the first piece.
+            take: called with each piece; the last may be empty. An exception from it ends the reading.
 
         Raises:
-            TableGone, TableChanged: as they say.
-            MillstreamError: PostgreSQL's refusal; the transaction is over.
+            TableGone: the table no longer exists.
+            TableChanged: the table's key has changed.
+            MillstreamError: PostgreSQL refused; the transaction is over.
         """
         connection = self._connection
         with self._reading(table, under) as (found, condition, moment):
@@ -255,7 +258,7 @@ class ChunkReader:
 
     @contextmanager
     def _reading(self, table: SourceTable, under: SourceSnapshot | None) -> Iterator[tuple[SourceTable, str, Moment]]:
-        """A transaction in which the table is read: the table and the condition of what is published, and its moment."""
+        """Open a transaction for reading the table; yield the table and row filter as published, and the moment."""
         connection = self._connection
         name = sql.Identifier(table.namespace, table.name)
         self._widen_search_path(table)
@@ -276,7 +279,7 @@ class ChunkReader:
             yield *self._as_published(found), moment
 
     def _take_any_bytes(self) -> None:
-        """Have a database without an encoding say its text as it is; the transaction's last answer in ours was the one before."""
+        """Make a database without an encoding send its text unchanged; later answers no longer come in ours."""
         if self._connection.info.parameter_status("server_encoding") == "SQL_ASCII":
             self._connection.execute("SET LOCAL client_encoding = 'SQL_ASCII'")
 
@@ -293,7 +296,7 @@ class ChunkReader:
         return Moment(row[0], as_record_end(parse_lsn(place[0])), int(place[1]))
 
     def _begin_under(self, snapshot: SourceSnapshot, name: sql.Composable) -> Moment:
-        """Take over a snapshot, then lock the table."""
+        """Import a snapshot, then lock the table."""
         try:
             self._connection.execute(snapshot.set_statement())
         except psycopg.Error as error:
@@ -310,10 +313,10 @@ class ChunkReader:
         return Moment(row[0], snapshot.lsn, int(row[1]))
 
     def _check_files(self, table: SourceTable) -> None:
-        """The lock was there before the snapshot: nothing can have been rewritten between the two."""
+        """Accept the table: the lock preceded the snapshot, so nothing was rewritten between the two."""
 
     def _check_not_rewritten(self, table: SourceTable) -> None:
-        """The lock came after the snapshot, to which what was rewritten or truncated between shows no row."""
+        """Raise if the table was rewritten or truncated between snapshot and lock: the snapshot shows no rows then."""
         seen = {table.oid: table.relfilenode, **{part.oid: part.relfilenode for part in table.partitions}}
         with translated():
             rows = self._connection.execute(
@@ -324,7 +327,7 @@ class ChunkReader:
             raise SourceError(f"the table {table.full_name} was rewritten meanwhile", sqlstate=AGAIN)
 
     def split(self, table: SourceTable, parts: int) -> list[Key]:
-        """Keys that cut the table into about `parts` pieces of like size, by a sample; may be fewer, or none."""
+        """Return keys that cut the table into about `parts` pieces of similar size, by a sample; perhaps none."""
         pages = max(1, table.size_bytes // 8192)
         percent = min(100.0, 100.0 * _SAMPLE_PAGES / pages)
         keys = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.key)
@@ -349,12 +352,16 @@ class ChunkReader:
         return found
 
     def _as_published(self, table: SourceTable) -> tuple[SourceTable, str]:
-        """The table with the columns that are sent, and the condition under which its rows are."""
+        """Return the table with the columns that are sent, and its row filter."""
         found = restriction(self._connection, self._publications, table)
         return found.applied_to(table), found.condition
 
     def _widen_search_path(self, table: SourceTable) -> None:
-        """Comparison operators of an extension's type are found by the search path alone. The text of a value may depend on it too."""
+        """Set the search path so that comparison operators of the key's types are found.
+
+        Operators of an extension's type are found by the search path alone. The text of a value may depend on
+        the path too.
+        """
         spaces = [_PINNED_PATH, *sorted({k.operator_namespace for k in table.key} - {_PINNED_PATH})]
         with translated():
             path = sql.SQL(", ").join(map(sql.Identifier, spaces))
@@ -362,7 +369,7 @@ class ChunkReader:
 
 
 def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSchema:
-    """The schema of a table as the source's catalogs have it now; its version isn't known yet."""
+    """Return the schema of a table as the source's catalogs have it now; its version isn't known yet."""
     full = table.replica_identity is ReplicaIdentity.FULL
     key = tuple(column.name for column in table.key) if full else None
     return table_schema(table.relation, source=source, key=key, table_id=table_id)
@@ -371,7 +378,10 @@ def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSc
 def _copy_query(
     table: SourceTable, key_names: Sequence[str], bounds: Bounds, condition: str, rows_max: int | None
 ) -> sql.Composed:
-    """The COPY of a chunk. Bounds are by the index's order of columns, keys asked for by the schema's: `key_names`, as the log has them."""
+    """Return the COPY of a chunk.
+
+    Bounds are in the index's column order. `bounds.keys` are in the schema's: `key_names`, as the log has them.
+    """
     columns = sql.SQL(", ").join(sql.Identifier(c.name) for c in table.relation.columns)
     only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
     query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
@@ -392,7 +402,7 @@ def _copy_query(
         if bounds.upto is not None:
             conditions.append(sql.SQL("{} <= {}").format(key, _literals(bounds.upto, names, types)))
     if any(column.operator_namespace != _PINNED_PATH for column in table.key):
-        # By now the statement is parsed; what names of objects look like is decided when they are printed.
+        # The statement is parsed by now, and names of objects are printed by the path at the time of printing.
         conditions.insert(0, sql.SQL(f"(SELECT set_config('search_path', '{_PINNED_PATH}', true)) IS NOT NULL"))
     if conditions:
         query += sql.SQL(" WHERE {}").format(sql.SQL(" AND ").join(conditions))
@@ -404,12 +414,15 @@ def _copy_query(
 
 
 def _literals(key: Key, names: Sequence[str], types: Mapping[str, sql.SQL]) -> sql.Composed:
-    """A key's texts as values of their types: left to itself PostgreSQL reads a `regclass` as a number, and no row type at all."""
+    """Return a key's texts cast to their types.
+
+    Without the cast PostgreSQL reads a `regclass` as a number, and can't read a row type.
+    """
     return _row([sql.SQL("{}::{}").format(sql.Literal(t), types[n]) for t, n in zip(key, names, strict=True)])
 
 
 def _as_compared(column: KeyColumn) -> sql.Composed:
-    """A key's column as its index compares it."""
+    """Return a key's column as its index compares it."""
     named = sql.Identifier(column.name)
     return sql.Composed(
         [named] if column.collation is None else [named, sql.SQL(" COLLATE "), sql.Identifier(*column.collation)]
@@ -421,10 +434,10 @@ def _row(parts: Sequence[sql.Composable]) -> sql.Composed:
 
 
 def encode_key(key: Key | None) -> str | None:
-    """A key as the catalog keeps it."""
+    """Return a key as the catalog stores it."""
     return None if key is None else json.dumps(list(key))
 
 
 def decode_key(text: str | None) -> Key | None:
-    """The key that `encode_key` put down."""
+    """Return the key that `encode_key` encoded."""
     return None if text is None else tuple(json.loads(text))
