@@ -39,7 +39,7 @@ OPENING: Final = re.compile(
     r"(?:\A|[.:;!?]\s+|\n[ \t]*\n\s*|\n[ \t]*[-*] )(Who|What|Whoever|Whose|Of)\b(?=[^?]*?(?:[.:;]|\Z|\n\s*\n))"
 )
 WORD: Final = re.compile(rf"\b({'|'.join(UNPLAIN)})\b", re.IGNORECASE)
-NOT_YET: Final = ("src/", "tests/", "docs/reference/")
+NOT_YET: Final = ("docs/reference/cli.md", "docs/reference/config.md", "docs/reference/errors.md")
 """Beginnings of paths whose prose isn't rewritten so far. The list ends empty."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-DEADLINE_S = 60
+DEADLINE_S = 180
 
 
 class Beside(threading.Thread):

@@ -187,7 +187,14 @@ def test_a_publication_that_an_older_version_made_is_altered_and_its_tables_are_
         "UPDATE t SET note = 'in between' WHERE id = 12",
     )
     if capture is not None:
-        wait_until(lambda: as_source(stage) and as_source(stage, "whole"), "both are copied again")
+        wait_until(
+            lambda: (
+                as_source(stage)
+                and as_source(stage, "whole")
+                and {stage.state("public.t"), stage.state("public.whole")} == {TableState.STREAMING}
+            ),
+            "both are copied again",
+        )
         capture.stop()
     stage.sql("UPDATE t SET n = -1 WHERE id = 13", "UPDATE whole SET n = -1 WHERE id = 1")
     stage.catch_up()

@@ -64,7 +64,7 @@ class Dispatcher:
         """Count by sink of writes that it failed and that succeeded anyway."""
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
-        """Do the same as `LogWriter.append`, and send to sinks. Of several operations `Ack.each` has each outcome.
+        """Do the same as `LogWriter.append`, and send to sinks. `Ack.each` has the outcome of each of several operations.
 
         Raises:
             PartialWrite: a single operation was taken by some and not by others.
