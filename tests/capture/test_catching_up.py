@@ -34,6 +34,8 @@ from millstream.protocol.catching_up import CatchUp, Mode
 from millstream.testing.workload import Workload
 from millstream.wal.reader import StreamReader
 
+pytestmark = pytest.mark.siege
+
 SMALL_CHUNKS: dict[str, Any] = {"catch_up_changes": 300, "catch_up_chunk_bytes": 300_000}
 Said = list[MutableMapping[str, Any]]
 
@@ -171,7 +173,6 @@ def test_it_goes_over_to_the_stream_while_writes_go_on(stage: Stage) -> None:
     whole_once(stage, "orders")
 
 
-@pytest.mark.siege
 def test_a_stream_that_falls_behind_goes_over_to_chunks(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "RUN_BYTES_MAX", 50_000)
     stage.sql(ORDERS)
@@ -491,7 +492,6 @@ SMALL: dict[str, Any] = {"catch_up": "always", "catch_up_bytes": 4096} | SMALL_C
         "capture.after_chunk:9",
     ],
 )
-@pytest.mark.siege
 def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: str) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()
@@ -509,7 +509,6 @@ def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: s
     assert [row[:2] for row in found] == sorted({row[:2] for row in found})
 
 
-@pytest.mark.siege
 def test_memory_is_bounded_whatever_the_backlog(stage: Stage) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()

@@ -35,6 +35,8 @@ from millstream.model.positions import Seq
 from millstream.protocol.catching_up import CatchUp, Mode
 from millstream.wal.reader import StreamReader
 
+pytestmark = pytest.mark.siege
+
 SLOWLY = 256 << 10
 """Rate of a copy in bytes a second; a piece has an eighth of it."""
 
@@ -83,7 +85,6 @@ def test_every_prefix_does_so_while_columns_come_and_go(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("seed", [5, 6])
-@pytest.mark.siege
 def test_every_prefix_does_so_where_capture_breaks_down_at_any_moment(stage: Stage, seed: int) -> None:
     """Each time, everything read is lost, and what waited is sent again.
 
@@ -151,7 +152,6 @@ def filled(stage: Stage, rows: int, wide: int = 1000) -> None:
     )
 
 
-@pytest.mark.siege
 def test_a_table_that_is_written_without_a_pause_is_finished_and_the_stream_waits_for_it(stage: Stage) -> None:
     filled(stage, 2000)
     told: list[CaptureProgress] = []
@@ -329,7 +329,6 @@ def test_rows_for_which_there_is_no_space_are_waited_for_and_nothing_else_is(
     assert bag_in_log(stage) == bag_at_source(stage)
 
 
-@pytest.mark.siege
 def test_a_stream_that_is_held_for_longer_than_the_senders_patience_keeps_its_connection(stage: Stage) -> None:
     filled(stage, 3000)
     stage.sql(f"ALTER DATABASE {stage.config.slot} SET wal_sender_timeout = '1500ms'")
@@ -349,7 +348,6 @@ def test_a_stream_that_is_held_for_longer_than_the_senders_patience_keeps_its_co
     assert bag_in_log(stage) == bag_at_source(stage)
 
 
-@pytest.mark.siege
 def test_a_backlog_that_grows_meanwhile_ends_no_reading(stage: Stage) -> None:
     """A change to chunks would begin the session again, and with it the copy."""
     filled(stage, 2000)
@@ -397,7 +395,6 @@ def bag_there(stage: Stage) -> Counter[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("point", ["capture.copy_whole_read", "capture.copy_chunk_durable"])
-@pytest.mark.siege
 def test_what_is_killed_in_the_midst_of_a_copy_begins_it_anew(stage: Stage, point: str) -> None:
     (stage.folder / "home").mkdir()
     filled(stage, 5000)
@@ -409,7 +406,6 @@ def test_what_is_killed_in_the_midst_of_a_copy_begins_it_anew(stage: Stage, poin
     assert bag_on_disk(stage) == bag_there(stage)
 
 
-@pytest.mark.siege
 def test_more_rows_than_there_is_memory_for_enter_as_one_operation(stage: Stage) -> None:
     """… during all kinds of writes: memory is bounded, whatever the table's size."""
     peaks = []
