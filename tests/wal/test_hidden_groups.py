@@ -1,7 +1,4 @@
-"""Random lives of a log whose groups are shown only once other nodes hold them.
-
-Restarts, crashes, and other nodes that come and go.
-"""
+"""Random lives of a log whose groups are shown only once others hold them: restarts, crashes, and others that come and go."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ class LifeOfAHiddenLog(RuleBasedStateMachine):
         self.files = MemoryFiles()
         self.hides = hides
         self.held = 0
-        """The last group that other nodes hold; it never goes back."""
+        """The last group that others hold: it never goes back."""
         self.free: set[int] = set()
-        """The xids that were shown while the level asked for no other node."""
+        """What was shown when nothing was asked for."""
         self.group_of: dict[int, int] = {}
         self.seen: set[int] = set()
         self.open()
@@ -45,7 +42,7 @@ class LifeOfAHiddenLog(RuleBasedStateMachine):
         self.show()
 
     def hides_now(self) -> bool:
-        """Return whether readers of the log as it lies there follow what is shown."""
+        """Whether readers of the log as it lies there go by what is shown."""
         folder = shard_folder(FOLDER, ShardId(0))
         return read_mark(self.files, folder) != read_readable(self.files, folder)
 
@@ -68,7 +65,7 @@ class LifeOfAHiddenLog(RuleBasedStateMachine):
 
     @rule(share=st.integers(0, 4))
     def others_hold_more(self, share: int) -> None:
-        """Let other nodes hold some or all of what is durable here; sometimes one reports less than before."""
+        """They have some of what is durable here, or all; now and then who says so is behind, and says less than before."""
         self.held = max(self.held, self.held + (self.log.group - self.held) * share // 4)
         if self.log.shown is not None:
             self.log.shown.show(GroupNumber(self.held // 2))
@@ -84,7 +81,7 @@ class LifeOfAHiddenLog(RuleBasedStateMachine):
 
     @rule(after=st.integers(1, 40), seed=st.integers(0, 10**6), kind=st.sampled_from(["kill", "cut", "any"]))
     def crash(self, after: int, seed: int, kind: str) -> None:
-        """Crash at any operation on the disk, even while a group is being shown."""
+        """At any operation on the disk, also while something is shown."""
         self.files.plan.crash_at = self.files.plan.operations + after
         try:
             for _ in range(4):
@@ -100,7 +97,7 @@ class LifeOfAHiddenLog(RuleBasedStateMachine):
         if kind != "kill":
             self.seen = (
                 set()
-            )  # a power cut may set the mark back: readers see more again once others are known to hold everything
+            )  # of a mark that a power cut threw back: readers see more again once others are known to hold all
         self.open()
 
     @invariant()
