@@ -143,7 +143,7 @@ class Home:
                 try:
                     run_pipelines(OpenedHome.find(str(self.path)), lifelines[-1], on_progress=lambda _facts: None)
                 except EngineError as error:  # as in `land`
-                    print(f"the pipeline is started again: {error}")  # # noqa: T201 - if a test fails, pytest shows it
+                    print(f"the pipeline is started again: {error}")  # noqa: T201 - if a test fails, pytest shows it
 
         self.runs += 1
         log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"

@@ -1,4 +1,8 @@
-"""A known defect of hidden groups: after two kills, a shard's readable mark and the stream's cut disagree."""
+"""A known defect of hidden groups: after a kill between the shown marks of two shards, these stay apart.
+
+`ShownMarks.begin` takes the marks as they lie. One shard then shows a group that the other one doesn't, until the next group
+is shown: a reader by offsets sees half of an operation.
+"""
 
 from __future__ import annotations
 
