@@ -15,17 +15,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.model.ids import GroupNumber, ShardId
-from millstream.model.marks import DurableMark, ShownMark
+from millstream.model.marks import DroppedMark, DurableMark, ShownMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.ports import Files
-from millstream.wal.layout import shard_folder
+from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.mark import MarkFile, common_cut, read_dropped, read_mark, read_shown
 from millstream.wal.replica.marks import NOBODY
+from millstream.wal.scan import reader_of
 from millstream.wal.writing.recover import Recovered
 
 HIDDEN_MAX: Final = 1024
@@ -40,6 +41,15 @@ class _Hidden:
 
     group: GroupNumber
     marks: Mapping[ShardId, DurableMark]
+
+
+class _End(NamedTuple):
+    """Where a shard's records up to a group end."""
+
+    base_offset: Offset
+    byte_end: int
+    durable_offset: Offset
+    last_seq: Seq
 
 
 class ShownMarks:
@@ -87,34 +97,28 @@ class ShownMarks:
         for shard in marks:
             shard_dir = shard_folder(folder, shard)
             shown = read_shown(files, shard_dir)
-            known[shard] = shown.mark if shown is not None and shown.required else read_mark(files, shard_dir)
-        there = [
-            mark
-            for shard, mark in known.items()
-            if mark is not None and mark.stream == empty[shard].stream and mark.writer != NOBODY
-        ]
-        group = min((mark.group for mark in there), default=GroupNumber(0))
-        upto = common_cut(there)
+            mark = shown.mark if shown is not None and shown.required else read_mark(files, shard_dir)
+            known[shard] = mark if mark is not None and mark.stream == empty[shard].stream else None
+        # A placeholder mark shows nothing: it stands for a shard that the leader had not begun.
+        seen = [mark for mark in known.values() if mark is not None and mark.writer != NOBODY]
         # If the mark of a shard with records is lost, there is no start to begin from: nothing is
         # shown until the level is reached.
-        lost = any(known[shard] is None and recovered.shards[shard].end_offset > 0 for shard in marks)
+        if any(mark is None and recovered.shards[shard].end_offset > 0 for shard, mark in known.items()):
+            seen = []
+        # A kill may have come between the moves of two marks. The newest group that any of them
+        # shows is held elsewhere and whole, so its move is finished on every shard.
+        newest = max(seen, key=lambda mark: (mark.group, mark.persisted_upto), default=None)
+        group = GroupNumber(0) if newest is None else newest.group
+        ends = {shard: _end_of(group, files, shard_folder(folder, shard)) for shard in marks}
+        upto = Seq(max(0 if newest is None else newest.persisted_upto, *(end.last_seq for end in ends.values())))
         begun: dict[ShardId, DurableMark] = {}
-        for shard, mark in known.items():
-            if mark is None or lost or mark.stream != empty[shard].stream:
-                dropped = read_dropped(files, shard_folder(folder, shard))
-                base = Offset(0) if dropped is None else dropped.offset
-                begun[shard] = replace(
-                    empty[shard], base_offset=base, byte_end=SEGMENT_HEADER_SIZE, durable_offset=base, group=GroupNumber(0) if lost else group,
-                    persisted_upto=Seq(0 if dropped is None else dropped.seq) if lost else upto,
-                )  # fmt: skip
-            elif mark.writer == NOBODY:
-                # Nothing of it was shown while the log belonged to a follower.
-                begun[shard] = replace(
-                    empty[shard], base_offset=mark.base_offset, byte_end=mark.byte_end, durable_offset=mark.base_offset,
-                    group=group, persisted_upto=upto if there else mark.persisted_upto,
-                )  # fmt: skip
-            else:
-                begun[shard] = replace(mark, shards=empty[shard].shards)
+        for shard, end in ends.items():
+            mark = known[shard]
+            place = mark if newest is not None and mark in seen and mark.group == group else end
+            begun[shard] = replace(
+                newest or empty[shard], base_offset=place.base_offset, byte_end=place.byte_end, durable_offset=place.durable_offset,
+                group=group, persisted_upto=upto, shards=empty[shard].shards,
+            )  # fmt: skip
         own = cls(dict(marks), begun, by_one=acks.by_one)
         for shard, mark_file in marks.items():
             mark_file.move_shown(own._said(begun[shard]), anchor=True)
@@ -192,6 +196,18 @@ class ShownMarks:
             self._files[shard].move_shown(self._said(mark))
         self._marks = all_of_them
         self.group, self.persisted_upto = newest.group, newest.persisted_upto
+
+
+def _end_of(group: GroupNumber, files: Files, shard_dir: str) -> _End:
+    """Return where a recovered shard's records up to a group end; if there are none, where the shard begins."""
+    for segment in reversed(list_segments(files, shard_dir)):
+        footer = SegmentFooter.decode_tail(reader_of(files, segment.path), files.size(segment.path))
+        for frame in reversed(() if footer is None else footer.frames):
+            if frame.group <= group:
+                end = Offset(frame.offset + frame.count)
+                return _End(segment.base_offset, frame.position + frame.length, end, frame.group_last_seq)
+    dropped = read_dropped(files, shard_dir) or DroppedMark(Seq(0), Offset(0))
+    return _End(dropped.offset, SEGMENT_HEADER_SIZE, dropped.offset, dropped.seq)
 
 
 def show_all(files: Files, folder: str, marks: Mapping[ShardId, MarkFile]) -> None:
