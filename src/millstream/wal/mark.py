@@ -25,7 +25,8 @@ are three areas:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -163,6 +164,20 @@ def common_cut(marks: Iterable[DurableMark]) -> Seq:
     marks = list(marks)
     covered = min((mark.group for mark in marks), default=0)
     return Seq(max((mark.persisted_upto for mark in marks if mark.group == covered), default=0))
+
+
+def left_behind(marks: Mapping[ShardId, DurableMark]) -> Iterator[tuple[ShardId, DurableMark]]:
+    """Yield the marks of each writer's oldest group that show a lower number than that group's others, with that number.
+
+    A kill between two moves leaves them so. They have to move before any position does: once a mark
+    shows the next group, the number is taken from those that still show the oldest one.
+    """
+    for writer, cut in writer_cuts(marks.values()).items():
+        own = {shard: mark for shard, mark in marks.items() if mark.writer == writer}
+        oldest = min(mark.group for mark in own.values())
+        for shard, mark in own.items():
+            if mark.group == oldest and mark.persisted_upto < cut:
+                yield shard, replace(mark, persisted_upto=cut)
 
 
 def stream_cut(marks: Iterable[DurableMark]) -> Seq:

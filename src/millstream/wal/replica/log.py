@@ -541,7 +541,7 @@ class ReplicaLog:
         self._check_groups({**shown, **newer})
         for number, mark in moves(shown, newer):
             shard = self._shards[number]
-            anchor = shard.anchored != mark.base_offset and mark == newer[number]
+            anchor = shard.anchored != mark.base_offset and mark == newer.get(number)
             shard.mark.move(mark, anchor=anchor)
             shard.shown = mark
             if anchor:

@@ -19,7 +19,7 @@ from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.layout import segment_path
-from millstream.wal.mark import common_cut, stream_cut
+from millstream.wal.mark import common_cut, left_behind, stream_cut
 from millstream.wal.replica.verify import ArrivingShard
 from millstream.wal.scan import Window, reader_of, scan_frames
 
@@ -113,10 +113,14 @@ def moves(
 ) -> Iterator[tuple[ShardId, DurableMark]]:
     """Yield the marks to write, in order.
 
-    With several shards, first all positions, with what was shown before; then what is complete up
-    to them.
+    With several shards, first what a kill left behind; then all positions, with what was shown
+    before; then what is complete up to them.
     """
     if len(shown) > 1:
+        written = {shard: mark for shard, mark in shown.items() if mark.writer != NOBODY}
+        behind = dict(left_behind(written)) if newer else {}
+        yield from behind.items()
+        shown = {**shown, **behind}
         before = stream_cut(shown.values())
         for shard, mark in newer.items():
             old = shown.get(shard)

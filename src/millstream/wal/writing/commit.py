@@ -38,13 +38,12 @@ from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.files import NO_SPACE, as_told, is_refused
-from millstream.wal.layout import shard_folder
 from millstream.wal.mark import MarkFile
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.writing.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.options import LogOptions
-from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, next_header
+from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, continue_shards, next_header
 from millstream.wal.writing.recover import Recovered, keep_spare, recover
 from millstream.wal.writing.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.writing.sequence_allocator import GroupNumbers
@@ -156,15 +155,7 @@ class GroupCommitter:
                 # If the catalog is older than the log, any writer's mark shows it.
                 reserved_to = max(recovered.reserved_to, greatest_known(files, folder) if numbers.shared else Seq(0))
                 numbers.begin(reserved_to=reserved_to, persisted_upto=recovered.persisted_upto)
-                opened = {}
-                for shard in shards:
-                    end = recovered.shards[shard]
-                    shard_dir = shard_folder(folder, shard)
-                    header = next_header(
-                        identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering
-                    )
-                    segment = OpenSegment.create_first(files, shard_dir, header)
-                    opened[shard] = OwnShard(shard_dir, marks[shard], segment)
+                opened = continue_shards(identity, files, folder, recovered, marks, clock, options.numbering)
                 committer = cls(
                     folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.codec.log_directory import DIRECTORIES, Numbering
@@ -12,9 +12,9 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset
 from millstream.ports import Clock, Files
 from millstream.wal.layout import shard_folder
-from millstream.wal.mark import MarkFile
+from millstream.wal.mark import MarkFile, left_behind
 from millstream.wal.shards import lock_shards
-from millstream.wal.writing.recover import keep_spare
+from millstream.wal.writing.recover import Recovered, keep_spare
 from millstream.wal.writing.segment import OpenSegment
 
 
@@ -51,6 +51,21 @@ def next_header(
         clock.now_ns(),
         DIRECTORIES[numbering],
     )
+
+
+def continue_shards(
+    identity: WriterIdentity, files: Files, folder: str, recovered: Recovered, marks: Mapping[ShardId, MarkFile], clock: Clock,
+    numbering: Numbering,
+) -> dict[ShardId, OwnShard]:  # fmt: skip
+    """Begin a new segment behind each recovered shard, and make marks agree that a kill left behind. Raises `OSError`."""
+    opened = {}
+    for shard, end in recovered.shards.items():
+        shard_dir = shard_folder(folder, shard)
+        header = next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, numbering)
+        opened[shard] = OwnShard(shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header))
+    for shard, mark in left_behind(recovered.marks):
+        marks[shard].move(mark)
+    return opened
 
 
 def begin_shards(

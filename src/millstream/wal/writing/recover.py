@@ -94,6 +94,8 @@ class Recovered:
     """Hybrid time of the last group that stays; 0 if there is none."""
     cut_bytes: int
     """Bytes that were cut off and kept aside, over all shards."""
+    marks: Mapping[ShardId, DurableMark]
+    """The marks as the last writer left them."""
 
 
 @dataclass(slots=True)
@@ -420,16 +422,19 @@ def _make_durable(files: Files, tails: Mapping[ShardId, _Tail], cut_bytes: int) 
     for shard, tail in tails.items():
         with _room_at(tail):
             shards[shard] = _seal_tail(files, tail)
-    marks = [tail.mark for tail in tails.values() if tail.mark is not None]
+    marks = {shard: tail.mark for shard, tail in tails.items() if tail.mark is not None}
     return Recovered(
         shards=shards,
         last_group=GroupNumber(0) if last is None else last.header.group,
         persisted_upto=Seq(0) if last is None else last.header.group_last_seq,
-        shown=Seq(max([mark.persisted_upto for mark in marks], default=0)),
-        reserved_to=Seq(max([0 if last is None else last.header.reserved_to, *(m.reserved_to for m in marks)])),
+        shown=Seq(max([mark.persisted_upto for mark in marks.values()], default=0)),
+        reserved_to=Seq(
+            max([0 if last is None else last.header.reserved_to, *(m.reserved_to for m in marks.values())])
+        ),
         reached={} if last is None else dict(last.header.reached),
         hybrid_ns=0 if last is None else last.header.hybrid_time,
         cut_bytes=cut_bytes,
+        marks=marks,
     )
 
 

@@ -1,0 +1,52 @@
+"""Marks of several shards move one after another. A kill may come between any two of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from uuid import UUID
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.wal.mark import stream_cut
+from millstream.wal.replica.marks import is_newer, moves
+
+SHARDS = (ShardId(0), ShardId(1), ShardId(2))
+START = DurableMark(
+    stream=StreamId(UUID("5f0c21aa-0000-4000-8000-000000000001")),
+    writer=WriterId(1),
+    epoch=Epoch(1),
+    base_offset=Offset(0),
+    byte_end=4096,
+    durable_offset=Offset(0),
+    group=GroupNumber(1),
+    persisted_upto=Seq(8),
+    reserved_to=Seq(100),
+    shards=len(SHARDS),
+)
+
+
+def after(group: int) -> DurableMark:
+    """Return the mark that a shard has once a group is durable on all of them."""
+    return replace(START, byte_end=4096 + 100 * group, group=GroupNumber(group), persisted_upto=Seq(8 * group))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=6))
+def test_readers_never_see_less_whatever_moves_a_kill_cuts_short(lives: list[tuple[int, int]]):
+    marks = dict.fromkeys(SHARDS, START)
+    group, seen = 1, stream_cut(marks.values())
+    for further, moved in lives:
+        group += further
+        newer = {shard: after(group) for shard in SHARDS if is_newer(after(group), marks[shard])}
+        for _, (shard, mark) in zip(range(moved), moves(dict(marks), newer), strict=False):
+            marks[shard] = mark
+            assert stream_cut(marks.values()) >= seen
+            seen = stream_cut(marks.values())
+    for shard, mark in moves(dict(marks), {shard: after(group + 1) for shard in SHARDS}):
+        marks[shard] = mark
+        assert stream_cut(marks.values()) >= seen
+    assert seen <= stream_cut(marks.values()) == 8 * (group + 1)
+    assert set(marks.values()) == {after(group + 1)}
