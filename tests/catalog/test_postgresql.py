@@ -24,7 +24,6 @@ from millstream.errors import CatalogBusy, CatalogError, CatalogUnreachable, Mil
 from millstream.model.ids import TableId
 from millstream.model.positions import Lsn
 from millstream.testing import EmbeddedPostgres
-from millstream.testing.catalog import back_to_the_first_schema
 from millstream.testing.pytest_plugin import Database
 
 pytestmark = pytest.mark.siege
@@ -328,9 +327,6 @@ def test_locks_that_are_held_too_long_are_catalog_busy(postgres: Database) -> No
                 with pytest.raises(CatalogBusy) as caught:
                     call()
                 assert caught.value.retry is Retry.BACKOFF
-        with catalog.database.write() as connection:
-            # Another process migrates, for longer than any process waits for an ordinary lock.
-            back_to_the_first_schema(connection)
         assert catalog.register_writer(stream) == (1, 1)
         Catalog(postgres.dsn).close()
 

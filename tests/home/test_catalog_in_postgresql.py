@@ -268,8 +268,8 @@ def test_doctor_looks_at_the_catalog_and_changes_nothing(
             connection.execute("GRANT ALL ON ALL TABLES IN SCHEMA millstream TO looker")
             connection.execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA millstream TO looker")
             assert found(looker)[0] == "ok"
-            connection.execute("UPDATE millstream.alembic_version SET version_num = '0001'")
-            assert "schema 0001; the next run makes it" in found(looker)[1]
+            connection.execute("UPDATE millstream.alembic_version SET version_num = '0000'")
+            assert "schema 0000; the next run makes it" in found(looker)[1]
             connection.execute("UPDATE millstream.alembic_version SET version_num = '9999'")
             assert found(looker)[0] == "catalog_too_new"
         finally:

@@ -2,7 +2,7 @@
 
 Each step is the one of `protocol.sequencer.Ledger`, taken on locked rows: a transaction loads the writers, lets the
 pure machine decide, and writes back the one row that changed. Only a draw is all SQL (`draw_numbers`, created by
-migrations 0003, 0004 and 0008), because it comes once a commit group. The newest number is the sequence's: it moves
+migration 0001), because it comes once a commit group. The newest number is the sequence's: it moves
 by `setval` alone, a range at a time, so that every reader sees the end of a range.
 """
 

@@ -13,6 +13,7 @@ lets calls race.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 import pytest
-import sqlalchemy as sa
-from sqlalchemy import Connection, select, text
+from sqlalchemy import select, text
 
 from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState, migrations, tables
 from millstream.catalog.database import REVISION
@@ -53,6 +53,17 @@ __all__ = ["CatalogConformance", "Place", "WithCatalog", "example_schema"]
 Place = str | Path
 """A file (SQLite), or the address of a database (PostgreSQL)."""
 _LSN_MAX: Final = 2**63 - 1
+_ONE_COLUMN_MORE: Final = """
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade():
+    op.add_column("streams", sa.Column("mood", sa.Text, nullable=False, server_default="calm"))
+"""
 
 
 def example_schema(table: TableId, source: SourceId, *names: str) -> TableSchema:
@@ -90,51 +101,6 @@ class WithCatalog:
     def source(self, catalog: Catalog, stream: StreamId) -> SourceId:
         """Return a source of the stream."""
         return catalog.resolve_source(stream, 2**64 - 1, "shop", 1)
-
-
-def back_to_the_first_schema(connection: Connection) -> None:
-    """Turn a catalog into one of the first release."""
-    later = {
-        "pipelines": ("kind", "cut_off_at", "position"),
-        "writers": (
-            "location",
-            "phase",
-            "position",
-            "last_first",
-            "last_count",
-            "given_to",
-            "lease_until_us",
-            "cut_at",
-        ),
-    }
-    for table, columns in later.items():
-        for column in columns:
-            connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
-    if connection.dialect.name == "postgresql":
-        connection.execute(text("DROP FUNCTION draw_numbers"))
-    connection.execute(text("DROP TABLE access_tokens"))
-    connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
-
-
-def back_to_tokens_of_one_home(connection: Connection) -> None:
-    """Turn the schema into the one from before homes could share a token, with the existing tokens."""
-    kept = [dict(row) for row in connection.execute(select(tables.access_tokens)).mappings()]
-    connection.execute(text("DROP TABLE access_tokens"))
-    as_it_was = sa.Table(
-        "access_tokens",
-        sa.MetaData(),
-        sa.Column("id", sa.Text, primary_key=True),
-        sa.Column("home", sa.Text, nullable=False, server_default=""),
-        sa.Column("name", sa.Text, nullable=False),
-        sa.Column("digest", sa.LargeBinary, nullable=False),
-        sa.Column("rights", sa.Text, nullable=False),
-        sa.Column("created_us", sa.BigInteger, nullable=False),
-        sa.Column("expires_us", sa.BigInteger),
-        sa.UniqueConstraint("home", "name", name="uq_access_tokens_name"),
-    )
-    as_it_was.create(connection)
-    connection.execute(sa.insert(as_it_was), kept)
-    connection.execute(text("UPDATE alembic_version SET version_num = '0006'"))
 
 
 class CatalogConformance(WithCatalog):
@@ -545,31 +511,20 @@ class CatalogConformance(WithCatalog):
             assert one.revoke_access_token("nodes") == made
             assert two.access_tokens() == [given]
 
-    def test_tokens_outlast_the_schema_of_before_homes_could_share_them(self, place: Place) -> None:
-        """Each in its home, and afterwards it can be added to another, too."""
-        with Catalog(place, home=HomeIdentity("one", "a:/one")) as one:
-            made, held = one.create_access_token(EVERYTHING, name="nodes", expires_us=2**60)
-            with one.database.write() as connection:
-                back_to_tokens_of_one_home(connection)
-        with (
-            Catalog(place, home=HomeIdentity("one", "a:/one")) as one,
-            Catalog(place, home=HomeIdentity("two", "b:/two")) as two,
-        ):
-            assert one.access_tokens() == [made]
-            two.create_access_token(EVERYTHING, name="nodes", given=held)
-
-    def test_a_catalog_of_the_first_schema_is_brought_up(self, place: Place) -> None:
-        """With its content."""
+    def test_a_later_migration_keeps_the_content_and_shuts_out_older_code(self, place: Place, tmp_path: Path) -> None:
+        """It runs after the ones that the catalog has."""
+        scripts = tmp_path / "migrations"
+        shutil.copytree(Path(migrations.__file__).parent, scripts)
+        (scripts / "versions" / "0002_one_column_more.py").write_text(_ONE_COLUMN_MORE)
         with Catalog(place) as catalog:
             stream = catalog.resolve_stream("shop")
-            catalog.set_needed_from(stream, "lake", Seq(5))
-            catalog.set_needed_from(stream, "lake/7", Seq(3))
             with catalog.database.write() as connection:
-                back_to_the_first_schema(connection)
-        with Catalog(place) as catalog:
-            assert catalog.needed_from(stream) == {"lake": 5, "lake/7": 3}
-            kinds = {p.name: p.kind for p in catalog.pipelines(stream)}
-        assert kinds == {"lake": HolderKind.PIPELINE, "lake/7": HolderKind.BACKLOG}
+                migrations.upgrade(connection, scripts)
+            with catalog.database.read() as connection:
+                assert connection.execute(text("SELECT id, mood FROM streams")).all() == [(str(stream), "calm")]
+        with pytest.raises(CatalogTooNew) as caught:
+            Catalog(place)
+        assert caught.value.details["found"] == "0002"
 
     def test_a_newer_schema_is_refused_and_left_alone(self, place: Place) -> None:
         """By its version number."""

@@ -7,17 +7,20 @@ after its release; a new one follows it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from sqlalchemy import Connection
 
+_HERE: Final = Path(__file__).parent
 
-def upgrade(connection: Connection) -> None:
-    """Run every migration that is missing, in the connection's open transaction."""
+
+def upgrade(connection: Connection, scripts: Path = _HERE) -> None:
+    """Run every migration of a folder that is missing, in the connection's open transaction."""
     from alembic import command
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.set_main_option("script_location", str(scripts).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

@@ -1,4 +1,4 @@
-"""The first catalog: streams, writers, sources, tables, schema versions, copy chunks, pipelines, facts."""
+"""The first catalog: its tables and, on PostgreSQL, the function that draws a stream's numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,68 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
+# One round trip a commit group.
+# - The writer's row is locked first: a process that fences the writer waits for the draw, and a later draw finds itself
+#   fenced. The sequence moves under an advisory lock that is released before the commit. So draws of several writers
+#   wait for one flush together, and a later draw's flush covers an earlier one's, because they are in one WAL.
+# - `first_number` is -1 if the sequence is below the numbers given to writers: it was set back, or is an older copy.
+# - The settings that a transaction needs are sent with it: behind a pooler its session may be another one.
+# - `elsewhere` also counts writers of the same location while they are joining: their marks may not stand yet. A writer
+#   that draws has its marks in place, so it is no longer joining.
+DRAW = """
+CREATE FUNCTION draw_numbers(
+    for_stream text, for_writer integer, for_epoch bigint, how_many bigint, own_position bigint, lease_us bigint,
+    OUT first_number bigint, OUT elsewhere bigint
+) LANGUAGE plpgsql SET search_path = millstream, pg_temp AS $$
+DECLARE
+    numbers regclass := to_regclass(format('numbers_%s', replace(for_stream, '-', '')));
+    own_location text;
+    -- "mill" in front: ours among the database's advisory locks.
+    lock_key bigint := (1835625580::bigint << 32) | numbers::oid::bigint;
+    newest bigint;
+    known bigint;
+BEGIN
+    PERFORM set_config('lock_timeout', '15s', true);
+    IF current_setting('synchronous_commit') = 'off' THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    SELECT location INTO own_location FROM writers
+        WHERE stream = for_stream AND id = for_writer AND epoch = for_epoch AND phase IN ('open', 'joining') FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    IF numbers IS NULL THEN
+        first_number := -1;
+        RETURN;
+    END IF;
+    PERFORM pg_advisory_lock(lock_key);
+    newest := coalesce(pg_sequence_last_value(numbers), 0);
+    SELECT max(given_to) INTO known FROM writers WHERE stream = for_stream;
+    IF newest < known THEN
+        first_number := -1;
+    ELSIF newest <= 9223372036854775807 - how_many THEN
+        PERFORM setval(numbers, newest + how_many);
+        first_number := newest + 1;
+    ELSE
+        first_number := 0;
+    END IF;
+    PERFORM pg_advisory_unlock(lock_key);
+    IF first_number < 1 THEN
+        RETURN;
+    END IF;
+    UPDATE writers SET phase = 'open', position = greatest(position, own_position), last_first = first_number, last_count = how_many,
+            given_to = newest + how_many,
+            lease_until_us = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + draw_numbers.lease_us
+        WHERE stream = for_stream AND id = for_writer;
+    SELECT min(position) INTO elsewhere FROM writers
+        WHERE stream = for_stream AND id <> for_writer AND phase <> 'settled'
+            AND (location <> own_location OR phase = 'joining');
+END $$
+"""
+
 
 def upgrade() -> None:
-    """Create the tables."""
+    """Create the tables, and the function."""
     op.create_table(
         "streams",
         sa.Column("id", sa.Text, primary_key=True),
@@ -29,6 +88,14 @@ def upgrade() -> None:
         sa.Column("epoch", sa.BigInteger, nullable=False),
         sa.Column("pid", sa.Integer, nullable=False),
         sa.Column("registered_us", sa.BigInteger, nullable=False),
+        sa.Column("location", sa.Text, nullable=False, server_default=""),
+        sa.Column("phase", sa.Text, nullable=False, server_default="settled"),
+        sa.Column("position", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("last_first", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("last_count", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("given_to", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("lease_until_us", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("cut_at", sa.BigInteger),
         sa.UniqueConstraint("stream", "name", name="uq_writers_name"),
     )
     op.create_table(
@@ -91,6 +158,9 @@ def upgrade() -> None:
         sa.Column("needed_from", sa.BigInteger),
         sa.Column("landed", sa.BigInteger, nullable=False, server_default="0"),
         sa.Column("changed_us", sa.BigInteger, nullable=False),
+        sa.Column("kind", sa.Text, nullable=False, server_default="pipeline"),
+        sa.Column("cut_off_at", sa.BigInteger),
+        sa.Column("position", sa.Text),
     )
     op.create_table(
         "facts",
@@ -98,3 +168,16 @@ def upgrade() -> None:
         sa.Column("name", sa.Text, primary_key=True),
         sa.Column("value", sa.Text, nullable=False),
     )
+    op.create_table(
+        "access_tokens",
+        sa.Column("home", sa.Text, primary_key=True, server_default=""),
+        sa.Column("id", sa.Text, primary_key=True),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("digest", sa.LargeBinary, nullable=False),
+        sa.Column("rights", sa.Text, nullable=False),
+        sa.Column("created_us", sa.BigInteger, nullable=False),
+        sa.Column("expires_us", sa.BigInteger),
+        sa.UniqueConstraint("home", "name", name="uq_access_tokens_name"),
+    )
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute(DRAW)
