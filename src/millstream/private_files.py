@@ -2,13 +2,22 @@
 
 A folder that its owner has opened to its group, and closed to all others (0750), hands that on to what is made in it. So one `chmod -R g+rX,o=`
 of a home's data gives a group access for good, and nothing takes it away at the next start.
+
+`replacing` and `replace_file` are the one way to replace a file: readers and power cuts find the old content or the new. The log's files go through
+`ports.Files`; `wal.files` does the same over that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
+
+UNFINISHED: Final = ".unfinished-"
+"""Prefix of the names of files that `replacing` has not finished; one that a killed process left means nothing."""
 
 _FOLDER: Final = 0o700
 _FILE: Final = 0o600
@@ -59,6 +68,54 @@ def make_folder(folder: str | Path) -> None:
             raise
         return
     path.chmod(mode)  # the umask may have taken the group's bits
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, private: bool = True, durable: bool = True, over: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file of the same folder that takes the path's name when the block ends.
+
+    If the block raises, nothing changes and the new file is removed.
+
+    Args:
+        path: the file to make, or to replace.
+        private: make it as `open_private` does; otherwise as the umask has it.
+        durable: return once content and name survive a power cut.
+        over: replace a file that is there.
+
+    Raises:
+        FileExistsError: there is one, and `over` is False.
+        OSError: the disk is full, or fails. Only if it failed at the folder's fsync, the path has the new content.
+    """
+    fresh = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
+    try:
+        with open(fresh, "xb", opener=open_private if private else None) as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if over:
+            fresh.replace(path)
+        else:
+            os.link(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a small private file whole or not at all; as `replacing`."""
+    with replacing(path, durable=durable) as file:
+        file.write(data)
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Make the names in a folder durable. Raises `OSError` as `os.fsync`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def mask_files_of(folder: str | Path) -> None:

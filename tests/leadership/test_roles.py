@@ -23,7 +23,7 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
-from millstream.home.home import Home, replace_file
+from millstream.home.home import Home
 from millstream.leadership.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
@@ -34,6 +34,7 @@ from millstream.nodes.peer_requests import answer_node, node_state
 from millstream.nodes.promoting import promote
 from millstream.nodes.restoring import restore_stream
 from millstream.nodes.staleness import age_of_replica, note_age
+from millstream.private_files import replace_file
 from millstream.protocol.replication.roles import Promise, Role, RoleFact
 
 

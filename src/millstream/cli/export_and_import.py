@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -226,10 +227,12 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
-    part = output.with_name(f"{output.name}.part")
-    with part.open("w", newline="") as out:
+    from millstream.private_files import replacing
+
+    with replacing(output, private=False) as file:
+        out = io.TextIOWrapper(file, encoding="utf-8", newline="")
         yield out
-    part.rename(output)
+        out.detach()
 
 
 def _write_lines(cat: Cat, style: str, out: TextIO) -> int:

@@ -13,7 +13,6 @@ group.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Seq
 from millstream.model.records import LOG_ROW_PREFIX, RECORD_OFFSET, RECORD_PREFIX
 from millstream.model.schema import TableSchema
+from millstream.private_files import replacing
 from millstream.wal.reader import StreamReader
 
 EXPORT_VERSION: Final = 1
@@ -131,11 +131,8 @@ def export_arrow(
         "catalog": dict(catalog or {}),
         "files": files,
     }
-    with (folder / f"{EXPORT_FILE}.tmp").open("w") as out:
-        json.dump(facts, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    (folder / f"{EXPORT_FILE}.tmp").rename(folder / EXPORT_FILE)
+    with replacing(folder / EXPORT_FILE, private=False) as out:
+        out.write(json.dumps(facts, indent=1).encode())
     return writer.records
 
 

@@ -33,7 +33,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import RegionId, can_name_stream, check_stream_name, parse_region_log_name
-from millstream.private_files import make_folder, open_private
+from millstream.private_files import make_folder, open_private, replace_file
 from millstream.wal.files import as_told
 
 if TYPE_CHECKING:
@@ -478,21 +478,6 @@ class Home:
             fresh.unlink()
         fresh.symlink_to(folder)
         fresh.rename(link)
-
-
-def replace_file(file: Path, data: bytes) -> None:
-    """Write a small file whole or not at all, durably."""
-    fresh = file.with_name(f".{file.name}.{os.getpid()}")
-    with open(fresh, "wb", opener=open_private) as output:
-        output.write(data)
-        output.flush()
-        os.fsync(output.fileno())
-    fresh.rename(file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _socket_bases() -> list[Path]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import Fenced, ReadOnly, RoleUnreadable
-from millstream.home.home import replace_file
-from millstream.private_files import make_folder, open_private
+from millstream.private_files import make_folder, open_private, replace_file
 from millstream.protocol.replication.roles import Role, RoleFact
 
 if TYPE_CHECKING:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from millstream.home.home import replace_file
 from millstream.model.positions import Seq
-from millstream.private_files import make_folder, open_private
+from millstream.private_files import make_folder, replace_file, replacing
 from millstream.wal.replica.divergence import SetAside
 
 RECORDS: Final = "records.jsonl"
@@ -35,12 +33,10 @@ def write_report(stream: str, found: SetAside, folder: Path) -> Path:
     make_folder(folder)
     reader = StreamReader(found.folder)
     counts: Counter[str] = Counter()
-    with open(folder / RECORDS, "w", opener=open_private) as output:
+    with replacing(folder / RECORDS) as output:
         for line in Cat(stream, reader, numbers=(Seq(found.first_seq - 1), None)).lines():
             counts[line["table"] or "_messages"] += 1
-            output.write(to_json(line) + "\n")
-        output.flush()
-        os.fsync(output.fileno())
+            output.write(f"{to_json(line)}\n".encode())
     report = {
         "stream": stream,
         "log": found.folder,

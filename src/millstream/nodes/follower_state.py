@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.errors import MillstreamError
-from millstream.home.home import replace_file
 from millstream.leadership.leaders import note_leaders
 from millstream.leadership.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import GroupNumber
@@ -20,7 +19,7 @@ from millstream.model.replication import Document
 from millstream.nodes.aside_report import REPORT, write_report
 from millstream.nodes.retaining import CopyRetention
 from millstream.nodes.staleness import note_age
-from millstream.private_files import make_folder
+from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles

@@ -26,7 +26,6 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
-from millstream.home.home import replace_file
 from millstream.leadership.leaders import note_leaders
 from millstream.leadership.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.leadership.promotion_check import hear_of_promotions, two_leaders
@@ -38,6 +37,7 @@ from millstream.nodes.follower_state import FollowingNotes
 from millstream.nodes.following import make_follower
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import node_state, wait_for_writer
+from millstream.private_files import replace_file
 from millstream.processes.locks import RoleLock, once_let_go
 from millstream.protocol.replication.promotion import (
     STORE,

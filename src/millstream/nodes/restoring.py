@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import StoreDamaged, TimeFromFuture, TokenFromFuture, UnknownStream, UsageError
-from millstream.home.home import FILE_NAME, Home, replace_file
+from millstream.home.home import FILE_NAME, Home
 from millstream.home.time_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.leadership.roles import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
 from millstream.nodes.stores import Fetched, fetch
-from millstream.private_files import make_folder
+from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.roles import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles

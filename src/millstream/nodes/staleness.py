@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +18,7 @@ from millstream.errors import ReplicaTooStale
 from millstream.leadership.roles import Roles, replication_folder
 from millstream.model.ids import parse_region_log_name, region_log_name
 from millstream.nodes.instances import boot_id
+from millstream.private_files import replace_file
 from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ _NAME: Final = "age.json"
 def note_age(folder: Path, age_s: float | None) -> None:
     """Publish the greatest age of the shown data; None: unknown. `OSError` if the disk fails, or is full."""
     fresh_ns = None if age_s is None else _boot_ns() - int(age_s * 1e9)
-    fresh = folder / f".{_NAME}.{os.getpid()}"
-    fresh.write_text(json.dumps({"fresh_ns": fresh_ns, "boot": boot_id()}))
-    fresh.rename(folder / _NAME)
+    replace_file(folder / _NAME, json.dumps({"fresh_ns": fresh_ns, "boot": boot_id()}).encode(), durable=False)
 
 
 def age_of_replica(home: Home, stream: str) -> float | None:

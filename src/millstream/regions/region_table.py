@@ -53,7 +53,7 @@ from millstream.model.ids import RegionId, region_log_name
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
-from millstream.private_files import make_folder, open_private
+from millstream.private_files import make_folder, replacing
 from millstream.regions.ends import end_at, still_says
 from millstream.wal.reader import StreamReader, TableRecords
 
@@ -353,17 +353,8 @@ class RegionTable:
     def keep(self, state: RegionState) -> None:
         """Keep a state, durably, for the next read."""
         make_folder(self._file.parent)
-        fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        with open(fresh, "wb", opener=open_private) as output:
+        with replacing(self._file) as output:
             self.engine.write(state, output.write)
-            output.flush()
-            os.fsync(output.fileno())
-        fresh.rename(self._file)
-        folder = os.open(self._file.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _check_can_begin_anew(self) -> None:
         """Refuse to rebuild an unusable kept state if the logs have less."""

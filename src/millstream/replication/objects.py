@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import itertools
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,13 +20,13 @@ from urllib.parse import unquote, urlsplit
 from millstream.codec.checksums import Bytes
 from millstream.errors import MillstreamError, MissingExtra, StoreUnavailable, StoreUnusable, UsageError
 from millstream.model.addresses import mask_address
+from millstream.private_files import UNFINISHED, replacing, sync_folder
 
 _CHUNK_BYTES: Final = 8 << 20
 """Bytes of one part of a large object: stores require at least 5 MiB."""
 _PAGE: Final = 1000
 _TIMEOUT: Final = "30s"
 _RETRIES: Final = 3
-_UNFINISHED: Final = ".unfinished-"
 
 
 class Listed(NamedTuple):
@@ -211,19 +210,11 @@ class FolderObjects:
 
     def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
         """See `Objects`."""
-        with self._telling(f"write {name}"), self._written(name, buffers) as (unfinished, path):
-            try:
-                os.link(unfinished, path)
-            except FileExistsError:
-                return False
-            _sync(path.parent)
-            return True
+        return self._write(name, buffers, over=False)
 
     def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
         """See `Objects`."""
-        with self._telling(f"write {name}"), self._written(name, pieces) as (unfinished, path):
-            unfinished.rename(path)
-            _sync(path.parent)
+        self._write(name, pieces, over=True)
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> memoryview | None:
         """See `Objects`."""
@@ -264,28 +255,24 @@ class FolderObjects:
             if entry.is_dir():
                 if f"{name}/\U0010ffff" > behind:
                     yield from self._walk(name, behind)
-            elif name > behind and not entry.name.startswith(_UNFINISHED):
+            elif name > behind and not entry.name.startswith(UNFINISHED):
                 with contextlib.suppress(FileNotFoundError):
                     yield Listed(name, entry.stat().st_size)
 
-    @contextlib.contextmanager
-    def _written(self, name: str, pieces: Iterable[Bytes]) -> Iterator[tuple[Path, Path]]:
-        """Yield a durable file with the bytes, still under another name, and its final path."""
+    def _write(self, name: str, pieces: Iterable[Bytes], *, over: bool) -> bool:
+        """Write a file durably; return False if there is one that may not be replaced."""
         path = self._folder / name
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for folder in itertools.takewhile(lambda folder: folder != self._folder.parent.parent, path.parents):
-                _sync(folder)
-        unfinished = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
-        try:
-            with unfinished.open("xb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            yield unfinished, path
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with self._telling(f"write {name}"):
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in itertools.takewhile(lambda folder: folder != self._folder.parent.parent, path.parents):
+                    sync_folder(folder)
+            try:
+                with replacing(path, private=False, over=over) as file:
+                    file.writelines(pieces)
+            except FileExistsError:
+                return False
+        return True
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:
@@ -296,14 +283,6 @@ class FolderObjects:
                 f"the folder {self._folder} failed to {what}: {error.strerror or error}",
                 hint="Check that it is there, that it has room, and that this user may write in it.",
             ) from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _line(error: Exception) -> str:

@@ -11,7 +11,8 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final, TypeGuard
 
 from millstream.errors import (
@@ -23,8 +24,8 @@ from millstream.errors import (
     UnexpectedFile,
     UnreadableBytes,
 )
-from millstream.ports import WritableFile
-from millstream.private_files import make_folder, open_private
+from millstream.ports import Files, WritableFile
+from millstream.private_files import make_folder, open_private, sync_folder
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk, or of one that is full for this user."""
@@ -227,11 +228,7 @@ class RealFiles:
 
     def sync_dir(self, path: str) -> None:
         """Make the names in a folder durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(path)
 
     def disk_usage(self, path: str) -> tuple[int, int]:
         """Return (used bytes, all bytes) as `df` shows them: blocks reserved for root count as neither."""
@@ -241,6 +238,51 @@ class RealFiles:
             raise as_told(error) from error
         used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize
         return used, used + stat.f_bavail * stat.f_frsize
+
+
+def create_temporary(files: Files, path: str) -> WritableFile:
+    """Make the file that is to take a path's name, next to it: `<path>.tmp`. A leftover one is replaced."""
+    if files.exists(f"{path}.tmp"):
+        files.remove(f"{path}.tmp")
+    return files.create(f"{path}.tmp")
+
+
+def put_in_place(files: Files, file: WritableFile, path: str, made_as: str | None = None) -> None:
+    """Give a file its name, replacing what has it; durable when this returns. The file stays open.
+
+    Args:
+        files: the file system.
+        file: the file, with its whole content.
+        path: its name from now on.
+        made_as: its name until now; None: as `create_temporary` made it.
+
+    Raises:
+        OSError: the disk is full, or fails. The path has the old content or the new.
+    """
+    file.sync()
+    files.rename(made_as or f"{path}.tmp", path)
+    files.sync_dir(os.path.dirname(path))
+
+
+@contextmanager
+def replacing(files: Files, path: str) -> Iterator[WritableFile]:
+    """Yield a new file that takes the path's name when the block ends, durably.
+
+    If the block fails, nothing changes and the new file is removed.
+
+    Raises:
+        OSError: as `put_in_place`.
+    """
+    file = create_temporary(files, path)
+    try:
+        yield file
+        put_in_place(files, file, path)
+    except Exception:
+        with suppress(OSError):
+            files.remove(f"{path}.tmp")
+        raise
+    finally:
+        file.close()
 
 
 class SystemClock:

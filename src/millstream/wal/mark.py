@@ -36,6 +36,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark, ShownMark
 from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.ports import Files, WritableFile
+from millstream.wal.files import create_temporary, put_in_place
 from millstream.wal.layout import MARK_NAME
 
 MARK_SIZE: Final = 4096
@@ -88,17 +89,12 @@ class MarkFile:
     def replace(cls, files: Files, shard_dir: str) -> MarkFile:
         """Replace the shard's mark by a locked copy: a process that holds the old one writes where no one reads."""
         path = f"{shard_dir}/{MARK_NAME}"
-        temporary = f"{path}.tmp"
-        if files.exists(temporary):
-            files.remove(temporary)
         data = files.read(path, 0, MARK_SIZE).ljust(MARK_SIZE, b"\0")
-        file = files.create(temporary)
+        file = create_temporary(files, path)
         try:
             file.lock()
             file.pwrite(data, 0)
-            file.sync()
-            files.rename(temporary, path)
-            files.sync_dir(shard_dir)
+            put_in_place(files, file, path)
         except BaseException:
             file.close()
             raise

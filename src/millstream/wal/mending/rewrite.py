@@ -21,6 +21,7 @@ from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, TableId, W
 from millstream.model.marks import DurableMark, ShownMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
+from millstream.wal.files import replacing
 from millstream.wal.layout import SegmentFile
 from millstream.wal.mark import MarkFile, read_mark, read_shown
 from millstream.wal.mending.plan import RepairPlan, SegmentPlan, footer_hash_of, position_of
@@ -68,7 +69,7 @@ class Rewriter:
             following = self._following(segments[place + 1 :])
             if made.changed:
                 writing = _Writing(self, made, mark, shown, before, following)
-                writing.run(shard_dir)
+                writing.run()
                 previous_hash = writing.footer_hash
                 is_last = place + 1 == len(segments)
                 if mark is not None and (mark.base_offset == made.base_offset or (is_last and not made.is_there)):
@@ -114,15 +115,11 @@ class _Writing:
         self.footer_hash: bytes | None = None
         self.durable_end = self.shown_end = SEGMENT_HEADER_SIZE
 
-    def run(self, shard_dir: str) -> None:
+    def run(self) -> None:
         """Write a second file, with what is cut kept aside; rename it over the first."""
         made, files = self._made, self._files
         self._keep_aside()
-        temporary = f"{made.path}.tmp"
-        if files.exists(temporary):
-            files.remove(temporary)
-        file = files.create(temporary)
-        try:
+        with replacing(files, made.path) as file:
             file.pwrite(made.header.encode(), 0)
             for place, piece in enumerate(made.pieces):
                 self._write_piece(file, place, piece)
@@ -136,11 +133,6 @@ class _Writing:
                 self.footer_hash = SegmentFooter.encoded_hash(footer)
             elif made.tail_from is not None and made.is_there:
                 self._copy(file, made.tail_from, files.size(made.path) - made.tail_from)
-            file.sync()
-        finally:
-            file.close()
-        files.rename(temporary, made.path)
-        files.sync_dir(shard_dir)
 
     # --- cut bytes -------------------------------------------------------------------------------------------------
 

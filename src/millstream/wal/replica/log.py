@@ -38,7 +38,7 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Files, WritableFile
-from millstream.wal.files import NO_SPACE, RealFiles, as_told, check_is_at, is_refused
+from millstream.wal.files import NO_SPACE, RealFiles, as_told, check_is_at, is_refused, replacing
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
 from millstream.wal.replica.groups import GroupEnds, PartialGroups
@@ -466,19 +466,9 @@ class ReplicaLog:
     def _make_segment(self, shard: _Shard, piece: _Piece, made: list[str]) -> None:
         """Make a segment, and name it once its first bytes are durable: no reader meets half a header."""
         path = segment_path(shard.folder, piece.base)
-        temporary = f"{path}.tmp"
-        if self._files.exists(temporary):
-            self._files.remove(temporary)
-        file = self._files.create(temporary)
-        made.append(temporary)
-        try:
+        with replacing(self._files, path) as file:
+            made.append(path)
             file.pwritev(piece.buffers, 0)
-            file.sync()
-        finally:
-            file.close()
-        self._files.rename(temporary, path)
-        made[-1] = path
-        self._files.sync_dir(shard.folder)
 
     def _sync(self, files: Sequence[WritableFile]) -> None:
         failpoints.hit("replica.before_fsync")
@@ -493,7 +483,7 @@ class ReplicaLog:
 
     def _cut_back(self, plan: _Plan, made: Sequence[str]) -> None:
         """Remove what was written of a shipment that doesn't fit. Raises `OSError` if that fails, too."""
-        for path in reversed(made):
+        for path in filter(self._files.exists, reversed(made)):
             self._files.remove(path)
         for number in plan.arriving:
             shard = self._shards[number]

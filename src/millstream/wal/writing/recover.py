@@ -41,7 +41,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
-from millstream.wal.files import NO_SPACE
+from millstream.wal.files import NO_SPACE, put_in_place, replacing
 from millstream.wal.index import damage, unreadable
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import read_dropped, read_mark
@@ -516,18 +516,10 @@ def _keep_torn(files: Files, tail: _Tail) -> None:
     path = f"{tail.open.path.removesuffix('.wal')}-{tail.byte_end}.torn"
     if tail.size == tail.byte_end or files.exists(path):
         return
-    temporary = f"{path}.tmp"
-    with suppress(OSError):
-        if files.exists(temporary):
-            files.remove(temporary)
-        torn = files.create(temporary)
-        try:
-            for position in range(tail.byte_end, tail.size, _COPY_BYTES):
-                data = files.read(tail.open.path, position, min(_COPY_BYTES, tail.size - position))
-                torn.pwrite(data, position - tail.byte_end)
-        finally:
-            torn.close()
-        files.rename(temporary, path)
+    with suppress(OSError), replacing(files, path) as torn:
+        for position in range(tail.byte_end, tail.size, _COPY_BYTES):
+            data = files.read(tail.open.path, position, min(_COPY_BYTES, tail.size - position))
+            torn.pwrite(data, position - tail.byte_end)
 
 
 def _rewrite(files: Files, tail: _Tail) -> bytes:
@@ -547,11 +539,9 @@ def _rewrite(files: Files, tail: _Tail) -> bytes:
             spare.pwrite(data, position)
         spare.pwrite(footer, tail.byte_end)
         spare.truncate(tail.byte_end + len(footer))
-        spare.sync()
+        put_in_place(files, spare, tail.open.path, made_as=spare_path)
     finally:
         spare.close()
-    files.rename(spare_path, tail.open.path)
-    files.sync_dir(tail.folder)
     return footer
 
 

@@ -26,7 +26,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, Sh
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files, WritableFile
-from millstream.wal.files import NO_SPACE, check_is_at
+from millstream.wal.files import NO_SPACE, check_is_at, create_temporary, put_in_place
 from millstream.wal.layout import SPARE_NAME, segment_path
 from millstream.wal.writing.grouping import FramePlan
 
@@ -150,11 +150,9 @@ class OpenSegment:
             DiskFull: there's no space for it.
             OSError: any other failure; after both, at most a `.tmp` is left.
         """
-        temporary = f"{segment_path(shard_dir, header.base_offset)}.tmp"
         try:
-            if files.exists(temporary):
-                files.remove(temporary)
-            return cls._begin(files, shard_dir, header, files.create(temporary), temporary)
+            file = create_temporary(files, segment_path(shard_dir, header.base_offset))
+            return cls._begin(files, shard_dir, header, file)
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
@@ -175,14 +173,12 @@ class OpenSegment:
 
     @classmethod
     def _begin(
-        cls, files: Files, shard_dir: str, header: SegmentHeader, file: WritableFile, made_as: str
+        cls, files: Files, shard_dir: str, header: SegmentHeader, file: WritableFile, made_as: str | None = None
     ) -> OpenSegment:
         path = segment_path(shard_dir, header.base_offset)
         try:
             file.pwrite(header.encode(), 0)
-            file.sync()
-            files.rename(made_as, path)
-            files.sync_dir(shard_dir)
+            put_in_place(files, file, path, made_as)
         except OSError:
             file.close()
             raise

@@ -21,6 +21,7 @@ from millstream.errors import CorruptWal, UnsupportedFormat
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.ports import Files
+from millstream.wal.files import replacing
 from millstream.wal.layout import SESSIONS_NAME
 
 VERSION: Final = 1
@@ -52,21 +53,12 @@ def write_copy(files: Files, folder: str, stream: StreamId, upto: Seq, pieces: I
     Raises:
         OSError: the disk is full, or fails; the previous copy is still there.
     """
-    path, temporary = session_path(folder), f"{session_path(folder)}.tmp"
     state = b"".join(pieces)
     rest = _HEAD.pack(_MAGIC, 0, VERSION, stream.bytes, upto, len(state))[_CHECKED_FROM:]
     head = _MAGIC + struct.pack("<I", crc32c(rest, state)) + rest
-    if files.exists(temporary):
-        files.remove(temporary)
-    file = files.create(temporary)
-    try:
+    with replacing(files, session_path(folder)) as file:
         file.pwrite(head, 0)
         file.pwrite(state, len(head))
-        file.sync()
-    finally:
-        file.close()
-    files.rename(temporary, path)
-    files.sync_dir(folder)
     return len(head) + len(state)
 
 
