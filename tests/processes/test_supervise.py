@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from millstream.processes.supervise import Backoff, Event, Part, PartState, Supervisor
+from millstream.backoff import Backoff
+from millstream.processes.supervise import Event, Part, PartState, Supervisor
 
-QUICK = Backoff(first_s=0.02, most_s=0.1, healthy_after_s=60)
+QUICK = Backoff(first_s=0.02, most_s=0.1, jitter=0)
 
 WORKER = """
 import os, sys

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.backoff import Backoff
 from millstream.errors import (
     Diverged,
     Fenced,
@@ -49,7 +50,6 @@ from millstream.model.replication import (
 from millstream.protocol.replication import (
     LINEAGE,
     UNPROMISED,
-    Backoff,
     Follower,
     Greeting,
     Holding,

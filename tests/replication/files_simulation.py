@@ -22,13 +22,13 @@ from tests.wal.replica_search import Follower as Replica
 from tests.wal.replica_search import ReplicaLife
 from tests.wal.truth import FOLDER, STREAM
 
+from millstream.backoff import Backoff
 from millstream.errors import Diverged, FollowerBehindRetention, LinkLost, MillstreamError, ReplicaFailed
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckLevel, Acknowledgement, Document, Hello, NodeName, Shipment
 from millstream.protocol.replication import (
     LINEAGE,
-    Backoff,
     Follower,
     Greeting,
     Holding,

@@ -32,6 +32,7 @@ from tests.replication.model_log import ModelLog, Write
 from tests.replication.network import Wire
 from tests.seeds import Violation, main
 
+from millstream.backoff import Backoff
 from millstream.errors import Diverged, Fenced, FollowerBehindRetention, LinkLost, MillstreamError, ReplicaGap
 from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.marks import DurableMark
@@ -49,7 +50,6 @@ from millstream.model.replication import (
 )
 from millstream.protocol.replication import (
     LINEAGE,
-    Backoff,
     Follower,
     Greeting,
     Leader,

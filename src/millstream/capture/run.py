@@ -8,7 +8,6 @@ or, if the backlog is large, chunks (`capture.stream.chunks`); a change between 
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Final
 import structlog
 from psycopg import sql
 
+from millstream.backoff import Backoff
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
@@ -76,9 +76,7 @@ from millstream.protocol.catching_up import Chunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
 
-_BACKOFF_FIRST_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 10.0
-_DOUBLINGS_MAX: Final = 10
 _SLOT_ACTIVE_MAX_S: Final = 2.0  # the server process of a killed capture goes within seconds; then every second counts
 _GIVE_UP_S: Final = 120.0
 """How long `until_caught_up` goes on without a connection."""
@@ -185,7 +183,7 @@ class _Capture:
 
     def _run_sessions(self) -> CaptureOutcome:
         warm()
-        attempt = 0
+        backoff = Backoff(0.2, _BACKOFF_MAX_S)
         failing_since: float | None = None
         while True:
             self._connected = self._reads_chunks = False
@@ -206,13 +204,12 @@ class _Capture:
                     self._choice.broke()
                 # On a full disk a session connects, and ends at the first record: that is no progress.
                 if self._connected and not (isinstance(error, DiskFull) and time.monotonic() - began < _BACKOFF_MAX_S):
-                    attempt, failing_since = 0, None
+                    backoff.reset()
+                    failing_since = None
                 failing_since = failing_since or time.monotonic()
                 if not self._worth_another_try(error, time.monotonic() - failing_since):
                     raise
-                attempt += 1
-                most_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(attempt, _DOUBLINGS_MAX))
-                wait_s = most_s * random.uniform(0.5, 1.0)  # noqa: S311
+                wait_s = backoff.next_s()
                 if isinstance(error, SlotActive):
                     wait_s = min(wait_s, _SLOT_ACTIVE_MAX_S)
                 logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))

@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Engine, Table, event, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from millstream.backoff import Backoff
 from millstream.errors import CatalogTooNew, CatalogUnreachable, MillstreamError
 from millstream.libpq import is_address
 
@@ -36,8 +37,6 @@ SLOW_S: Final = 1.0
 
 logger = structlog.get_logger("millstream.catalog")
 
-_RETRY_FIRST_S: Final = 0.05
-_RETRY_MAX_S: Final = 0.5
 _BEGAN: Final = "millstream.began"
 _STATEMENT_CHARS: Final = 200
 
@@ -287,7 +286,7 @@ class Database:
         Broken connections are replaced; the call waits for a server that went away.
         """
         deadline = time.monotonic() + self._busy_timeout_s
-        wait_s = 0.0
+        backoff: Backoff | None = None
         while True:
             connection: Connection | None = None
             try:
@@ -305,10 +304,12 @@ class Database:
                     raise
                 # The other connections in the pool are as old: replace all of them.
                 self._engine.dispose()
-                if not self._opened or (wait_s and time.monotonic() > deadline):
+                if not self._opened or (backoff is not None and time.monotonic() > deadline):
                     raise
-            time.sleep(wait_s)
-            wait_s = min(_RETRY_MAX_S, 2 * wait_s or _RETRY_FIRST_S)
+            if backoff is None:
+                backoff = Backoff(0.05, 0.5)  # the first retry is at once
+            else:
+                time.sleep(backoff.next_s())
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

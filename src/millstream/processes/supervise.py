@@ -24,9 +24,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Literal
+
+from millstream.backoff import Backoff
 
 REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
 """In a child's environment: the descriptor on which it reports facts; its presence means that it is supervised."""
@@ -61,18 +63,7 @@ class PartState(StrEnum):
     """It reported an error that no restart fixes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """The delay before a part's restart."""
-
-    first_s: float = 0.5
-    most_s: float = 30.0
-    healthy_after_s: float = 60.0
-    """A part that lived this long starts over at `first_s`."""
-
-    def delay_s(self, deaths: int) -> float:
-        """Return the delay after that many deaths in a row, from 1."""
-        return float(min(self.most_s, self.first_s * 2 ** min(deaths - 1, 16)))
+_BACKOFF: Final = Backoff(0.5, 30.0, jitter=0)
 
 
 @dataclass(slots=True)
@@ -80,11 +71,11 @@ class Running:
     """A part with its state; the supervisor's own."""
 
     part: Part
+    backoff: Backoff
     state: PartState = PartState.WAITING
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
     due_s: float = 0.0
-    deaths: int = 0
     errors: int = 0
     restarts: int = 0
     word: Word | None = None
@@ -107,7 +98,8 @@ class Supervisor:
     Args:
         parts: the parts to run; names are unique.
         on_event: called with everything, on the main thread; may call `tell` and `stop`.
-        backoff: delays between restarts.
+        backoff: delays between a part's restarts.
+        healthy_after_s: a part that lived this long starts over with the shortest delay.
         patience_s: how long parts may drain after a stop, before they are killed.
     """
 
@@ -116,12 +108,13 @@ class Supervisor:
         parts: Sequence[Part],
         *,
         on_event: Callable[[Event], None],
-        backoff: Backoff | None = None,
+        backoff: Backoff = _BACKOFF,
+        healthy_after_s: float = 60.0,
         patience_s: float = 60.0,
     ) -> None:
-        self.parts: Final = {part.name: Running(part) for part in parts}
+        self.parts: Final = {part.name: Running(part, replace(backoff)) for part in parts}
         self._on_event = on_event
-        self._backoff = backoff or Backoff()
+        self._healthy_after_s = healthy_after_s
         self._patience_s = patience_s
         self._inbox: queue.SimpleQueue[tuple[str, subprocess.Popen[bytes] | None, dict[str, Any] | None]]
         self._inbox = queue.SimpleQueue()
@@ -244,8 +237,9 @@ class Supervisor:
         with contextlib.suppress(OSError):
             process.stdin.close()
         facts = {"exit_code": process.returncode}
-        if time.monotonic() - running.started_s >= self._backoff.healthy_after_s:
-            running.deaths = running.errors = 0
+        if time.monotonic() - running.started_s >= self._healthy_after_s:
+            running.backoff.reset()
+            running.errors = 0
         if process.returncode == 0 and (running.word is not None or running.part.may_end):
             self._over(running, PartState.ENDED, facts)
         elif running.error is not None and self._is_hopeless(running, running.error):
@@ -253,9 +247,8 @@ class Supervisor:
         elif running.word == "stop":
             self._over(running, PartState.ENDED, facts)
         else:
-            running.deaths += 1
             running.restarts += 1
-            delay_s = self._backoff.delay_s(running.deaths)
+            delay_s = running.backoff.next_s()
             running.state, running.due_s = PartState.WAITING, time.monotonic() + delay_s
             self._on_event((running.part.name, "died", {**facts, "restart_in_s": delay_s, "error": running.error}))
 

@@ -5,7 +5,6 @@ The stream's shipper, which has a level for it, is notified of what is stored.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +12,12 @@ from typing import Final
 
 import structlog
 
+from millstream.backoff import Backoff
 from millstream.errors import Fenced, FollowerBehindRetention, LogError, MillstreamError
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, NodeName, ReplicaPosition
 from millstream.ports import Clock, Files, FollowerLink
-from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.leader import is_covered
 from millstream.protocol.replication.roles import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
 from millstream.protocol.replication.shipping import Heard, Stored
@@ -129,7 +128,7 @@ class WalArchiver:
                 if link is not None:
                     link.close()  # the store accepts no other link before
                     link = None
-                if self._ending.wait(self._backoff.after_failure(random.random())):  # noqa: S311 - no secret
+                if self._backoff.wait(self._ending):
                     return
                 continue
             if self._ending.is_set():
@@ -195,7 +194,7 @@ class WalArchiver:
                 return
             while (word := link.recv(_HEARS_FOR_S if shipment is None else 0.0)) is not None:
                 if isinstance(word, Acknowledgement):
-                    self._backoff.succeeded()
+                    self._backoff.reset()
                     self.error = None
                     # Shipments that waited go as one object: what is acknowledged covers all of
                     # them so far, or some.

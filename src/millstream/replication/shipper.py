@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from millstream.backoff import Backoff
 from millstream.errors import LinkLost, LogError, MillstreamError
 from millstream.model.ids import GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
@@ -289,7 +290,7 @@ class WalShipper:
         """Notify the machine of marks and documents when they have changed."""
         source = ShipSource(self._folder, files=self._files, clock=self._clock)
         told: Durable | None = None
-        pause = _WATCH_S[0]
+        pause = Backoff(*_WATCH_S, jitter=0)
         while not self._ending.is_set():
             try:
                 self._newest_documents = self._documents()
@@ -304,11 +305,11 @@ class WalShipper:
                 self._ending.wait(_TICK_S)
                 continue
             if now == told or not now.marks:
-                self._ending.wait(pause)
-                pause = min(2 * pause, _WATCH_S[1])
+                pause.wait(self._ending)
                 continue
             self._events.put(now)
-            told, pause = now, _WATCH_S[0]
+            told = now
+            pause.reset()
 
     def _newer_documents(self, than: Mapping[str, int]) -> tuple[Document, ...]:
         """Return the documents that a node with these versions lacks."""

@@ -25,6 +25,7 @@ from typing import Final
 from pyspark.sql import DataFrame, SparkSession
 
 from millstream import failpoints
+from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
@@ -172,13 +173,14 @@ class BatchLander:
         """
         start = Seq(0) if self.ledger.cut is None else self.ledger.cut.n
         landed = self._run(batch, held, start)
-        for attempt in range(1, ATTEMPTS_MAX):
+        backoff = Backoff(0.8, factor=4, most_s=60.0, jitter=0)
+        for _ in range(1, ATTEMPTS_MAX):
             failing = [table_id for table_id, error in (landed.errors if landed else {}).items() if _may_pass(error)]
             if landed is None or not failing:
                 break
             # Reported at once: a temporary fault, such as a full disk, may also last.
             self._try_again({self._name(table_id): landed.errors[table_id].message for table_id in failing})
-            self.wait(0.2 * 4**attempt)
+            self.wait(backoff.next_s())
             again = self._run(batch.where(batch["table_id"].isin([int(table_id) for table_id in failing])), held, start)
             assert again is not None, "a table that failed has rows"
             landed = _joined(landed, again)

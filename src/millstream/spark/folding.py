@@ -20,6 +20,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import EngineError, LakeSchemaConflict, MillstreamError, Retry
@@ -142,7 +143,7 @@ class Folder:
         return {entry.table_id: (entry.current_n, entry.scd2_n) for entry in self._ledger.tables.values()}
 
     def _loop(self) -> None:
-        failures = 0
+        backoff = Backoff(0.4, 10.0, jitter=0)
         try:
             while not self._stopped.is_set():
                 self._news.wait(_ROUND_S)
@@ -155,13 +156,12 @@ class Folder:
                     if tasks:
                         self._round(tasks)
                     self._tend()
-                    failures = 0
+                    backoff.reset()
                 except (Py4JError, PySparkException):
                     # The job failed as a whole: a worker was killed, or the JVM is gone (which the driver detects).
-                    failures += 1
-                    if failures >= _FAILED_JOBS_MAX:
+                    if backoff.attempts + 1 >= _FAILED_JOBS_MAX:
                         raise
-                    self._stopped.wait(0.2 * 2**failures)
+                    backoff.wait(self._stopped)
         except BaseException as error:  # noqa: BLE001 - the driver raises it in its own thread
             self.failure = error
             self._folded()

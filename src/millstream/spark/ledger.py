@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.lake.layout import TableCommit
 from millstream.lake.snapshots import Cut
@@ -30,7 +31,6 @@ RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
 """The first and the maximum pause before a table that was set aside is retried. A person's repair takes
 minutes, and each attempt reads up to a batch of the log."""
-RETRY_FOLD_S_MAX: Final = 300.0
 _NO_VERSION: Final = SchemaVersion(0)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -63,7 +63,7 @@ class TableEntry:
     fold_error: TableError | None = None
     fold_again_s: float = float("-inf")
     """Earliest moment of the next fold, after a fold that failed."""
-    fold_failures: int = 0
+    fold_backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 300.0, jitter=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +197,11 @@ class Ledger:
                 entry.written_s = now
             entry.fold_error = error
             if error is None:
-                entry.fold_failures = 0
+                entry.fold_backoff.reset()
                 reached = min(commit.n for commit in commits)
                 entry.waiting_since_s = started_s if entry.history_n > reached else None
             else:
-                entry.fold_failures += 1
-                entry.fold_again_s = now + min(RETRY_FOLD_S_MAX, 0.5 * 2 ** min(entry.fold_failures, 16))
+                entry.fold_again_s = now + entry.fold_backoff.next_s()
 
     def tended(self, answer: TendAnswer) -> None:
         """Record a table's disk bytes. Any thread."""

@@ -21,6 +21,7 @@ from uuid import UUID, uuid4
 
 import pyarrow as pa
 
+from millstream.backoff import Backoff
 from millstream.codec.buffer_reading import (
     BufferItem,
     PlacedReader,
@@ -61,8 +62,7 @@ _FACTS: Final = "buffer.json"
 _SCHEMA: Final = TableSchema(
     TableId(1), SchemaVersion(1), SourceId(0), "millstream", "operations", (Column("op", pa.binary()),)
 )
-_POLL_FIRST_S: Final = 0.0005
-_POLL_MAX_S: Final = 0.02
+_POLL_S: Final = (0.0005, 0.02)
 _SWEEP_EVERY_S: Final = 30.0
 _EVERYTHING: Final = 1 << 62
 
@@ -280,7 +280,7 @@ class LogBufferReader(PlacedReader):
 
     def next_item(self, wait_s: float) -> BufferItem | None:
         """See `PlacedReader.next_item`."""
-        deadline, pause_s = time.monotonic() + wait_s, _POLL_FIRST_S
+        deadline, pause = time.monotonic() + wait_s, Backoff(*_POLL_S, factor=1.5, jitter=0)
         while not self._fetched:
             self._fetch()
             left_s = deadline - time.monotonic()
@@ -288,8 +288,7 @@ class LogBufferReader(PlacedReader):
                 break
             if left_s <= 0:
                 return None
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+            time.sleep(min(pause.next_s(), left_s))
         return self._fetched.pop()
 
     def extent(self) -> tuple[BufferOffset, BufferOffset]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from millstream.backoff import Backoff
 from millstream.codec.log_frame import FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, TokenFromFuture
@@ -53,8 +54,7 @@ from millstream.wal.truncation_watch import HistoryWatch, Meanwhile
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 
-_POLL_FIRST_S: Final = 0.0005
-_POLL_MAX_S: Final = 0.02
+_POLL_S: Final = (0.0005, 0.02)
 """Interval at which an idle reader reads the mark: a twentieth of what a person notices, at little CPU cost."""
 
 
@@ -141,13 +141,12 @@ class StreamReader:
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
         """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
         end = time.monotonic() + deadline_s
-        pause = _POLL_FIRST_S
+        pause = Backoff(*_POLL_S, factor=1.5, jitter=0)
         while self.persisted_upto() <= seq:
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, _POLL_MAX_S)
+            time.sleep(min(pause.next_s(), left))
         return True
 
     # --- cuts and spans --------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.backoff import Backoff
 from millstream.errors import (
     DiskFull,
     Fenced,
@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.owner")
 
-_BACKOFF_FIRST_S: Final = 0.5
-_BACKOFF_MAX_S: Final = 30.0
 _WELL_S: Final = 10.0
 """After this long without an error, or with another cause, the waits start again with the shortest."""
 _NOTHING_CAPTURED: Final[dict[str, Any]] = {
@@ -98,9 +96,9 @@ class OwnedStream:
         self.others_done: Final = threading.Event()
         """Set when no stream captures any longer."""
         self.since_s = time.time()
-        self._attempt = 0
+        self._backoff = Backoff(0.5, 30.0)
         self._failed_by = ""
-        """The code of the error that `_attempt` counts."""
+        """The code of the error that `_backoff` counts."""
         self._well_since_s: float | None = None
         """When capture began to make progress, on the monotonic clock."""
         self._kept = KeptVectors(home)
@@ -236,7 +234,7 @@ class OwnedStream:
 
         def told() -> None:
             nonlocal told_s
-            self._attempt = 0
+            self._backoff.reset()
             self._gets_on(writer)
             if time.monotonic() - told_s >= 1.0:
                 told_s = time.monotonic()
@@ -255,7 +253,8 @@ class OwnedStream:
     def _again(self, error: MillstreamError, stop: threading.Event, *, until_caught_up: bool, supervised: bool) -> bool:
         """Handle an error: wait and return whether to restart; otherwise the stream is given up, or was stopped."""
         was_well = self._well_since_s is not None and time.monotonic() - self._well_since_s >= _WELL_S
-        self._attempt = 1 if was_well or error.code != self._failed_by else self._attempt + 1
+        if was_well or error.code != self._failed_by:
+            self._backoff.reset()
         self._failed_by = error.code
         self._waits(error)
         mends_itself = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, DiskFull)
@@ -263,7 +262,7 @@ class OwnedStream:
         # done.
         if isinstance(error, SourceError) and not until_caught_up:
             mends_itself = mends_itself or error.mends_at_source
-        patient = mends_itself and not (until_caught_up and self._attempt >= _ATTEMPTS_OF_A_JOB)
+        patient = mends_itself and not (until_caught_up and self._backoff.attempts + 1 >= _ATTEMPTS_OF_A_JOB)
         if not patient or stop.is_set():
             self.gave_up = True
             if not stop.is_set():
@@ -273,8 +272,7 @@ class OwnedStream:
                     "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
                 )
             return False
-        wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(self._attempt - 1, 10))
-        wait_s *= random.uniform(0.5, 1.0)  # noqa: S311 - many that lost one server don't come back at once
+        wait_s = self._backoff.next_s()
         logger.warning(
             "the stream begins again",
             stream=self.name,

@@ -24,7 +24,6 @@ leader. Two nodes' logs are the same wherever both have shown something at that 
 
 from __future__ import annotations
 
-from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.follower import Follower, Holding, Lag
 from millstream.protocol.replication.leader import Leader, end_of, is_covered
 from millstream.protocol.replication.levels import level_kept, promises_wanted
@@ -48,7 +47,6 @@ __all__ = [
     "LINEAGE",
     "NOBODY",
     "UNPROMISED",
-    "Backoff",
     "Follower",
     "Greeting",
     "Holding",

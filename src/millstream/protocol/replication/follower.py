@@ -44,6 +44,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
+from millstream.backoff import Backoff
 from millstream.errors import (
     Diverged,
     Fenced,
@@ -66,7 +67,6 @@ from millstream.model.replication import (
     ReplicaPosition,
     Shipment,
 )
-from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.roles import (
     LINEAGE,
     NOBODY,
@@ -450,7 +450,7 @@ class Follower:
             )
             return self._apply_failed_for_now(error, 0.5, now_s)
         self.phase = Phase.FOLLOWING
-        self._backoff.succeeded()
+        self._backoff.reset()
         kept = self._keep(shipment)
         return [*kept, *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
 
@@ -560,7 +560,7 @@ class Follower:
 
     def _later(self, chance: float, now_s: float) -> None:
         self.phase, self._taken, self._greeting = Phase.APART, None, None
-        self._connect_at = now_s + self._backoff.after_failure(chance)
+        self._connect_at = now_s + self._backoff.next_s(chance)
 
     def _stop(self, error: MillstreamError) -> list[Effect]:
         self.phase, self.stopped_by = Phase.STOPPED, error

@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from millstream.backoff import Backoff
 from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, NodeNameTaken, OtherStream, UnknownNode
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
@@ -53,7 +54,6 @@ from millstream.model.replication import (
     NodeName,
     ReplicaPosition,
 )
-from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.roles import NOBODY, Lineage, Promise, RoleFact, fenced_error
 from millstream.protocol.replication.shipping import (
     Acked,
@@ -328,7 +328,7 @@ class Leader:
                 if isinstance(error, FollowerBehindRetention):
                     return self._cut_off(follower.node, error)
                 follower.is_busy = False
-                follower.not_before = now_s + follower.backoff.after_failure(chance)
+                follower.not_before = now_s + follower.backoff.next_s(chance)
                 tell = Tell(follower.node, "could not be sent what it lacks", error)
                 if follower.phase is Phase.GREETING:
                     # It connects again, and is greeted then.
@@ -347,7 +347,7 @@ class Leader:
             # Sent before it had promised this leader anything, or under a later promise: its Hello names the node.
             return []
         follower.phase, follower.heard_at = Phase.SHIPPING, now_s
-        follower.backoff.succeeded()
+        follower.backoff.reset()
         while follower.under_way and is_covered(follower.under_way[0][0], ack.position):
             follower.under_way.popleft()
         if follower.acked is not None and ack.group < follower.acked.group:

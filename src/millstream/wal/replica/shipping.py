@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from millstream.backoff import Backoff
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame, Diverged, FollowerBehindRetention, UnreadableBytes
 from millstream.model.ids import Epoch, RegionId, ShardId
@@ -188,14 +189,13 @@ class ShipSource:
         Return False on a timeout, or if `stop` returns True.
         """
         deadline = self._clock.monotonic_ns() + int(timeout_s * 1e9)
-        pause = _POLL_S[0]
+        pause = Backoff(*_POLL_S, jitter=0)
         while self._told is not None and self._moment == self._told:
             if self.now() != self._told:
                 return True
             if stop() or self._clock.monotonic_ns() >= deadline:
                 return False
-            self._clock.sleep(pause)
-            pause = min(2 * pause, _POLL_S[1])
+            self._clock.sleep(pause.next_s())
         return True
 
     def leader_end(self) -> Seq:

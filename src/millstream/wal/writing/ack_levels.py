@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 import pyarrow as pa
 import structlog
 
+from millstream.backoff import Backoff
 from millstream.errors import AckLevelUnavailable, LogError, NotEnoughReplicas
 from millstream.model.ids import GroupNumber, StreamId
 from millstream.model.operations import OPERATION_SCHEMA, Ack, Repeated, WriteOps
@@ -236,22 +237,21 @@ class LevelWaits:
     # --- the thread that looks ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = _LOOK_FIRST_S
+        pause = Backoff(_LOOK_FIRST_S, jitter=0)
         while True:
             with self._lock:
                 while not self._closing and not self._has_work():
                     self._asleep = True
                     self._work.wait()
-                    pause_s = _LOOK_FIRST_S
+                    pause.reset()
                 self._asleep = False
                 if self._closing:
                     return
             if self._step():
-                pause_s = _LOOK_FIRST_S
-            elif pause_s < _LOOK_MAX_S or self._is_late():
-                pause_s = min(2 * pause_s, _LOOK_LATE_S if self._is_late() else _LOOK_MAX_S)
+                pause.reset()
+            pause.most_s = _LOOK_LATE_S if self._is_late() else _LOOK_MAX_S
             if not self._closing:
-                time.sleep(pause_s)
+                time.sleep(pause.next_s())
 
     def _step(self) -> bool:
         """Poll once; return whether that changed anything."""
