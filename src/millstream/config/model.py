@@ -32,127 +32,145 @@ class SourceConfig(Section):
 
     dsn: str = Field(
         repr=False,
-        description="Its address, as libpq takes it: a URL or keywords; services and pgpass files work too. A variable "
-        "where user or password stands is put in as it is: nobody has to escape it.",
+        description="The database's address, as libpq takes it: a URL or keywords. Services and pgpass files work too. A "
+        "variable in the place of the user or the password is escaped as the address requires.",
     )
     tables: list[str] = Field(
         default=["public.*"],
         min_length=1,
-        description='Patterns of tables; `*` stands for any characters, a `!` in front leaves out. `"public.*"` alone takes '
-        "the whole schema. The schema `millstream`, where a catalog may lie, is never taken.",
+        description='Patterns of tables. `*` matches any characters; a leading `!` excludes. `"public.*"` alone takes the '
+        "whole schema. The schema `millstream`, which may hold a catalog, is never captured.",
     )
     publication: str | None = Field(
         default=None,
         pattern=r"^.{1,56}$",
-        description="The publication; made if it is missing and the role may. `<publication>_inserts` stands beside it for tables without an "
-        "identity. `millstream_<stream>` where it isn't set.",
+        description="The publication. It is created if it is missing and the role may create one. Tables without a replica "
+        "identity are in a second one, `<publication>_inserts`. Unset: `millstream_<stream>`.",
     )
     slot: str | None = Field(
         default=None,
         pattern=r"^[a-z0-9_]{1,63}$",
-        description="The replication slot; made at the first run. `millstream_<stream>` where it isn't set.",
+        description="The replication slot, created at the first run. Unset: `millstream_<stream>`.",
     )
     failover: bool = Field(
         default=True,
-        description="Whether standbys that sync slots (PostgreSQL 17 and newer) keep a copy of the slot when it is made, so that capture goes on after "
-        "one of them is promoted. A slot that is there already stays as it is; `doctor` says how to change it.",
+        description="Create the slot as a failover slot: standbys that sync slots (PostgreSQL 17 and newer) keep a copy, so "
+        "that capture continues after one of them is promoted. An existing slot isn't changed; `millstream "
+        "doctor` prints the command that changes it.",
     )
     origin: Literal["any", "none"] = Field(
         default="any",
-        description="Whose changes are captured: `any`, or `none` but those made here, without what replication from another system wrote "
-        "(rows with a replication origin; PostgreSQL 16 and newer), so that two databases that follow each other make no loop. A table "
-        "copy reads rows whoever wrote them.",
+        description="Origin of the changes that are captured. `any` captures all of them. `none` leaves out rows that "
+        "replication from another system wrote (rows with a replication origin; PostgreSQL 16 and newer), so "
+        "that two databases that replicate to each other make no loop. A table copy reads all rows, whatever "
+        "their origin.",
     )
-    copy_workers: int = Field(default=2, ge=1, le=64, description="Connections that copy existing rows side by side.")
+    copy_workers: int = Field(
+        default=2, ge=1, le=64, description="Number of connections that copy existing rows in parallel."
+    )
     copy_chunk_rows: int = Field(
         default=50_000,
         ge=1,
-        description="Rows of a chunk of the table copy, at most: what a restart repeats. Chunks are smaller where rows are wide, or the "
-        "source takes more than a second for one.",
+        description="Rows in a chunk of the table copy, at most. A restart repeats one chunk. Chunks are smaller if rows are "
+        "wide, or if the source needs more than a second for one.",
     )
     copy_rate: SizeAboveZero | None = Field(
         default=None,
-        description="Bytes a second of rows (as text) that all copies of the stream together may read, such as `20MiB`; unset: as fast as "
-        "it goes. A running capture takes another value within seconds.",
+        description="Bytes of rows (as text) that all copies of the stream together read in a second, at most, such as "
+        "`20MiB`. Unset: no limit. A running capture applies a new value within seconds.",
     )
     heartbeat_interval: Duration = Field(
-        default="10s", description="How often an idle source gets a heartbeat message, so that its slot moves on."
+        default="10s",
+        description="Interval between the heartbeat messages that are written to an idle source, so that its slot advances.",
     )
     catch_up: Literal["auto", "never", "always"] = Field(
         default="auto",
-        description="Whether a large backlog is read in chunks instead of as a stream. `auto` does it from 64 MiB of WAL on, measures both ways and "
-        "keeps to the faster; `always` does it at each start, however small the backlog; `never` streams. Chunks need a free replication slot "
-        "at the source, and space for temporary files there: commonly up to 400 MiB.",
+        description="Read a large backlog in chunks instead of as a stream. `auto` reads chunks from 64 MiB of WAL on, "
+        "measures both ways and keeps to the faster. `always` reads chunks at each start, even if the backlog is "
+        "small. `never` streams. Chunks need a free replication slot at the source, and space for temporary "
+        "files there, commonly up to 400 MiB.",
     )
     memory: Size = Field(
         default="32MiB",
-        description="Undecoded bytes held in memory; larger transactions spill to disk, and the source waits.",
+        description="Bytes of undecoded changes held in memory. Larger transactions spill to disk, and the source waits.",
     )
 
 
 class LakeConfig(Section):
-    """Where a stream's tables land."""
+    """The destination of a stream's tables."""
 
     format: Literal["delta", "iceberg", "parquet", "postgres"] = Field(
         default="delta",
-        description="The tables' format. This version writes `delta`, files in a folder or an object store, and `postgres`, tables of a database.",
+        description="Format of the tables. This version writes `delta` (files in a folder or an object store) and `postgres` "
+        "(tables of a database).",
     )
     location: str = Field(
         default="lake",
         min_length=1,
-        description="A folder (from the home, where it isn't absolute) or the URL of an object store's prefix. The stream's tables lie in a "
-        "folder of its name in it. For `postgres` the address of a database (14 or newer; `current` takes 15), as libpq takes it; "
-        "a variable where user or password stands is put in as it is.",
+        description="A folder, or the URL of an object store's prefix. A relative path starts at the home. The stream's "
+        "tables are in a subfolder with the stream's name. For `postgres`: the address of a database, as libpq "
+        "takes it (PostgreSQL 14 or newer; `current` needs 15). A variable in the place of the user or the "
+        "password is escaped as the address requires.",
     )
     views: list[Literal["current", "history", "scd2", "changes"]] | None = Field(
         default=None,
         min_length=1,
-        description="What readers get. Of `delta`: `current` has one row a key, `history` every record, `scd2` every version of each row with "
-        "the time at which it began and ended; history is written in any case: the others are folded from it. Of `postgres`: `changes` has "
-        "an event table a table, `current` its rows. Unset: `current`, with `history` or `changes`.",
+        description="Views that readers get. With `delta`: `current` has one row per key, `history` every record, `scd2` "
+        "every version of each row with the times at which it began and ended. History is always written; the "
+        "other views are folded from it. With `postgres`: `changes` has an event table per table, `current` its "
+        "rows. Unset: `current`, with `history` or `changes`.",
     )
     schema_prefix: str = Field(
         default="",
         pattern=r"^[a-z0-9_]*$",
         max_length=30,
-        description="Of `postgres`: stands before the names of the schemas that tables lie in. `public.orders` has its rows in `<prefix>public.orders` "
-        "and its events in `<prefix>public_changes.orders`: two streams in one database need different prefixes.",
+        description="For `postgres`: prefix of the names of the schemas that hold tables. `public.orders` has its rows in "
+        "`<prefix>public.orders` and its events in `<prefix>public_changes.orders`. Two streams in one database "
+        "need different prefixes.",
     )
     engine: Literal["auto", "delta-rs", "spark"] = Field(
-        default="auto", description="Who writes the files. `auto` takes `delta-rs`, the one that this version has."
+        default="auto",
+        description="Engine that writes the files. `auto` uses `delta-rs`, the only one in this version.",
     )
     history_retention: Duration | None = Field(
         default=None,
-        description="How long history is kept, by whole days: older ones are dropped once `current` has what they made. Unset: for ever. "
-        "`--as-of` answers for what is kept.",
+        description="Retention of history, in whole days. Older records are dropped once `current` includes them. Unset: "
+        "unlimited. `--as-of` works within this time.",
     )
     fold_interval: Duration = Field(
         default="30s",
-        description="The least time from one fold of a table to the next. `query` is fresh without folds: it reads the records behind the last one "
-        "too. Readers that open `current` themselves see it as of the last fold.",
+        description="Minimum time between two folds of a table. `query` doesn't depend on folds: it also reads the records "
+        "after the last one. Readers that open `current` themselves see the table as of the last fold.",
     )
     disk_factor: float = Field(
         default=5.0,
         ge=1.5,
-        description="Bytes on disk over live bytes that folding `current` may reach: lower folds large tables less often.",
+        description="Maximum ratio of bytes on disk to live bytes of `current`. A lower value folds large tables less often.",
     )
     keep_replaced: Duration = Field(
         default="5m",
-        description="How long files that a fold or compaction replaced stay on disk: longer than the queries of readers that open tables themselves.",
+        description="Time that files replaced by a fold or a compaction stay on disk. It must exceed the duration of the "
+        "longest query of a reader that opens tables itself.",
     )
     log_retention: Duration = Field(
         default="15min",
-        description="How long a table's older versions can be opened: commits go from its `_delta_log` after that, at the next upkeep. A streaming reader "
-        "that stops for longer has to start again from the table.",
+        description="Time for which a table's older versions can be opened. Older commits are then deleted from its "
+        "`_delta_log`, at the next maintenance. A streaming reader that stops for longer must start again from "
+        "the table.",
     )
     upkeep_interval: Duration = Field(
-        default="60s", description="How often small files are compacted and files that nobody needs are deleted."
+        default="60s",
+        description="Interval of maintenance: small files are compacted, and files no longer referenced are deleted.",
     )
     compact_files: int = Field(
-        default=200, ge=2, description="Small files of one day of a table's history from which on they are made one."
+        default=200,
+        ge=2,
+        description="Number of small files in one day of a table's history that triggers their compaction.",
     )
     storage_options: dict[str, str] = Field(
-        default={}, repr=False, description="Keys, region, endpoint … of the object store, as delta-rs names them."
+        default={},
+        repr=False,
+        description="Options of the object store (keys, region, endpoint …), with the names that delta-rs uses.",
     )
 
     @property
@@ -171,39 +189,46 @@ class LakeConfig(Section):
 class LogConfig(Section):
     """A stream's log on disk."""
 
-    shards: int = Field(default=1, ge=1, le=1024, description="Shards of the stream.")
+    shards: int = Field(default=1, ge=1, le=1024, description="Number of shards of the stream.")
     retention_age: Duration = Field(
-        default="7d", description="Segments older than this go, once nobody needs them any more."
+        default="7d", description="Segments older than this are deleted, once no reader needs them."
     )
     retention_bytes: SizeOrShare = Field(
         default="20%",
-        description="The oldest segments that nobody needs go where the log is larger than this (a size, or a share of the disk).",
+        description="Size of the log (bytes, or a share of the disk) above which the oldest segments that no reader needs "
+        "are deleted.",
     )
     retention_bytes_max: SizeOrShare | None = Field(
         default=None,
-        description="Consumers and followers hold segments back until the log is larger than this; then those that need the oldest are cut off, "
-        "by name. Pipelines never are. Twice `retention_bytes` where it isn't set.",
+        description="Size of the log up to which segments are kept for consumers and followers. Above it, the consumers and "
+        "followers that need the oldest segments are cut off, and reported by name. Pipelines are never cut off. "
+        "Unset: twice `retention_bytes`.",
     )
-    retention_interval: Duration = Field(default="30s", description="How often it is looked which segments may go.")
+    retention_interval: Duration = Field(
+        default="30s", description="Interval between two checks for segments to delete."
+    )
     disk_used_max: float = Field(
-        default=0.9, gt=0, le=1, description="Appends are refused while more of the disk than this is used."
+        default=0.9, gt=0, le=1, description="Share of the disk above which appends are rejected."
     )
-    segment_bytes: Size = Field(default="64MiB", description="A segment is sealed when it has grown to this size …")
-    segment_age: Duration = Field(default="1h", description="… or has held records for this long.")
+    segment_bytes: Size = Field(default="64MiB", description="Size at which a segment is sealed.")
+    segment_age: Duration = Field(default="1h", description="Age of the first record at which a segment is sealed.")
     sequence_numbers: Literal["batch", "both"] = Field(
         default="batch",
-        description="Which numbers the log's frames carry: `batch` one range for every table's batch of an operation; `both` the operation's too, "
-        "so that going back to a version that knows no other stays safe. What is written with either is read with either.",
+        description="Sequence numbers in the log's frames. `batch` writes one range for every table's batch of an operation. "
+        "`both` writes the operation's range too, so that an older version that only reads operation ranges can "
+        "still open the log. Both forms are always readable.",
     )
     queue_bytes: Size = Field(
-        default="64MiB", description="Operations waiting for the disk; beyond it their senders wait."
+        default="64MiB",
+        description="Bytes of operations that wait for the disk, at most. Above it, their senders wait.",
     )
     group_commit_delay_ms: float = Field(
         default=0,
         ge=0,
         le=10_000,
-        description="How long, in milliseconds, the first operation of a commit group waits for company. 0: not at all, a group is what came while "
-        "the last one was written. More makes fewer and larger groups where an fsync is dear, and every answer that much later.",
+        description="Time in milliseconds that the first operation of a commit group waits for others. With 0 it doesn't "
+        "wait: a group holds the operations that arrived while the previous group was written. A higher value "
+        "makes fewer and larger groups if an fsync is slow, and delays every acknowledgement by that time.",
     )
 
     @property
@@ -232,81 +257,90 @@ class IngestConfig(Section):
 
     schema_on_write: Literal["strict", "add_columns", "create"] = Field(
         default="create",
-        description="What their rows may change of its tables: `strict` nothing; `add_columns` gives a table that is there the columns that it lacks; "
-        "`create` makes tables too.",
+        description="Schema changes that appended rows may cause. `strict`: none. `add_columns`: new columns are added to an "
+        "existing table. `create`: missing tables are created too.",
     )
     session_age: Duration = Field(
         default="7d",
-        description="How long after its last write a session of an application, or an idempotency key, is known. Who retries a write later than that is "
-        "told that it can't be known any more whether it is there.",
+        description="Time after the last write for which a session or an idempotency key is remembered. A later retry is "
+        "rejected, because the log can no longer determine whether the write was done.",
     )
     sessions_max: int = Field(
         default=1_000_000,
         ge=1,
         le=10_000_000,
-        description="How many sessions are known at a time; the longest unused go first. One takes some 300 bytes of memory, and up to 1 kB after many writes.",
+        description="Number of sessions that are remembered, at most. The least recently used are forgotten first. A session "
+        "takes some 300 bytes of memory, and up to 1 kB after many writes.",
     )
     idempotency_keys_max: int = Field(
         default=1_000_000,
         ge=1,
         le=10_000_000,
-        description="How many idempotency keys are known at a time; the oldest go first.",
+        description="Number of idempotency keys that are remembered, at most. The oldest are forgotten first.",
     )
 
 
 class BufferConfig(Section):
-    """A write buffer between applications and a stream's log: the stream writes to it, or reads from it; never both."""
+    """A write buffer between applications and a stream's log. A stream writes to it or reads from it, never both."""
 
     kind: str = Field(
         default="log",
         pattern=r"^[a-z][a-z0-9_]{0,62}$",
-        description="What it lies in: `log` files of a folder, which one process writes; a topic of `kafka`; streams of `redis` or what speaks its protocol. Any "
-        "other name is that of an entry point `millstream.buffers` that an installed package has.",
+        description="Storage of the buffer: `log` (files in a folder, written by one process), `kafka` (a topic) or `redis` "
+        "(streams in Redis or a compatible server). Any other name is an entry point of the group "
+        "`millstream.buffers` in an installed package.",
     )
     role: Literal["writes", "reads"] = Field(
-        description="`writes`: what applications append goes into the buffer, and nothing into this stream's log. `reads`: what others have put there is "
-        "taken into this stream's log, each operation once; applications can't append to it besides. A stream without a buffer does neither.",
+        description="`writes`: rows that applications append go into the buffer, and none into this stream's log. `reads`: "
+        "operations from the buffer are written to this stream's log, each once; applications can't append to "
+        "the stream. Without a buffer a stream does neither.",
     )
     location: str = Field(
         min_length=1,
         repr=False,
-        description="Where it is. Of `log`: a folder (from the home, where it isn't absolute). Of `kafka`: the brokers, `host:9092,host:9092`. Of `redis`: "
-        "`redis://host:6379/0`, or `rediss://…` with TLS.",
+        description="Address of the buffer. `log`: a folder (a relative path starts at the home). `kafka`: the brokers, "
+        "`host:9092,host:9092`. `redis`: `redis://host:6379/0`, or `rediss://…` with TLS.",
     )
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9._-]{1,200}$",
-        description="The topic, or what its keys in Redis begin with. `millstream_<stream>` where it isn't set. A folder has no other name.",
+        description="Name of the topic, or prefix of the keys in Redis. Unset: `millstream_<stream>`. A folder has no such "
+        "name.",
     )
     create: bool = Field(
-        default=False, description="Whether it is made where it isn't there. Any number of homes may do so at a time."
+        default=False,
+        description="Create the buffer if it doesn't exist. Any number of homes may do so at the same time.",
     )
     shards: int = Field(
         default=1,
         ge=1,
         le=1024,
-        description="Shards of a buffer that is made: partitions of its topic, streams in Redis. One that is there has what it has.",
+        description="Number of shards of a new buffer: partitions of its topic, or streams in Redis. An existing buffer "
+        "keeps its number.",
     )
     topic: dict[str, str] = Field(
         default={},
-        description='Options of a topic that is made: `"retention.ms"`, `"min.insync.replicas"` …; `"replication.factor"` too.',
+        description='Options of a new topic: `"retention.ms"`, `"min.insync.replicas"` …, also `"replication.factor"`.',
     )
     client: dict[str, str] = Field(
         default={},
         repr=False,
-        description='Options of Kafka\'s clients as librdkafka names them: `"security.protocol"`, `"sasl.password"` ….',
+        description='Options of the Kafka clients, with the names that librdkafka uses: `"security.protocol"`, '
+        '`"sasl.password"` ….',
     )
     timeout: Duration = Field(
         default="30s",
-        description="How long an operation may be on its way, retries included, before its sender is told that nobody knows what became of it.",
+        description="Time that an operation may take, retries included. After that the sender receives an error: the outcome "
+        "is unknown.",
     )
     accept_loss: bool = Field(
         default=False,
-        description="Whether a Redis is taken that doesn't promise to keep what it acknowledged (`appendonly yes`, `appendfsync always`).",
+        description="Accept a Redis that may lose acknowledged writes, because it isn't set to `appendonly yes` and "
+        "`appendfsync always`.",
     )
     retention_age: Duration = Field(
         default="7d",
-        description="Of `log`: segments older than this go, read or not. Topics have options of their own.",
+        description="For `log`: segments older than this are deleted, read or not. Topics have their own options.",
     )
 
     @field_validator("role", mode="before")
@@ -326,94 +360,104 @@ class BufferConfig(Section):
 
 
 class StreamConfig(Section):
-    """One stream: what comes into it, its log and its lake tables."""
+    """One stream: its source, its log and its lake tables."""
 
     source: SourceConfig | None = Field(
         default=None,
-        description="The PostgreSQL database that the stream captures. Without one it has what applications append.",
+        description="The PostgreSQL database that the stream captures. Without one, the stream holds only appended rows.",
     )
-    ingest: IngestConfig = Field(default_factory=IngestConfig, description="What applications may write into it.")
+    ingest: IngestConfig = Field(default_factory=IngestConfig, description="Rules for rows that applications append.")
     buffer: BufferConfig | None = Field(
-        default=None, description="The write buffer that it writes to or reads from. Without one, neither."
+        default=None,
+        description="The write buffer that the stream writes to or reads from. Without one it does neither.",
     )
     keys: dict[str, list[str]] = Field(
         default={},
-        description='Columns that tell rows of a table apart that applications write: `"public.clicks" = ["id"]`. Its `current` has one row a key, the '
-        "newest. A table without a key has history alone. A key stays as it was when the table's first row came.",
+        description='Key columns of tables that applications write: `"public.clicks" = ["id"]`. The table\'s `current` has '
+        "one row per key, the newest. A table without a key has history only. A key can't change after the "
+        "table's first row.",
     )
-    lake: LakeConfig = Field(default_factory=LakeConfig, description="Where its tables land.")
+    lake: LakeConfig = Field(default_factory=LakeConfig, description="Destination of the stream's tables.")
     types: dict[str, str] = Field(
         default={},
-        description='Lake types of numeric columns without a precision, by column: `"public.orders.total" = "decimal(38,9)"`. The log keeps the '
-        "text; a value that doesn't fit is null there and whole in `__exact`.",
+        description='Lake types of numeric columns without a precision, by column: `"public.orders.total" = '
+        '"decimal(38,9)"`. The log keeps the text. A value that doesn\'t fit is null in the column, and complete '
+        "in `__exact`.",
     )
-    log: LogConfig = Field(default_factory=LogConfig, description="Its log on disk.")
+    log: LogConfig = Field(default_factory=LogConfig, description="The stream's log on disk.")
     shards: dict[str, int] = Field(
-        default={}, description='The shard of a table, by name: `"public.big" = 1`. Others lie on shard 0.'
+        default={}, description='The shard of a table, by name: `"public.big" = 1`. Other tables are on shard 0.'
     )
     acks: Level = Field(
         default="local",
-        description="Where a write has to be before it is acknowledged, a captured transaction before its source is told of it, and either before it is read: `local`, durable here; "
-        "`durable(1)`, `durable(2)` …, on so many followers, too; `object`, in the object store, too. An append may ask for more.",
+        description="Acknowledgement level: the copies that must exist before an append is acknowledged, before a captured "
+        "transaction is confirmed to the source, and before readers see either. `local`: durable on this node. "
+        "`durable(1)`, `durable(2)` …: also on that many followers. `object`: also in the object store. An "
+        "append may request a higher level.",
     )
     routing: RoutingSection | None = Field(
         default=None,
-        description="Which shard or sink takes the rows that applications append. Without it each table lies on its shard.",
+        description="Routes of appended rows to shards and sinks. Without it, each table is on its own shard.",
     )
     region: int = Field(
         default=0,
         ge=0,
         lt=1 << 32,
-        description="Which of several sites that each write the stream this home is: of its own among them, and for good. The others' logs lie beside its "
-        "own, region N's in `data/wal/<stream>@N`.",
+        description="Number of this home's region, if several regions write the stream. It must be unique among them and "
+        "can't change. Logs of other regions are next to the home's own, region N's in `data/wal/<stream>@N`.",
     )
     merge: dict[str, dict[str, str]] = Field(
         default={},
-        description='How columns of tables that several regions write come together: `[streams.S.merge."public.posts"]`, `likes = "pn_counter"`. There are '
-        "`lww` (the last write wins; what isn't named merges so), `pn_counter`, `g_counter`, `or_set`, `union_set`, `hide`, and `signal(7d)` with a "
-        "half-life. A table needs a key.",
+        description='Merge rules for columns of tables that several regions write: `[streams.S.merge."public.posts"]`, '
+        '`likes = "pn_counter"`. The rules are `lww` (the last write wins; the default), `pn_counter`, '
+        "`g_counter`, `or_set`, `union_set`, `hide`, and `signal(7d)` with a half-life. A table needs a key.",
     )
     partitions: dict[str, str] = Field(
         default={},
-        description='Partitions of tables that applications write, by templates: `"public.clicks" = "{created_at:%Y-%m-%d}"`. `{column}` is a column\'s '
-        "value, `{column:%Y-%m}` a moment's, bare `%Y-%m-%d` that of the column `time`, `{__table}` the table's name. Each partition's numbers are "
-        "told apart: `millstream wal stats --partitions`.",
+        description='Partition templates of tables that applications write: `"public.clicks" = "{created_at:%Y-%m-%d}"`. '
+        "`{column}` is a column's value, `{column:%Y-%m}` a timestamp's, bare `%Y-%m-%d` that of the column "
+        "`time`, `{__table}` the table's name. `millstream wal stats --partitions` shows each partition's "
+        "numbers.",
     )
 
 
 class SparkConfig(Section):
-    """The engine of the pipeline."""
+    """The pipeline's engine."""
 
     master: str = Field(
-        default="local[*]", min_length=1, description="Where Spark runs: `local[*]`, `spark://…`, `yarn`, `k8s://…`."
+        default="local[*]", min_length=1, description="The Spark master: `local[*]`, `spark://…`, `yarn`, `k8s://…`."
     )
-    trigger_interval: Duration = Field(default="500ms", description="The least time between two batches.")
-    batch_bytes: Size = Field(default="64MiB", description="Bytes of the log that one batch takes, about.")
+    trigger_interval: Duration = Field(default="500ms", description="Minimum time between two batches.")
+    batch_bytes: Size = Field(default="64MiB", description="Approximate bytes of the log that one batch reads.")
     conf: dict[str, str] = Field(
-        default={}, repr=False, description='Passed through to Spark: `"spark.driver.memory" = "2g"`.'
+        default={}, repr=False, description='Options that are passed to Spark: `"spark.driver.memory" = "2g"`.'
     )
 
 
 class WriterConfig(Section):
-    """Which of a stream's writers this is, where several processes write to it, each to shards of its own. The catalog lies in PostgreSQL then."""
+    """This writer among a stream's writers, if several processes write it, each to its own shards.
+
+    The catalog must be in PostgreSQL then.
+    """
 
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_-]{1,63}$",
-        description="Its name, of its own among the stream's writers. Unset: the stream has one writer, which owns it. A stream that one writer owned "
-        "goes on as one of several with the name `writer`.",
+        description="Name of this writer, unique among the stream's writers. Unset: the stream has one writer, which owns "
+        "it. If a stream with one writer gets several, the first one's name is `writer`.",
     )
     lease: Duration = Field(
         default="5s",
-        description="How long it lives without a sign: it gives one with each commit group, and four a lease while it is idle. Then another writer of "
-        "the home recovers its shards, and linear readers pass what it left.",
+        description="Time after which a writer without a sign of life is dead. A writer renews its lease with each commit "
+        "group, and four times per lease while it is idle. Another writer of the home then recovers its shards, "
+        "and linear readers skip its undecided records.",
     )
     first_shard: int | None = Field(
         default=None,
         ge=0,
         lt=1 << 20,
-        description="The first of its shards, of which it has `log.shards`. Unset: behind those of the writers that there were before it, if they have "
-        "as many each.",
+        description="First of the writer's shards; it has `log.shards` of them. Unset: after the shards of the writers "
+        "registered before it, if they have as many each.",
     )
 
     @field_validator("lease")
@@ -434,10 +478,11 @@ class CatalogConfig(Section):
 
     url: str = Field(
         default=EMBEDDED_CATALOG,
-        description="Where it lies. As it is: embedded, in that file of the home. Else a PostgreSQL database (14 or newer), as libpq takes it: "
-        "`postgresql://user@host/database` or keywords; services and pgpass files work too. It lies in the schema `millstream` there, which is "
-        "made if it is missing and the role may. Several homes may share it. A variable where user or password stands is put in as it is: "
-        "nobody has to escape it.",
+        description="Address of the catalog. The default is embedded: a file in the home. Otherwise a PostgreSQL database "
+        "(14 or newer), as libpq takes it: `postgresql://user@host/database` or keywords. Services and pgpass "
+        "files work too. The catalog is in the schema `millstream`, which is created if it is missing and the "
+        "role may create it. Several homes may share it. A variable in the place of the user or the password is "
+        "escaped as the address requires.",
     )
 
     @field_validator("url")
@@ -456,13 +501,11 @@ class Config(Section):
     """The whole configuration of a home."""
 
     streams: dict[str, StreamConfig] = Field(default={}, description="The streams, by name.")
-    spark: SparkConfig = Field(default_factory=SparkConfig, description="The engine of the pipeline.")
-    http: HttpConfig = Field(default_factory=HttpConfig, description="What `serve` listens on.")
+    spark: SparkConfig = Field(default_factory=SparkConfig, description="The pipeline's engine.")
+    http: HttpConfig = Field(default_factory=HttpConfig, description="Address, callers and limits of the HTTP server.")
     flight: FlightConfig = Field(default_factory=FlightConfig, description="Arrow Flight, for bulk.")
-    writer: WriterConfig = Field(
-        default_factory=WriterConfig, description="Which writer this is, where several share a stream."
-    )
-    catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="Where the catalog lies.")
+    writer: WriterConfig = Field(default_factory=WriterConfig, description="This writer, if several share a stream.")
+    catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="Address of the catalog.")
     replication: ReplicationConfig = Field(
-        default_factory=ReplicationConfig, description="Other machines that have its streams."
+        default_factory=ReplicationConfig, description="Other nodes that have the home's streams."
     )

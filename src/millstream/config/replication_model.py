@@ -19,53 +19,63 @@ _STORES: Final = ("s3://", "gs://", "az://", "file:///")
 
 
 class ReplicationConfig(Section):
-    """This node among those that have its streams, and the other targets of their logs.
+    """This node, the other nodes that have its streams, and the other targets of their logs.
 
     Followers connect to Flight: `[flight] listen` is the leader's.
     """
 
     node: str | None = Field(
         default=None,
-        description="This node's name among `nodes`. Others know it by that, also when its address changes.",
+        description="This node's name among `nodes`. It stays the same when the node's address changes.",
     )
     nodes: dict[str, str] = Field(
         default={},
-        description="Where Arrow Flight of each node listens, by the node's name, this one's too: "
-        '`a = "grpc+tls://a.example.com:8788"`; `grpc://` without TLS. The same on all nodes.',
+        description="Arrow Flight address of each node, by the node's name, this node included: `a = "
+        '"grpc+tls://a.example.com:8788"`, or `grpc://` without TLS. It must be the same on all nodes.',
     )
     regions: dict[str, str] = Field(
         default={},
-        description='Where Arrow Flight of other regions listens, by the region\'s number: `2 = "grpc+tls://eu.example.com:8788"`. Their logs of the streams that have '
-        "a `region` are followed, beside the own ones; over there this home's region is named likewise. See the how-to on several regions.",
+        description="Arrow Flight addresses of other regions, by the region's number: `2 = "
+        '"grpc+tls://eu.example.com:8788"`. This home follows their logs of all streams with a `region`, next to '
+        "its own logs. The other regions name this home's region in the same way. See the how-to on several "
+        "regions.",
     )
     token: str | None = Field(
         default=None,
         min_length=1,
-        description="The access token that this node shows to others; it must give `admin` of the streams there. A variable, such as "
-        "`${MILLSTREAM_NODE_TOKEN}`, keeps it out of the file.",
+        description="Access token that this node sends to other nodes. It must give `admin` of the streams there. A "
+        "variable, such as `${MILLSTREAM_NODE_TOKEN}`, keeps it out of the file.",
     )
     authority: str | None = Field(
         default=None,
         min_length=1,
-        description="The authorities of other nodes' certificates: a PEM file, from the home where it isn't absolute. Unset: those of the system.",
+        description="Authorities of the other nodes' certificates: a PEM file; a relative path starts at the home. Unset: "
+        "the system's authorities.",
     )
     certificate: str | None = Field(
         default=None,
         min_length=1,
-        description="The certificate that this node shows to others (mTLS): a PEM file, likewise.",
+        description="Client certificate of this node (mTLS): a PEM file; a relative path starts at the home.",
     )
-    key: str | None = Field(default=None, min_length=1, description="Its key, likewise.")
+    key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Key of the client certificate: a PEM file; a relative path starts at the home.",
+    )
     object_store: str | None = Field(
         default=None,
-        description="An object store that has the log too: `s3://bucket/prefix`, `gs://…`, `az://…`, or a folder, `file:///…`. Who it is asked by is told by "
-        "the variables that its tools know (AWS_ACCESS_KEY_ID …).",
+        description="An object store that receives the log too: `s3://bucket/prefix`, `gs://…`, `az://…`, or a folder, "
+        "`file:///…`. Its credentials come from the environment variables that the store's tools use "
+        "(AWS_ACCESS_KEY_ID …).",
     )
     max_staleness: Duration | None = Field(
         default=None,
-        description="How old what a follower shows may be; older, its reads fail with `replica_too_stale`. Of other regions' logs, too, where `merged` reads them. Unset: of any age.",
+        description="Maximum staleness of a follower's data; if it is older, reads fail with `replica_too_stale`. It also "
+        "applies to other regions' logs when `merged` reads them. Unset: no limit.",
     )
     ship_timeout: Duration = Field(
-        default="10s", description="How long a server that ends goes on shipping what followers lack."
+        default="10s",
+        description="Time that a server continues to ship records that followers lack while it shuts down.",
     )
 
     @field_validator("node")

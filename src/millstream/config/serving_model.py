@@ -31,93 +31,105 @@ class HttpConfig(Section):
     listen: str = Field(
         default="127.0.0.1:8787",
         pattern=_ADDRESS,
-        description="Host and port. Where other machines reach it, it takes `tls_certificate` and `tokens_required`: without them nothing listens.",
+        description="Host and port. An address that other machines can reach needs `tls_certificate` and `tokens_required`; "
+        "without them the server doesn't listen.",
     )
     tokens_required: bool = Field(
         default=False,
-        description="Whether callers need an access token (`millstream token create`), or a client certificate that stands for one. Else everybody who "
-        "reaches the address may do everything.",
+        description="Require an access token (`millstream token create`), or a client certificate that stands for one. "
+        "Without it, every caller that reaches the address has all rights.",
     )
     tls_certificate: str | None = Field(
         default=None,
         min_length=1,
-        description="The server's certificate, with those between it and its authority behind it: a PEM file, from the home where it isn't absolute. "
-        "It is read again within seconds after it has changed.",
+        description="The server's certificate, followed by the intermediate certificates: a PEM file; a relative path starts "
+        "at the home. The server reads it again within seconds after a change.",
     )
     tls_key: str | None = Field(
-        default=None, min_length=1, description="The certificate's key: a PEM file without a passphrase, likewise."
+        default=None,
+        min_length=1,
+        description="The certificate's key: a PEM file without a passphrase; a relative path starts at the home.",
     )
     client_ca: str | None = Field(
         default=None,
         min_length=1,
-        description="The authorities of clients' certificates: a PEM file. Where it is set, who shows no certificate of theirs isn't heard (mTLS). "
-        "It is read again as the certificate is.",
+        description="Authorities of client certificates: a PEM file. If it is set, a connection without such a certificate "
+        "is rejected (mTLS). The server reads it again after a change.",
     )
     clients: dict[str, str] = Field(
         default={},
-        description='Which access token a client certificate stands for, by the name in it: `"loader.example.com" = "loader"`. The name is the '
-        "certificate's first subject alternative name, or its common name where it has none; the token is named as `millstream token ls` does. A call that "
-        "brings a token itself has that one's rights.",
+        description="Access token that a client certificate stands for, by the name in the certificate: "
+        '`"loader.example.com" = "loader"`. The name is the certificate\'s first subject alternative name, or '
+        "else its common name. The token's name is that in `millstream token ls`. If a call sends a token "
+        "itself, the rights are those of that token.",
     )
     hosts: list[HostName] = Field(
         default=[],
-        description="Names by which callers reach the server beside localhost, 127.0.0.1 and that of `listen`: those of a proxy on this machine, as in "
-        '`["millstream.example.com"]`. Without `tokens_required` requests to other names are refused (`unknown_host`), and in any case those that pages of '
-        "other servers have made in a browser (`foreign_origin`).",
+        description="Host names of the server in addition to localhost, 127.0.0.1 and the host of `listen`, such as the name "
+        'of a proxy on this machine: `["millstream.example.com"]`. Without `tokens_required`, requests to other '
+        "names are rejected (`unknown_host`). Requests that a browser sends for pages of other servers are "
+        "always rejected (`foreign_origin`).",
     )
     body_bytes_max: SizeAboveZero = Field(
         default="32MiB",
-        description="Bytes of one request's body, inflated where it is compressed; larger ones are answered 413.",
+        description="Size in bytes of one request's body, decompressed. Larger requests get status 413.",
     )
     inflight_bytes_max: SizeAboveZero = Field(
         default="512MiB",
-        description="Memory that all requests in flight may take together: their bodies and what is made of them (JSON counts for several times its "
-        "size). Beyond it requests are answered 429, with `Retry-After`.",
+        description="Memory of all requests in flight: their bodies and the data decoded from them (JSON takes several times "
+        "its size). Above it, requests get status 429, with `Retry-After`.",
     )
-    rows_max: int = Field(default=1_000_000, ge=1, description="Rows of one request.")
+    rows_max: int = Field(default=1_000_000, ge=1, description="Number of rows in one request, at most.")
     connections_max: int = Field(
-        default=10_000, ge=1, description="Open connections, idle ones among them; others are answered 503."
+        default=10_000,
+        ge=1,
+        description="Number of open connections, including idle ones, at most. Others get status 503.",
     )
     request_timeout: Duration = Field(
         default="30s",
-        description="How long a request may take to come, head and body; then it is answered 408, and nothing of it appended.",
+        description="Time in which a request's head and body must arrive. A later one gets status 408, and none of it is "
+        "appended.",
     )
     idle_timeout: Duration = Field(
         default="75s",
-        description="How long a connection stays open without a request; one that has never had any, for `request_timeout`.",
+        description="Time that a connection stays open without a request. Before its first request the limit is "
+        "`request_timeout`.",
     )
     append_timeout: Duration = Field(
         default="10s",
-        description="How long an append waits for room in the log's queue where the request doesn't say (`deadline_s`); then it is answered 429.",
+        description="Time that an append waits for room in the log's queue, unless the request has a `deadline_s`. After "
+        "that it gets status 429.",
     )
     queries_max: int = Field(
         default=4,
         ge=1,
         le=6,
-        description="Queries (SQL) that run at a time, each with the memory, the room and the time below; more are answered 429.",
+        description="Number of SQL queries that run at the same time, each within the limits below. More get status 429.",
     )
     query_memory_bytes_max: SizeAboveZero = Field(
         default="512MiB",
-        description="Memory of DuckDB for one query (`query_memory_full` beyond it: answered 422). What doesn't fit goes to the disk where SQL can do with "
-        "that. The query's process may have twice as much and 512 MiB (Linux). `read_latest` reads a table's rows in stretches that fit in as much.",
+        description="Memory of DuckDB for one query. A query that needs more gets status 422 (`query_memory_full`). SQL "
+        "spills to disk if it can. The query's process may use 512 MiB plus twice this value (Linux). "
+        "`read_latest` reads a table's rows in ranges that fit in it.",
     )
     query_spill_bytes_max: SizeAboveZero = Field(
         default="4GiB",
-        description="Room on the disk for what one query puts aside, in `data/queries` (`query_spill_full`: 422). All queries together may take "
-        "`queries_max` times as much of the home's disk.",
+        description="Disk space for the spill files of one query, in `data/queries`. A query that needs more gets status 422 "
+        "(`query_spill_full`). All queries together use at most `queries_max` times this value on the home's "
+        "disk.",
     )
     query_timeout: Duration = Field(
         default="5m",
-        description="How long a query may take until its answer is whole, with the time that its caller takes to read it (`query_timeout`: 422, or an "
-        "answer that breaks off where it has begun).",
+        description="Time for a query, including the time in which the caller reads the answer. A longer one gets status 422 "
+        "(`query_timeout`), or its answer breaks off if it has begun.",
     )
     drain_delay: Duration = Field(
         default="0s",
-        description="How long a server that was told to end goes on as before, but for `/readyz`, which answers 503: so that load balancers send "
-        "requests elsewhere first.",
+        description="Time that a server continues to serve after a stop signal, while `/readyz` answers 503, so that load "
+        "balancers send requests elsewhere first.",
     )
     drain_timeout: Duration = Field(
-        default="20s", description="How long requests in flight have to be answered after that."
+        default="20s", description="Time after `drain_delay` in which requests in flight must finish."
     )
 
     @property
@@ -132,24 +144,27 @@ class FlightConfig(Section):
     listen: str | None = Field(
         default=None,
         pattern=_ADDRESS,
-        description="Host and port, such as `127.0.0.1:8788`. Unset: there is no Flight. What `[http] listen` says of other machines holds here too.",
+        description="Host and port, such as `127.0.0.1:8788`. Unset: no Flight. The conditions of `[http] listen` for other "
+        "machines apply here too.",
     )
     calls_max: int = Field(
         default=32,
         ge=1,
         le=1024,
-        description="Calls that read at a time, and as many that write; more are told to come again.",
+        description="Number of calls that read at the same time, and as many that write. More are rejected, and can be "
+        "repeated.",
     )
     inflight_bytes_max: SizeAboveZero = Field(
         default="256MiB",
-        description="Bytes of rows that have come and aren't durable yet, over all calls; beyond it their senders wait. Each call holds one more batch "
-        "beside, of the size that its sender makes it.",
+        description="Bytes of received rows that aren't durable yet, over all calls. Above it, their senders wait. Each call "
+        "holds one more batch, of the size that its sender chose.",
     )
 
     idle_timeout: Duration = Field(
         default="5m",
-        description="How long a caller that appends may send nothing while its next batch is waited for, or leave what it is told untaken. Then it is told so "
-        "(`transfer_idle`), and its connection is cut where it doesn't end the call: it would keep one of `calls_max` for ever.",
+        description="Time in which a caller that appends must send its next batch, or read its results. After that the call "
+        "ends with `transfer_idle`. If the caller doesn't end the call, the server closes the connection, "
+        "because it would hold one of `calls_max` forever.",
     )
 
     @property
