@@ -113,7 +113,7 @@ def waits_for(home: Path, command: Command, code: str) -> None:
     assert (error["gave_up"], command.poll()) == (False, None)
     assert error["hint"]
     shown = run(home, "status").stdout
-    assert f"capture waits, and tries again: {code}: " in shown
+    assert f"capture waits, and retries: {code}: " in shown
     assert error["hint"] in shown
     labels = next(
         line

@@ -175,7 +175,7 @@ def test_a_password_in_a_dsn_becomes_a_variable(dsn: str, written: str | None, s
 def test_init_tells_of_a_source_that_does_not_answer_in_a_sentence(tmp_path: Path) -> None:
     done = here("init", str(tmp_path), "--stream", "shop", "--source", "host=127.0.0.1 port=1 dbname=x")
     assert done.returncode == 0, done.stderr
-    assert "accepting TCP/IP connections? `doctor` says" in done.stderr
+    assert "accepting TCP/IP connections? Run `millstream doctor`" in done.stderr
 
 
 def test_init_lists_generated_columns(tmp_path: Path, postgres: Database) -> None:
@@ -202,13 +202,13 @@ def test_config_show_names_the_origin_of_every_value(tmp_path: Path) -> None:
     ("words", "hint"),
     [
         (["run", "shop"], "millstream --home shop run"),
-        (["run", "web"], "Leave web out, or name a home in front of the command: millstream --home web run"),
+        (["run", "web"], "Leave out web, or name a home before the command: millstream --home web run"),
         (["serve", "shop"], "millstream --home shop serve"),
         (["config", "show", "shop"], "millstream --home shop config show"),
         (["capture", "run", "shop"], "millstream --home shop capture run"),
         (["slot", "drop", "web"], "millstream slot drop --stream web"),
         (["slot", "drop", "shop"], "millstream --home shop slot drop"),
-        (["--home", "shop", "run", "web"], "Leave web out: run is about the whole home shop."),
+        (["--home", "shop", "run", "web"], "Leave out web: run works on the whole home shop."),
         (["--home", "shop", "slot", "drop", "web"], "millstream --home shop slot drop --stream web"),
     ],
 )
@@ -345,7 +345,7 @@ def test_a_slot_is_not_dropped_unasked(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='host=127.0.0.1 port=1'\n")
     done = here("--home", str(tmp_path), "slot", "drop")
     assert done.returncode == 2
-    assert "say --yes" in done.stderr
+    assert "pass --yes" in done.stderr
 
 
 def test_status_of_one_stream(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_doctor_has_no_script_for_a_source_that_can_not_be_asked(tmp_path: Path)
     done = here("--home", str(tmp_path), "doctor", "--sql")
     assert done.returncode == 3
     assert done.stdout == ""
-    assert "nothing for the source of shop, which couldn't be asked" in done.stderr
+    assert "no statements for the source of shop, because the check failed" in done.stderr
 
 
 def test_a_table_in_history_only_is_wrong_and_not_said_to_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def test_a_newer_leader_in_a_shared_catalog_is_told_and_changes_no_role(tmp_path
         leaders.note([Leadership(promise(1, B), B, GroupNumber(1)), Leadership(promise(2, C), A)])
         assert leaders.map().newest == Leadership(promise(2, C), C, GroupNumber(1)), "it never goes back, nor changes"
     assert told(home) == ("c", "grpc://127.0.0.1:3", 2, False)
-    assert "c leads shop since epoch 2, of which this node hasn't heard" in run(home.path, "replicas").stderr
+    assert "c leads shop since epoch 2; this node wasn't informed of it" in run(home.path, "replicas").stderr
     assert Roles(home).leads("shop"), "its role is its own"
     note_leaders(home, "shop")
     assert noted(home) == [(0, "a"), (1, "b"), (2, "c")]

@@ -131,7 +131,7 @@ def test_homes_of_two_regions_see_the_same_and_counters_count_both(tmp_path: Pat
 def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path: Path) -> None:
     with both(tmp_path) as (one, two):
         dry = run(one, "--dry-run")
-        assert "public.posts, with region 2" in dry
+        assert "public.posts, compared with region 2" in dry
         (line,) = [line for line in dry.splitlines() if line.startswith("id=1") and "likes" in line]
         assert line.split()[1:] == ["likes", "5", "-2", "3", "both"]
         assert not (one / "data" / "regions").exists()

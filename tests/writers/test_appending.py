@@ -529,7 +529,7 @@ def test_rows_from_a_pipe(home: Path, tmp_path: Path) -> None:
         failed = run(home, "append", "users", str(file), "--rows", "1")
         assert failed.returncode in {1, 2}
         assert said in failed.stderr
-        assert "appended before this, and durable: 1 rows" in failed.stderr
+        assert "appended before this error, and durable: 1 rows" in failed.stderr
     assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 

@@ -490,7 +490,7 @@ def test_a_writer_whose_log_is_here_is_recovered_and_not_forgotten(home: Path, p
     seen = reader.persisted_upto()
     wait_for(lambda: states(home).get("writer") == "expired")
     told = run(home, "writers", "forget", "writer", "--yes")
-    assert (told.returncode, "recovered what writer had left" in told.stderr) == (0, True)
+    assert (told.returncode, "recovered the records of writer" in told.stderr) == (0, True)
     assert states(home) == {"writer": "stopped"}
     assert reader.persisted_upto() >= seen
     done(home, "capture", "run", "--until-caught-up")

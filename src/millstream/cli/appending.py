@@ -18,12 +18,17 @@ from millstream.cli.context import Session, json_option, note, pass_session, pri
 @click.argument("file", type=click.File("r", encoding="utf-8"), default="-")
 @stream_option
 @click.option(
-    "--rows", type=click.IntRange(min=1), default=1000, show_default=True, help="Rows of one operation, at most."
+    "--rows",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Number of rows in one operation, at most.",
 )
 @click.option(
     "--acks",
     metavar="LEVEL",
-    help="Where the rows have to be: local, durable(1), durable(2) … for so many followers, object for the object store. The stream's own level is the least.",
+    help="Acknowledgement level: local, durable(1), durable(2) … for that many followers, object for the object "
+    "store. A level below the stream's own has no effect.",
 )
 @json_option
 @pass_session
@@ -36,10 +41,12 @@ def append(
     acks: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Append the rows of FILE (else of stdin), a JSON object a line, to TABLE; done once they are durable.
+    """Append the rows of FILE (or of stdin), one JSON object per line, to TABLE; return once they are durable.
 
-    Each run of rows is one operation, which readers see whole or not at all. Where one fails, those before it are appended, and what to
-    go on with is said. With --json a line is printed for each: its rows' numbers, and the token at which they can be read.
+    Each batch of rows is one operation, which readers see completely or not at all. If an operation
+    fails, the earlier ones stay appended, and the command prints the line to continue with. With
+    --json it prints a line per operation: its sequence numbers, and the token at which the rows are
+    readable.
     """
     import millstream
 
@@ -57,7 +64,7 @@ def append(
         except millstream.MillstreamError:
             if done:
                 note(
-                    f"appended before this, and durable: {done:,} rows, those of the first {done:,} lines that hold one"
+                    f"appended before this error, and durable: {done:,} rows, from the first {done:,} lines with a row"
                 )
             raise
         if not as_json:
@@ -68,7 +75,7 @@ def _finite(text: str) -> float:
     """Parse a number that JSON has: neither NaN nor an infinity, and none that would become one."""
     found = float(text)
     if not math.isfinite(found):
-        raise ValueError(f"{text} is no number that JSON and 64 bits have; null or text may stand for it")
+        raise ValueError(f"{text} is neither a JSON number nor a 64-bit number; write null or text instead")
     return found
 
 
@@ -84,7 +91,7 @@ def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
             raise UsageError(f"line {number} isn't JSON: {error}") from error
         if not isinstance(found, dict):
             raise UsageError(
-                f"line {number} isn't an object, but {type(found).__name__}",
+                f"line {number} is not a JSON object but {type(found).__name__}",
                 hint='Write {"column": value, …} on each line.',
             )
         yield found

@@ -77,16 +77,16 @@ def extra_words_hint(error: click.UsageError, home_named: str | None) -> str | N
     takes_stream = any("--stream" in parameter.opts for parameter in context.command.params)
     is_home = (Path(word) / "millstream.toml").is_file()
     if takes_stream and not is_home:
-        return f"Name a stream by an option: millstream {option}{path} --stream {word}"
+        return f"Name a stream with an option: millstream {option}{path} --stream {word}"
     if home_named is not None:
-        return f"Leave {words} out: {path} is about the whole home {home_named}."
-    instead = "Name the home" if is_home else f"Leave {words} out, or name a home"
-    return f"{instead} in front of the command: millstream --home {word} {path}"
+        return f"Leave out {words}: {path} works on the whole home {home_named}."
+    instead = "Name the home" if is_home else f"Leave out {words}, or name a home"
+    return f"{instead} before the command: millstream --home {word} {path}"
 
 
 pass_session = click.make_pass_decorator(Session)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-stream_option = click.option("--stream", metavar="S", help="The stream, where the home has several.")
+stream_option = click.option("--stream", metavar="S", help="The stream; required if the home has several.")
 
 
 def print_json(value: Any) -> None:

@@ -32,7 +32,7 @@ _VALUE_CHARS_MAX: Final = 60
     default=120,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for the source's running transactions, and for the lake to get as far.",
+    help="Time to wait for the source's running transactions, and for the lake to reach the same LSN.",
 )
 @click.option(
     "--limit",
@@ -40,10 +40,10 @@ _VALUE_CHARS_MAX: Final = 60
     default=10_000,
     show_default=True,
     metavar="N",
-    help="Differing keys of a table that --json lists; more are counted.",
+    help="Number of differing keys that --json lists per table; others are only counted.",
 )
-@click.option("--repair", is_flag=True, help="Have capture read the keys that differ again, through the log.")
-@click.option("--wait", is_flag=True, help="With --repair: wait until it has, and compare those tables again.")
+@click.option("--repair", is_flag=True, help="Request that capture reads the differing keys again, through the log.")
+@click.option("--wait", is_flag=True, help="With --repair: wait for the repair, then compare those tables again.")
 @json_option
 @pass_session
 def diff(
@@ -56,15 +56,16 @@ def diff(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Compare the lake's tables with the source at one LSN, by key and value, while both move.
+    """Compare the lake's tables with the source at one LSN, by key and value, while both change.
 
-    Exit code 3 where a table differs, 1 where one couldn't be compared. All tables where none is named.
+    The exit code is 3 if a table differs, and 1 if a table couldn't be compared. Without TABLE, all
+    tables are compared.
     """
     from millstream.diff.compare import Compared, diff_stream
     from millstream.diff.repair import ask_repairs, wait_for_repairs
 
     if wait and not repair:
-        raise click.UsageError("--wait goes with --repair")
+        raise click.UsageError("--wait needs --repair")
     home = session.home()
     teller = _Teller()
 
@@ -92,7 +93,7 @@ def diff(
         for one in asked.tables:
             note(f"{one.table}: {_asked(one)}")
         if not asked.capture_runs:
-            note("No capture runs: the next `millstream run` does it.")
+            note("No capture runs; the next `millstream run` repairs the tables.")
         elif wait:
             wait_for_repairs(home, report, asked, timeout_s=timeout_s, on_wait=teller.say)
             teller.clear()
@@ -114,7 +115,7 @@ def _sum_up(report: DiffReport) -> None:
 def _asked(asked: RepairAsked) -> str:
     if asked.how == "keys":
         return f"{asked.keys:,} {'key is' if asked.keys == 1 else 'keys are'} read again"
-    return f"it is copied again: {asked.reason}" if asked.how == "copy" else f"can't be repaired: {asked.reason}"
+    return f"it will be copied again: {asked.reason}" if asked.how == "copy" else f"can't be repaired: {asked.reason}"
 
 
 class _Teller:

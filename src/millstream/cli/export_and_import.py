@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     type=click.Choice(["ndjson", "arrow", "csv", "line-protocol"]),
     default="ndjson",
     show_default=True,
-    help="arrow is what `wal import` takes.",
+    help="Format of the output; `wal import` reads arrow.",
 )
-@click.option("--since", metavar="WHEN", help="From here on: a time, a token (not included) or a number.")
-@click.option("--until", metavar="WHEN", help="Up to here: a time, a token or a number.")
+@click.option("--since", metavar="WHEN", help="Start: a time, a token (exclusive) or a number.")
+@click.option("--until", metavar="WHEN", help="End: a time, a token or a number.")
 @click.option("--table", metavar="T", help="Only this table, as schema.table.")
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="A file; a folder for arrow and csv. Else stdout.",
+    help="A file, or a folder for arrow and csv. [default: stdout]",
 )
 @click.option(
     "--values",
     type=click.Choice(["json", "text"]),
     default="json",
     show_default=True,
-    help="For ndjson: numbers as JSON's, or every value as PostgreSQL prints it.",
+    help="For ndjson: JSON numbers, or every value as PostgreSQL prints it.",
 )
 @stream_option
 @pass_session
@@ -61,10 +61,11 @@ def export(
     values: str,
     stream: str | None,
 ) -> None:
-    """Write records in order: as lines, as CSV, as InfluxDB's line protocol, or as Arrow files without loss.
+    """Export records in order: as JSON lines, CSV, InfluxDB line protocol, or lossless Arrow files.
 
-    A time is that of commits at the source, in whole commit groups. CSV and Arrow of one table go to stdout, of several to a
-    folder, a file each. Text goes on past damage, with exit code 3; Arrow stops at it.
+    A time selects whole commit groups, by their commit time at the source. CSV and Arrow of one
+    table go to stdout; several tables go to a folder, one file each. The text formats skip damage,
+    with exit code 3; Arrow stops at it.
     """
     from millstream.app.local_client import open_reader
     from millstream.errors import UsageError
@@ -75,7 +76,7 @@ def export(
     name = home.pick_stream(stream)
     if output is None and table is None and style in ("arrow", "csv"):
         raise UsageError(
-            f"{style} of several tables doesn't fit on stdout",
+            f"{style} of several tables can't go to stdout",
             hint="Name a folder with --output, or one table with --table.",
         )
     damage = Damage()
@@ -120,9 +121,10 @@ def export(
 @stream_option
 @pass_session
 def import_(session: Session, folder: Path, stream: str | None) -> None:
-    """Make the log of an Arrow export again, in a stream that has no records.
+    """Import an Arrow export into a stream that has no records.
 
-    It is there whole or not at all; repeat it where it was interrupted. Without --stream the export's name is taken.
+    The import is complete or absent; repeat an interrupted one. Without --stream, the stream has
+    the name in the export.
     """
     from millstream.export.log_export import read_export
     from millstream.export.log_import import import_log
@@ -153,7 +155,7 @@ def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: b
 
     if without_mark or open_reader(home, stream, of_any_age=True).lacks_marks():
         without_mark = True
-        note("without the mark: shown is every valid whole group, durable or not")
+        note("without the mark: every valid complete group is shown, durable or not")
     return open_reader(home, stream, without_mark=without_mark, on_damage=damage, of_any_age=True)
 
 
@@ -185,7 +187,8 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
         after = Seq(max(after, reader.numbers_at(microseconds(first))[0]))
         if 0 < begin == after:
             note(
-                f"retention has dropped numbers up to {begin}: what is exported begins behind them, which may be later than {since}"
+                f"retention has dropped numbers up to {begin}; the export begins after them, which may be later than "
+                f"{since}"
             )
     elif first is not None:
         after = Seq(max(0, first - 1 if str(since).isdigit() else first))
@@ -193,9 +196,7 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
     if isinstance(last, datetime):
         upto = Seq(min(upto, reader.numbers_at(microseconds(last))[1]))
         if first is None and 0 < begin == upto:
-            note(
-                f"retention has dropped numbers up to {begin}: of what was committed up to {until}, nothing else is there"
-            )
+            note(f"retention has dropped numbers up to {begin}; no other records committed up to {until} remain")
     elif last is not None:
         upto = last
         if first is None:
@@ -249,7 +250,7 @@ def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
             out.write(text + "\n")
             written += 1
     if timeless:
-        note(f"{timeless:,} records have no time, and were left out")
+        note(f"{timeless:,} records without a time were left out")
     return written
 
 

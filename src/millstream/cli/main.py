@@ -81,13 +81,13 @@ class LazyGroup(SuggestingGroup):
 @click.option(
     "--home",
     metavar="DIR",
-    help="The home; else MILLSTREAM_HOME, else the nearest folder upward with a millstream.toml.",
+    help="The home. [default: MILLSTREAM_HOME, or the nearest parent folder with a millstream.toml]",
 )
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.version_option(package_name="millstream", message="millstream %(version)s")
 @click.pass_context
 def cli(context: click.Context, home: str | None, debug: bool) -> None:
-    """PostgreSQL's changes, in order and exactly once, into a log and lake tables."""
+    """Write PostgreSQL's changes, in order and exactly once, to a log and to lake tables."""
     context.obj = Session(home, debug=debug)
 
 
@@ -145,7 +145,7 @@ def _report(error: BaseException, *, debug: bool) -> int:
         {
             "code": "unexpected",
             "message": f"{type(error).__name__}: {error}",
-            "hint": "This is a bug of Millstream's; --debug shows where it happened.",
+            "hint": "Report this bug in Millstream, with the traceback that --debug prints.",
         }
     )
     return 1
@@ -156,7 +156,9 @@ def _missing_extra(error: ModuleNotFoundError) -> BaseException:
     for extra, modules in _EXTRAS.items():
         if module in modules:
             return MissingExtra(
-                f"this needs {module}, which isn't installed", hint=f"pip install 'millstream[{extra}]'", extra=extra
+                f"this needs {module}, which isn't installed",
+                hint=f"Install it: pip install 'millstream[{extra}]'",
+                extra=extra,
             )
     return error
 

@@ -64,7 +64,7 @@ class RunReport:
 
     def __init__(self, *, terminal: bool, until_caught_up: bool) -> None:
         self._line = StatusLine(terminal=terminal)
-        self._given_up = "the run will fail" if until_caught_up else "the rest goes on"
+        self._given_up = "the run will fail" if until_caught_up else "the other parts continue"
         self._parts: dict[str, dict[str, dict[str, Any]]] = {"capture": {}, "pipeline": {}}
         self._failed: set[str] = set()
         self._since_s = time.monotonic()
@@ -91,7 +91,7 @@ class RunReport:
             self._line.say(f"{name}: ended{why}; again in {facts['restart_in_s']:.1f} s")
         elif what == "given_up" and facts.get("code") == "address_in_use":
             # Only HTTP needs it.
-            self._line.say(f"{name}: warning: {facts['message']}; this run goes on without /metrics and /healthz")
+            self._line.say(f"{name}: warning: {facts['message']}; this run continues without /metrics and /healthz")
             self._line.say(f"  {facts['hint']}")
         elif what == "given_up":
             self._line.clear()
@@ -121,7 +121,7 @@ class RunReport:
                 {
                     "code": "table_set_aside",
                     "message": f"{table}: {reason}",
-                    "hint": "`millstream tables` shows it; `millstream tables retry T` tries it again.",
+                    "hint": "Read the reason with `millstream tables`, then run `millstream tables retry T`.",
                 }
             )
         _say_paused(outcome.paused)
@@ -130,7 +130,7 @@ class RunReport:
         for slot, held in outcome.slots.items():
             what = "" if held is None else f", {human_bytes(held)} now"
             note(
-                f"the source keeps WAL for the slot {slot}{what}; run again, or give it back with `millstream slot drop`"
+                f"the source keeps WAL for the slot {slot}{what}; run again, or release it with `millstream slot drop`"
             )
 
     def _summary(self) -> list[str]:
@@ -208,8 +208,8 @@ def _say_paused(tables: Sequence[str]) -> None:
         say_error(
             {
                 "code": "copy_paused",
-                "message": f"{table}: its copy is paused, and wasn't waited for",
-                "hint": "`millstream tables resume T` lets it go on.",
+                "message": f"{table}: its copy is paused; this run didn't wait for it",
+                "hint": "Run `millstream tables resume T` to continue it.",
             }
         )
 
@@ -239,7 +239,7 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     waiting = progress["lag_records"]
     if not waiting:
         aside = progress.get("set_aside") or {}
-        return f"→ lake: has all of it but of {', '.join(sorted(aside))}" if aside else "→ lake: has all of it"
+        return f"→ lake: has everything except {', '.join(sorted(aside))}" if aside else "→ lake: has everything"
     words = f"→ lake: {waiting:,} or fewer records behind, {progress['rows_per_s'] or 0:,.0f}/s"
     lag = progress["lag_s"]
     return words if lag is None else f"{words}, lag {human_seconds(lag)}"

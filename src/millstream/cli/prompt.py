@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 HELP: Final = r"""Statements end with ; and may take several lines. Tab completes, Ctrl-C cancels, Ctrl-D ends.
   \dt                  list the tables
   \d TABLE             list a table's columns
-  \as-of TIME|TOKEN    show everything as it stood then; without either, as it stands now
+  \as-of TIME|TOKEN    query the tables at that position; without one, at the newest
   \format STYLE        table, csv or json
-  \refresh             look again what there is; a statement does so by itself where something has landed
+  \refresh             read the list of tables again; a statement does so after new data has landed
   \?, \q               help, end; so do help, exit and quit"""
 _WORD: Final = re.compile(r'\\?[\w.-]*"?[^\s"(),;]*\Z')
 _COMMANDS: Final = ("\\?", "\\as-of", "\\d", "\\dt", "\\format", "\\q", "\\refresh")

@@ -33,9 +33,10 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
         note(f"set aside: {name}: {reason}")
     if lake.is_left_behind:
         note(
-            f"{lake.landed_by} leads the stream and lands its tables: those in this node's folder are as old as the token says"
+            f"{lake.landed_by} leads the stream and writes its tables; the tables in this node's folder are as old as "
+            "the token"
         )
-    note(f"at {lake.token}{'' if lake.moved_from is None else f' ({lake.moved_from} lies inside an operation)'}")
+    note(f"at {lake.token}{'' if lake.moved_from is None else f' ({lake.moved_from} is inside an operation)'}")
     return count
 
 

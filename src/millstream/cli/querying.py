@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @click.option(
     "--as-of",
     metavar="TIME|TOKEN",
-    help="Answer as things stood then: an ISO time (UTC unless it says), an age such as '10m ago', or a token.",
+    help="Query the tables at that position: an ISO time (UTC unless it has a zone), an age such as '10m ago', or "
+    "a token.",
 )
 @click.option(
     "--format",
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     type=click.Choice(["table", "csv", "json", "arrow"]),
     default="table",
     show_default=True,
-    help="csv has a header and tells NULL (nothing) from an empty text; json is a list of objects; arrow an IPC stream.",
+    help="Format of the result: csv has a header, and distinguishes NULL (nothing) from an empty text; json is a "
+    "list of objects; arrow is an IPC stream.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @stream_option
@@ -36,10 +38,10 @@ if TYPE_CHECKING:
 def query(
     session: Session, sql: str | None, as_of: str | None, style: Style, as_json: bool, stream: str | None
 ) -> None:
-    r"""Ask SQL over the current tables, all at one token; they are named schema.table.
+    r"""Run SQL on the current tables, all at one token; tables are named schema.table.
 
-    Records are in history."schema.table". The token goes to stderr. Without SQL it is read from stdin; on a terminal
-    there is a prompt then, with \? for help.
+    Records are in history."schema.table". The token goes to stderr. Without SQL, the command reads
+    it from stdin; on a terminal it opens a prompt, with \? for help.
     """
     leave_pandas_out()
     from millstream.app.local_client import open_lake
@@ -55,7 +57,7 @@ def query(
     with open_lake(home, stream, as_of=as_of) as lake:
         statements = lake.statements(text)
         if not statements:
-            raise click.UsageError("There is no SQL to run.")
+            raise click.UsageError("No SQL was given.")
         if style == "arrow" and len(statements) > 1:
             raise click.UsageError("An Arrow stream holds one result: give one statement.")
         for statement in statements:

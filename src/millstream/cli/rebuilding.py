@@ -23,14 +23,14 @@ __all__ = ["pipeline"]
     type=click.Choice(["history", "source"]),
     default="history",
     show_default=True,
-    help="history: from the records in the lake. source: by a new copy of the table's rows.",
+    help="history: rebuild from the records in the lake. source: copy the table's rows again.",
 )
 @click.option(
     "--view",
     "views",
     type=click.Choice(["current", "scd2"]),
     multiple=True,
-    help="Which; all that the stream's `views` name where it isn't given.",
+    help="The view to rebuild. [default: all in the stream's `views`]",
 )
 @stream_option
 @json_option
@@ -38,11 +38,11 @@ __all__ = ["pipeline"]
 def rebuild(
     session: Session, table: str, origin: From, views: tuple[str, ...], stream: str | None, as_json: bool
 ) -> None:
-    """Rebuild a table of the lake, whatever became of it, and put it in the place of the old one in one commit.
+    """Rebuild a table of the lake, and replace the old one in one commit.
 
-    The running pipeline does it; if none runs, this command does. A folder that another program wrote
-    into is moved aside. With --from source, a damaged history starts over too; the tables follow when the
-    copy is whole.
+    The running pipeline does it; if none runs, this command does. A folder that another program
+    wrote into is moved away. With --from source, a damaged history starts over too; the other views
+    follow when the copy is complete.
     """
     from millstream.app.rebuild import rebuild_table
 
@@ -54,25 +54,30 @@ def rebuild(
         return
     for found in done:
         if found.aside is not None:
-            note(f"{table}: what stood in the place of its {found.view} lies in {found.aside}")
-        what = "follows when the copy is whole" if found.rows is None else f"built anew, {found.rows:,} rows written"
+            note(f"{table}: the old folder of its {found.view} is now {found.aside}")
+        what = "follows when the copy is complete" if found.rows is None else f"rebuilt, {found.rows:,} rows written"
         if found.view != "history":
             note(f"{table}: {found.view} {what}")
     if origin == "source":
-        note(f"{table}: it will be copied by the running capture, or when it runs next")
+        note(f"{table}: the running capture will copy it, or the next run")
 
 
 @pipeline.command("replay")
 @click.argument("table", metavar="T")
 @click.option(
-    "--from", "begin", metavar="TIME|TOKEN", help="Records behind it; from the first one where it isn't given."
+    "--from",
+    "begin",
+    metavar="TIME|TOKEN",
+    help="Position after which records are written. [default: the first record]",
 )
-@click.option("--to", "end", metavar="TIME|TOKEN", help="Records up to it; all that have landed where it isn't given.")
+@click.option(
+    "--to", "end", metavar="TIME|TOKEN", help="Position of the last record to write. [default: all records in the lake]"
+)
 @click.option(
     "--into",
     required=True,
     metavar="NAME|PATH",
-    help="A new name among the stream's replays, or a path (with a /; from the current folder) or URL.",
+    help="A new name among the stream's replays, or a path (with a /; relative to the current folder) or URL.",
 )
 @stream_option
 @json_option
@@ -80,10 +85,10 @@ def rebuild(
 def replay(
     session: Session, table: str, begin: str | None, end: str | None, into: str, stream: str | None, as_json: bool
 ) -> None:
-    """Write a range of a table's records into a new Delta table, next to whatever runs.
+    """Write a range of a table's records into a new Delta table, while everything else continues.
 
-    It lies in lake/<stream>/replays/NAME, or where PATH says, and is there whole or not at all. Asked
-    again with the same range, it is found done; nothing is overwritten.
+    The new table is in lake/<stream>/replays/NAME, or at PATH, and is complete or absent. The same
+    call with the same range returns the finished table; nothing is overwritten.
     """
     from millstream.app.rebuild import replay_table
 
@@ -99,4 +104,4 @@ def replay(
             }
         )
         return
-    note(f"{table}: {done.rows:,} records {'were there already' if done.already else 'written'}, in {done.path}")
+    note(f"{table}: {done.rows:,} records {'were already written' if done.already else 'written'}, in {done.path}")

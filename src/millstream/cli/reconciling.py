@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @click.argument("tables", metavar="[TABLE]...", nargs=-1)
 @stream_option
 @click.option(
-    "--dry-run", is_flag=True, help="Show what differs between this region's log and the others', and change nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Show the differences between this region's log and the others', and change nothing.",
 )
 @click.option(
     "--limit",
@@ -24,17 +26,17 @@ if TYPE_CHECKING:
     default=1000,
     show_default=True,
     metavar="N",
-    help="Lines of a table and region that --dry-run shows.",
+    help="Number of lines that --dry-run shows per table and region.",
 )
 @json_option
 @pass_session
 def reconcile(
     session: Session, tables: tuple[str, ...], stream: str | None, dry_run: bool, limit: int, as_json: bool
 ) -> None:
-    """Bring together what the regions of a stream have written, as [streams.S.merge] says.
+    """Merge the writes of a stream's regions, by the rules in [streams.S.merge].
 
-    Takes from each region's log what is new there, and keeps the outcome, which `home.merged` goes on from. The tables that the
-    configuration merges where none is named.
+    Reads the new records of each region's log and stores the merged state, which `home.merged`
+    reads. Without TABLE, all tables with merge rules are merged.
     """
     from millstream.cli.startup import leave_pandas_out
     from millstream.regions.reconciling import reconcile_stream
@@ -51,7 +53,7 @@ def _print(found: Reconciliation) -> None:
     for one in found.tables:
         if one.unwritten:
             names = ", ".join(one.unwritten)
-            note(f"{one.name}: no region has written {names} yet, which [streams.{found.stream}.merge] names")
+            note(f"{one.name}: [streams.{found.stream}.merge] names {names}, which no region has written yet")
         if found.is_dry_run:
             for region, lines in one.differences.items():
                 _print_lines(one.name, region, lines.to_pylist())
@@ -66,14 +68,14 @@ def _print(found: Reconciliation) -> None:
                 words = f"{rows} out of numbers {taken.after + 1} to {taken.upto}"
             say(f"{one.name}: region {taken.region}, {whose}: {words}")
             if taken.is_anew:
-                note("  the log lost what was merged of its end: it was taken anew")
+                note("  the log lost merged records at its end; its state was merged again")
             if taken.begins_at is not None:
-                note(f"  what it had in front of number {taken.begins_at} was dropped by retention, and never merged")
+                note(f"  retention dropped records before number {taken.begins_at} that were never merged")
         say(f"{one.name}: {one.rows:,} rows merged of {one.regions} {'region' if one.regions == 1 else 'regions'}")
 
 
 def _print_lines(table: str, region: int, lines: list[dict[str, Any]]) -> None:
-    say(f"{table}, with region {region}" + ("" if lines else ": nothing differs"))
+    say(f"{table}, compared with region {region}" + ("" if lines else ": nothing differs"))
     if lines:
         titles = ("key", "column", "local", "remote", "merged", "known_to")
         print_table(titles, [[_cell(line[title]) for title in titles] for line in lines])

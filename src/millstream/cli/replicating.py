@@ -33,15 +33,19 @@ if TYPE_CHECKING:
     "streams",
     multiple=True,
     metavar="S",
-    help="Only this stream; may be repeated. Else all that are configured. With --rebuild also another region's log, such as shop@2.",
+    help="Only this stream; may be repeated. With --rebuild also another region's log, such as shop@2. [default: "
+    "all configured streams]",
 )
 @click.option(
     "--rebuild",
     is_flag=True,
-    help="Set this node's copy aside first, and build it anew: from the object store, where there is one, else from what the leader has kept.",
+    help="Set this node's copy aside, and build a new one from the object store if there is one, else from the "
+    "leader's log.",
 )
-@click.option("--until-caught-up", is_flag=True, help="End when everything is here that the leader has.")
-@click.option("--only-note", is_flag=True, help="Only note whom this node follows; `millstream run` does the rest.")
+@click.option("--until-caught-up", is_flag=True, help="Exit when this node has all records of the leader.")
+@click.option(
+    "--only-note", is_flag=True, help="Only store which node this node follows; `millstream run` then follows it."
+)
 @log_format_option
 @pass_session
 def follow(
@@ -53,11 +57,11 @@ def follow(
     only_note: bool,
     log_format: LogFormat,
 ) -> None:
-    """Follow NODE: keep a copy of its streams' logs here, byte for byte, and go on with it until SIGINT or SIGTERM.
+    """Follow NODE: keep a byte-for-byte copy of its streams' logs here, until SIGINT or SIGTERM.
 
-    NODE is one of [replication] nodes; it may be left out if there is only one other, or if this node
-    follows already. The noted role outlives the command: `millstream run` follows as well. Records that
-    this node has and its leader doesn't (it led before) are set aside.
+    NODE is one of [replication] nodes. It may be left out if there is only one other node, or if
+    this node already follows one. The role is stored: `millstream run` follows as well. If this
+    node led before, records that its leader lacks are set aside.
     """
     with importing():
         leave_pandas_out()
@@ -76,12 +80,10 @@ def follow(
             for name in logs_to_rebuild(home, streams, facts) if rebuild else ():
                 aside = start_anew(home, name)
                 if aside is not None:
-                    note(f"the copy of {name} so far is in {aside}")
+                    note(f"the previous copy of {name} is in {aside}")
             for name, fact in facts.items():
                 store = home.config.replication.object_store
-                anew = (
-                    "" if not rebuild or store is None else f"; the new one begins with what {mask_address(store)} has"
-                )
+                anew = "" if not rebuild or store is None else f"; the new one starts from {mask_address(store)}"
                 note(f"stream {name} follows {fact.leader}{anew}")
             if only_note:
                 return
@@ -95,7 +97,7 @@ def follow(
 @json_option
 @pass_session
 def replicas(session: Session, as_json: bool) -> None:
-    """List the nodes that have this home's streams, and how far each is behind."""
+    """List the nodes that have this home's streams, with their lag."""
     from millstream.nodes.replicas import list_replicas
 
     found = list_replicas(session.home(needs_source=False))
@@ -125,11 +127,11 @@ def replicas(session: Session, as_json: bool) -> None:
             note(f"  hint: {error['hint']}")
         leads = one["writes_go_to"]
         if leads is not None and leads["epoch"] > one["promised"]["epoch"]:
-            note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}, of which this node hasn't heard")
+            note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}; this node wasn't informed of it")
     if not found["serves"] and any(one["role"] == "leads" for one in found["streams"]):
-        note("`millstream serve` doesn't run here: nobody can follow this node")
+        note("`millstream serve` doesn't run here: no node can follow this one")
     if not found["follows"] and any(one["role"] == "follows" for one in found["streams"]):
-        note("`millstream follow` doesn't run here: this node's copy stays as it is")
+        note("`millstream follow` doesn't run here: this node's copy isn't updated")
 
 
 def _part(one: dict[str, Any]) -> str:
@@ -152,24 +154,26 @@ _streams_option = click.option(
     "streams",
     multiple=True,
     metavar="S",
-    help="Only this stream; may be repeated. Else all that are configured.",
+    help="Only this stream; may be repeated. [default: all configured streams]",
 )
 
 
 @click.command()
 @_streams_option
 @click.option(
-    "--accept-loss", is_flag=True, help="Promote it though something acknowledged may be lost; what, is said."
+    "--accept-loss",
+    is_flag=True,
+    help="Promote this node even if acknowledged records may be lost; the command prints which.",
 )
 @json_option
 @pass_session
 def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_json: bool) -> None:
     """Make this node the leader of its streams.
 
-    The old leader is asked to stop first, and gives what it has. If it doesn't answer, as many other
-    nodes must promise not to take anything from it as the streams' level (`acks`) asks for: with `local`
-    all of them, so that --accept-loss is needed if the old leader is dead. The command can be repeated,
-    whatever happened.
+    The command first asks the old leader to stop and to ship its last records. If it doesn't
+    answer, enough other nodes must promise to accept nothing more from it. The streams' level
+    (`acks`) sets their number; with `local` it is all of them, so that a dead leader requires
+    --accept-loss. The command can be repeated.
     """
     from millstream.nodes.promoting import promote as promote_stream
 
@@ -194,7 +198,7 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
         return
     for one in found:
         say(
-            f"this node leads stream {one.stream} with epoch {one.epoch}, behind group {one.group} ({one.seconds:.1f} s)"
+            f"this node leads stream {one.stream} with epoch {one.epoch}, after group {one.group} ({one.seconds:.1f} s)"
         )
         for loss in one.losses:
             note(f"may be lost: {loss}")
@@ -204,26 +208,31 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
 @click.option(
     "--from", "store", required=True, metavar="URL", help="The object store: s3://bucket/prefix, file:///folder …"
 )
-@click.option("--stream", required=True, metavar="S", help="Which stream of it.")
+@click.option("--stream", required=True, metavar="S", help="The stream to restore.")
 @click.option(
-    "--region", type=click.IntRange(0), default=0, help="Whose log, of several regions that write the stream."
+    "--region",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of the region whose log is restored, if several regions write the stream.",
 )
 @click.option(
     "--at",
     metavar="TIME|TOKEN",
-    help="Restore up to that token, or as of that moment: up to the first commit group with a commit behind it. Else everything.",
+    help="Restore up to that token, or up to that time: to the first commit group with a later commit. [default: "
+    "everything]",
 )
 @click.option(
     "--epoch",
     type=click.IntRange(0),
-    help="Restore what was stored up to that epoch and then set aside, where a node was promoted without the store.",
+    help="Restore the records stored up to that epoch, which were set aside when a node was promoted without the "
+    "store.",
 )
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @json_option
 def restore(
     store: str, stream: str, region: int, at: str | None, epoch: int | None, folder: Path, as_json: bool
 ) -> None:
-    """Bring a stream back from an object store alone, into FOLDER: a home that has its log, its catalog and its sessions."""
+    """Restore a stream from an object store alone, into FOLDER: a home with its log, its catalog and its sessions."""
     from millstream.model.ids import RegionId
     from millstream.nodes.restoring import restore_stream
 
@@ -236,18 +245,16 @@ def restore(
 
 @click.command()
 @_streams_option
-@click.option(
-    "--dry-run", is_flag=True, help="Put nothing back; say what is damaged, and what this node could put back."
-)
+@click.option("--dry-run", is_flag=True, help="Repair nothing; report the damage, and what this node could repair.")
 @json_option
 @pass_session
 def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Read everything that the object store has of this home's streams, and put back what is damaged there.
+    """Verify all objects of this home's streams in the object store, and repair damaged ones.
 
-    Every byte is verified, so that it costs what reading the store costs. A segment that is damaged or
-    gone is written once more if this node, leader or not, still has it in its own log, and hashes in the
-    store show that it is the same. It may run next to `millstream run`. Exit code 3: something is still
-    damaged.
+    The command reads every byte, so it costs as much as reading the whole store. A damaged or
+    missing segment is uploaded again if this node, leader or not, has it in its log and its hashes
+    match those in the store. It may run while `millstream run` does. Exit code 3: something is
+    still damaged.
     """
     from millstream.nodes.scrubbing import scrub_home
 
@@ -258,8 +265,8 @@ def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bo
         for one in found:
             say(f"{one['stream']}: {one['objects']:,} objects were read ({human_bytes(one['bytes'])})")
             for mended in one["mended"]:
-                could = "can be put back" if dry_run else "was put back"
-                say(f"{one['stream']}: {mended['object']} {could} from this node's log: {mended['was']}")
+                could = "can be repaired" if dry_run else "was repaired"
+                say(f"{one['stream']}: {mended['object']} ({mended['was']}) {could} from this node's log")
             for error in one["damaged"]:
                 note(f"{error['message']} ({error['code']})")
                 note(f"  hint: {error['hint']}")

@@ -23,7 +23,7 @@ from millstream.cli.context import (
 
 @click.group(cls=SuggestingGroup)
 def route() -> None:
-    """Where the rows that applications append go: rules, hash ring, partitions."""
+    """Explain the routes of appended rows: rules, hash ring, partitions."""
 
 
 @route.command("explain")
@@ -34,12 +34,14 @@ def route() -> None:
     "moments",
     multiple=True,
     metavar="COLUMN=TIME",
-    help="A column of ROW that is a moment, which JSON has no word for: `at=2026-01-31T12:30`, `at=now`. May be given several times.",
+    help="A timestamp column of ROW, because JSON has no timestamps: `at=2026-01-31T12:30`, `at=now`. May be "
+    "given several times.",
 )
 @click.option(
     "--as-of",
     metavar="TOKEN|TIME",
-    help="By the hash ring that was in force at that position, or time: where such a row lies that was appended then. Rules are today's.",
+    help="Use the hash ring of that position or time, to find the shard of a row appended then. The rules are the "
+    "current ones.",
 )
 @stream_option
 @json_option
@@ -53,10 +55,10 @@ def explain(
     stream: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Say which rule takes ROW of TABLE and why, and which shard, partition and sinks it goes to.
+    """Show which rule matches ROW of TABLE and why, and its shard, partition and sinks.
 
-    ROW is a JSON object, as an application appends it. Without one, everything that may take a row of the table is listed, in the order in
-    which it is tried. Nothing is written.
+    ROW is a JSON object, in the form in which an application appends it. Without ROW, the command
+    lists every route of the table, in the order in which they are tried. It writes nothing.
     """
     from millstream.app.route_explain import explain_route
 
@@ -69,7 +71,7 @@ def explain(
     titles = ["rule", "takes", "to"]
     print_table(titles, [[one["rule"] or "-", one["why"], one["to"]] for one in found["tried"]], right=titles[:1])
     if not found["tried"]:
-        say("nothing takes rows of it: they are refused")
+        say("no route takes its rows: they are rejected")
     if "shard" in found:
         say(_place(found))
     if found["leader"] is not None:
@@ -101,7 +103,9 @@ def _moments(texts: tuple[str, ...]) -> dict[str, datetime]:
     for text in texts:
         column, said, moment = text.partition("=")
         if not column or not said:
-            raise UsageError(f"{text!r} names no column's moment", hint="Such as --moment created_at=2026-01-31T12:30")
+            raise UsageError(
+                f"{text!r} is not a column and a timestamp", hint="Write --moment created_at=2026-01-31T12:30"
+            )
         found[column] = parse_moment(moment, now=now)
     return found
 
@@ -122,15 +126,15 @@ def _object(row: str | None) -> dict[str, Any] | None:
 
 @click.command()
 @stream_option
-@click.option("--shards", type=int, required=True, help="How many shards the hash ring spreads rows over from now on.")
+@click.option("--shards", type=int, required=True, help="New number of shards of the hash ring.")
 @json_option
 @pass_session
 def reshard(session: Session, shards: int, stream: str | None = None, as_json: bool = False) -> None:
-    """Spread a stream's rows over another number of shards, from a cut on.
+    """Change the number of shards that a stream's rows are spread over, from a cut on.
 
-    Rows appended before stay where they are; readers see each key's records in their order across the
-    cut. Works while `millstream run`, or an application, writes the home; otherwise this process does it.
-    The cut is recorded: `millstream status` shows it.
+    Rows appended before the cut stay on their shards; readers still see each key's records in
+    order. The command works while `millstream run` or an application writes the home; otherwise
+    this process does the change. `millstream status` shows the cut.
     """
     from millstream.app.local_client import home_appender
 
@@ -144,6 +148,6 @@ def reshard(session: Session, shards: int, stream: str | None = None, as_json: b
     if as_json:
         print_json(found)
     elif found["changed"]:
-        note(f"{name} is spread over {shards} shards, {found['before']} before, behind {found['token']}")
+        note(f"{name} is spread over {shards} shards ({found['before']} before), after {found['token']}")
     else:
-        note(f"{name} is spread over {shards} shards already, since {found['token']}")
+        note(f"{name} has been spread over {shards} shards since {found['token']}; nothing was changed")

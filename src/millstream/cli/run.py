@@ -20,12 +20,12 @@ log_format_option = click.option(
     show_default=True,
     envvar="MILLSTREAM_LOG",
     show_envvar=True,
-    help="How stderr tells what happens: lines for people, or a JSON object a line.",
+    help="Format of events on stderr: lines for people, or one JSON object per line.",
 )
 _UNTIL = click.option(
     "--until-caught-up",
     is_flag=True,
-    help="End when all that the source had committed at the start is done with.",
+    help="Exit when every transaction that the source had committed at the start is processed.",
 )
 
 
@@ -34,11 +34,12 @@ _UNTIL = click.option(
 @log_format_option
 @pass_session
 def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
-    """Run everything that the configuration names, until SIGINT or SIGTERM.
+    """Run all configured streams, until SIGINT or SIGTERM.
 
-    A part that dies is started again; one that can't be is reported, and the rest goes on. With --until-caught-up it
-    ends when everything is durable in the log, landed in the lake and folded; HTTP isn't served then. It fails (1) when a
-    table had to be set aside or its copy is paused, the others being done.
+    A process that dies is started again. One that can't start is reported, and the others continue.
+    With --until-caught-up the command exits when everything is durable in the log, landed in the
+    lake and folded; it serves no HTTP. It fails (exit code 1) if a table was set aside or its copy
+    is paused, once the others are done.
     """
     from millstream.cli.progress import JsonReport, RunReport
     from millstream.processes.run import run_home
@@ -59,7 +60,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
 
 @click.group(cls=SuggestingGroup)
 def capture() -> None:
-    """Capture from the source into the log, as a process of its own."""
+    """Capture from the source into the log, in a separate process."""
 
 
 @capture.command("run")
@@ -67,7 +68,7 @@ def capture() -> None:
 @log_format_option
 @pass_session
 def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
-    """Capture every configured stream; own their logs."""
+    """Capture every configured stream, as the owner of their logs."""
     from millstream.app.local_client import open_other
     from millstream.cli.progress import PartReport
     from millstream.processes.child_process import Lifeline
@@ -91,7 +92,7 @@ def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) 
 
 @click.group(cls=SuggestingGroup)
 def pipeline() -> None:
-    """Land the log in the lake, as a process of its own."""
+    """Land the log in the lake, in a separate process."""
 
 
 @pipeline.command("run")
@@ -99,7 +100,7 @@ def pipeline() -> None:
 @log_format_option
 @pass_session
 def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
-    """Land every configured stream in the lake, on Spark. With --until-caught-up: what is in the log now, then fold, then end."""
+    """Land every configured stream in the lake, with Spark. With --until-caught-up: land the log's present records, fold, then exit."""
     from millstream.app.pipelines import run_pipelines
     from millstream.cli.progress import PartReport
     from millstream.processes.child_process import Lifeline
@@ -120,7 +121,7 @@ def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat)
 @log_format_option
 @pass_session
 def serve(session: Session, log_format: LogFormat) -> None:
-    """Serve over HTTP: rows of applications in, /metrics for Prometheus, /healthz, /readyz and /status."""
+    """Serve HTTP: appends, queries, /metrics for Prometheus, /healthz, /readyz and /status."""
     from millstream.processes.child_process import Lifeline
     from millstream.processes.logs import configure_logs
     from millstream.serving.server import serve_home
@@ -132,9 +133,15 @@ def serve(session: Session, log_format: LogFormat) -> None:
 
 
 @click.command()
-@click.option("--folder", default="demo", show_default=True, metavar="DIR", help="Where its home goes; emptied first.")
+@click.option(
+    "--folder",
+    default="demo",
+    show_default=True,
+    metavar="DIR",
+    help="The folder of its home; its contents are deleted first.",
+)
 def demo(folder: str) -> None:
-    """Show the main job under fire: a PostgreSQL of its own, a live workload, SIGKILLs, and the proof that nothing was lost."""
+    """Demonstrate exactly-once capture under failures: own PostgreSQL, live workload, SIGKILLs, and a check that nothing was lost."""
     from pathlib import Path
 
     from millstream.app.demo import run_demo

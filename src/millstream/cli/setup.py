@@ -30,15 +30,19 @@ from millstream.model.readable import readable
 @click.option(
     "--source",
     metavar="DSN",
-    help="The database, as libpq takes it. Without one the stream has what applications append.",
+    help="The database, as libpq takes it. Without one, the stream holds only appended rows.",
 )
 @click.option(
-    "--tables", multiple=True, metavar="P", help='Patterns of tables; repeat it. "!" leaves out.  [default: public.*]'
+    "--tables",
+    multiple=True,
+    metavar="P",
+    help='A pattern of tables; may be repeated. "!" excludes.  [default: public.*]',
 )
 @click.option(
     "--password-env",
     metavar="NAME",
-    help="The environment variable that holds the password: the DSN has none then, and the file refers to the variable.",
+    help="The environment variable that holds the password: the DSN contains none, and the file refers to the "
+    "variable.",
 )
 @pass_session
 def init(
@@ -49,21 +53,22 @@ def init(
     tables: tuple[str, ...],
     password_env: str | None,
 ) -> None:
-    """Write a commented millstream.toml into HOME (here, where none is named); never overwrites one.
+    """Write a commented millstream.toml into HOME (or the current folder); never overwrite one.
 
-    A password in the DSN doesn't go into the file: it becomes a variable, and what to export is said. Other users of the machine can
-    see a command's words while it runs; `--password-env` keeps the password out of them.
+    The file doesn't contain the DSN's password: it refers to a variable, and the command prints
+    which one to export. Other users of the machine can see a command's arguments while it runs;
+    `--password-env` keeps the password out of them.
     """
     from millstream.app.initialize import make_home
     from millstream.errors import UsageError
 
     if tables and source is None:
-        raise UsageError("--tables says what to capture, and there is no --source to capture it from")
+        raise UsageError("--tables needs --source, the database to capture from")
     if password_env is not None and source is None:
-        raise UsageError("--password-env names a source's password, and there is no --source")
+        raise UsageError("--password-env needs --source, the database that the password is for")
     home = Path(folder or session.home_named or ".").absolute()
     made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",), password_env=password_env)
-    note(f"{made.file} is written.")
+    note(f"Wrote {made.file}.")
     if made.variable is not None:
         what = "is set already" if os.environ.get(made.variable) else f"is needed:  export {made.variable}=…"
         note(f"The password isn't in it. For other commands, {made.variable} {what}")
@@ -88,16 +93,16 @@ def _list_columns(home: Path, environ: dict[str, str]) -> None:
         config = load_config(home / "millstream.toml", environ).config
         findings = [f for name, s in config.streams.items() for f in check_source(capture_config(Home(home), name, s))]
     except (MillstreamError, ImportError) as error:
-        note(f"Columns couldn't be looked at yet: {error}")
+        note(f"Columns couldn't be checked yet: {error}")
         return
     blocking = [found for found in findings if found.blocks == "source"]
     generated = [found for found in findings if found.code == "column_generated"]
     texts = [found for found in findings if found.code == "column_is_text"]
     for found in blocking:
         end = "" if found.message.endswith((".", "?", "!")) else "."
-        note(f"The source isn't ready: {found.message}{end} `doctor` says what to do.")
+        note(f"The source isn't ready: {found.message}{end} Run `millstream doctor` for the fix.")
     if texts:
-        note("These columns will be text in the lake ([streams.S.types] can give numeric ones a precision):")
+        note("These columns will be text in the lake ([streams.S.types] can set a precision for numeric ones):")
         for found in texts:
             note(f"  {found.message.removesuffix(' will be text in the lake')}")
     if generated:
@@ -107,12 +112,12 @@ def _list_columns(home: Path, environ: dict[str, str]) -> None:
 
 
 @click.command()
-@click.option("--sql", "as_sql", is_flag=True, help="Print one SQL script for whoever administers the database.")
-@click.option("--quiet", is_flag=True, help="Print only notes and what is wrong, without the count.")
+@click.option("--sql", "as_sql", is_flag=True, help="Print one SQL script for the database's administrator.")
+@click.option("--quiet", is_flag=True, help="Print only notes and problems, without the count.")
 @json_option
 @pass_session
 def doctor(session: Session, as_sql: bool, quiet: bool, as_json: bool) -> None:
-    """Check home, disk, catalog, Java, Spark, lake and source; say what to run to mend what is wrong (exit code 3)."""
+    """Check home, disk, catalog, Java, Spark, lake and source; print the command that fixes each problem (exit code 3)."""
     from millstream.app.doctor import examine, repair_script
 
     home = session.home()
@@ -120,7 +125,9 @@ def doctor(session: Session, as_sql: bool, quiet: bool, as_json: bool) -> None:
         script, unasked = repair_script(home)
         print_raw(script, nl=False)
         for diagnosis in unasked:
-            note(f"The script has nothing for the {diagnosis.check}, which couldn't be asked: {diagnosis.message}")
+            note(
+                f"The script has no statements for the {diagnosis.check}, because the check failed: {diagnosis.message}"
+            )
             note(diagnosis.fix)
         sys.exit(3 if unasked else 0)
     found = []
@@ -156,14 +163,14 @@ def _print_diagnosis(diagnosis: Any) -> None:
 
 @click.group(cls=SuggestingGroup)
 def config() -> None:
-    """Look at the configuration."""
+    """Show the configuration."""
 
 
 @config.command("show")
 @json_option
 @pass_session
 def config_show(session: Session, as_json: bool) -> None:
-    """Print the whole effective configuration, secrets masked, with where each value came from."""
+    """Print the effective configuration, secrets masked, with the origin of each value."""
     loaded = session.home(needs_source=False).loaded_config
     if as_json:
         from millstream.config.file import key_text
@@ -191,17 +198,17 @@ def config_show(session: Session, as_json: bool) -> None:
 
 @click.group(cls=SuggestingGroup)
 def slot() -> None:
-    """The replication slot at the source."""
+    """Manage the replication slot at the source."""
 
 
 @slot.command("drop")
 @stream_option
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
 @pass_session
 def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
-    """Drop a stream's slot: gives the source back its disk.
+    """Drop a stream's slot, to free the source's disk.
 
-    Changes from then on can't be had; the next run copies again.
+    Later changes are not captured; the next run copies every table again.
     """
     from millstream.capture import drop_slot
     from millstream.cli.context import human_bytes
@@ -213,7 +220,7 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     capture = capture_config(home, name, stream_config)
     if not yes:
         if not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to ask on: say --yes")
+            raise click.UsageError("there is no terminal to confirm on: pass --yes")
         click.confirm(
             readable(f"Drop the slot {capture.slot}? The next run will copy every table of {name} again"),
             abort=True,
@@ -227,7 +234,7 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     note(
         f"there was no slot {capture.slot}" if held is None else f"dropped {capture.slot}; it held {human_bytes(held)}"
     )
-    note("Its publications stay for the next run; where there will be none, at the source:")
+    note("Its publications stay for the next run. If there will be none, run at the source:")
     for publication in (capture.publication, f"{capture.publication}_inserts"):
         quoted = publication.replace('"', '""')
         note(f'  DROP PUBLICATION IF EXISTS "{quoted}";')
@@ -235,15 +242,15 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
 
 @click.group(cls=SuggestingGroup)
 def catalog() -> None:
-    """The catalog that the home's processes share: streams, positions, tables."""
+    """Manage the catalog, which the home's processes share: streams, positions, tables."""
 
 
 @catalog.command("move")
 @pass_session
 def catalog_move(session: Session) -> None:
-    """Move the embedded catalog into the PostgreSQL database that [catalog] url names.
+    """Move the embedded catalog into the PostgreSQL database in [catalog] url.
 
-    No process of the home may run.
+    Stop all processes of the home first.
     """
     from millstream.app.catalog_move import move_catalog
 

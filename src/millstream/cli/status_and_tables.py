@@ -35,7 +35,7 @@ _HELD_BYTES: Final = 256 << 20
 @json_option
 @pass_session
 def status(session: Session, stream: str | None, as_json: bool) -> None:
-    """Say how each stream stands: writer, tokens, lag at each stage, tables with state and reason."""
+    """Show each stream's state: writer, tokens, lag at each stage, tables with state and reason."""
     from millstream.app.status import collect_status
 
     home = session.home(needs_source=False)
@@ -74,8 +74,9 @@ def _print_stream(stream: dict[str, Any]) -> None:
     say(f"  durable {stream['tokens']['durable'] or 'not known'}{'' if landed is None else f', landed {landed}'}")
     for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
         say(
-            f"  readers wait for {waits['name']}, a writer whose lease has run out: start it where its log lies ({waits['location']}), or any other of that "
-            f"home. Where that log is gone for good: `millstream writers forget {waits['name']}`",
+            f"  readers wait for {waits['name']}, a writer with an expired lease: start it where its log is ({waits['location']}), "
+            "or start any other writer of that home. If the log is lost for good: `millstream writers forget "
+            f"{waits['name']}`",
             fg="red",
         )
     if len(stream["writers"]) > 1:
@@ -89,7 +90,7 @@ def _print_stream(stream: dict[str, Any]) -> None:
         stages.append(("lake", "log → lake"))
     for stage, words in stages:
         if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
-            say(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
+            say(f"  {words}: unknown {'so far' if stream['state'] == 'running' else 'while nothing runs'}")
             continue
         more = _source_words(stream["source"]) if stage == "capture" else ""
         say(f"  {words}: {_lag_words(lag[stage])}{more}")
@@ -132,7 +133,7 @@ def _lag_words(lag: dict[str, Any]) -> str:
 def _print_errors(errors: dict[str, dict[str, Any]]) -> None:
     """Print the troubles of a stream's parts, and what to do about them."""
     for part, error in errors.items():
-        how = {None: "", False: " waits, and tries again", True: " has given up"}[error.get("gave_up")]
+        how = {None: "", False: " waits, and retries", True: " has given up"}[error.get("gave_up")]
         say(f"  {part}{how}: {error['code']}: {error['message']}", fg="red")
         if error.get("hint"):
             say(f"    {error['hint']}")
@@ -159,11 +160,11 @@ def _print_part(its: dict[str, Any], of: str = "") -> None:
             say(f"  followed by {one['node']}: {_behind_words(one)}{_age_words(one['lag_s'])}")
         return
     if its["role"] == "fenced":
-        say(f"  writes go to {its['leader']}; `millstream follow {its['leader']}` has this node follow", fg="red")
+        say(f"  writes go to {its['leader']}; run `millstream follow {its['leader']}` to follow it", fg="red")
         return
     own = its["following"]
     if not own:
-        say(f"  {of}follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here")
+        say(f"  {of}follows {its['leader']}, but neither `millstream run` nor `millstream follow` runs here")
         return
     error = own.get("error")
     age = _age_words(its["age_s"])
@@ -216,15 +217,13 @@ def _retention_waits(stream: dict[str, Any]) -> str:
     if oldest["seconds"] < bounds["age_s"] and (stream["log"]["bytes"] or 0) <= bounds["bytes"]:
         return ""
     holders = ", ".join(_holder_words(stream, holder) for holder in oldest["needed_by"])
-    return (
-        f"retention waits: the oldest segment has been that for {human_seconds(oldest['seconds'])}, needed by {holders}"
-    )
+    return f"retention waits: the oldest segment has been needed for {human_seconds(oldest['seconds'])}, by {holders}"
 
 
 def _holder_words(stream: dict[str, Any], holder: str) -> str:
     held = stream["log"]["held"].get(holder)
     if held is None:  # the log's own, which `held` leaves out
-        return "the writer, which hasn't copied what it knows of sessions and idempotency keys yet"
+        return "the writer, which hasn't copied its sessions and idempotency keys yet"
     kind = held["kind"]
     if kind != "backlog":
         return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder}"
@@ -269,7 +268,7 @@ def _reason(table: dict[str, Any]) -> str:
 @json_option
 @click.pass_context
 def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
-    """List tables, have one tried or copied again, pause its copy."""
+    """List tables; retry, copy, pause or resume one."""
     if context.invoked_subcommand is None:
         context.invoke(tables_ls, stream=stream, as_json=as_json)
 
@@ -279,7 +278,7 @@ def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
 @json_option
 @pass_session
 def tables_ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
-    """List each table with its state, and the reason for it."""
+    """List each table with its state and the reason."""
     from millstream.app.status import lake_paths, live_progress
     from millstream.app.tables import list_tables
 
@@ -322,7 +321,7 @@ def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog
 @stream_option
 @pass_session
 def tables_retry(session: Session, table: str, stream: str | None) -> None:
-    """Pick a table up again that was set aside, by capture or by the pipeline, or that the reader of a write buffer holds."""
+    """Retry a table that was set aside by capture or by the pipeline, or that the reader of a write buffer holds."""
     from millstream.app.tables import retry_table
     from millstream.writers.buffered import buffer_name
 
@@ -343,7 +342,7 @@ def tables_retry(session: Session, table: str, stream: str | None) -> None:
 @stream_option
 @pass_session
 def tables_copy(session: Session, table: str, stream: str | None) -> None:
-    """Copy a table's rows again, next to its changes."""
+    """Copy a table's rows again, while its changes are captured."""
     from millstream.app.tables import copy_table
 
     _ask(session, table, stream, copy_table)
@@ -354,7 +353,7 @@ def tables_copy(session: Session, table: str, stream: str | None) -> None:
 @stream_option
 @pass_session
 def tables_pause(session: Session, table: str, stream: str | None) -> None:
-    """Have a table's copy wait, in every run to come, while its changes are captured."""
+    """Pause a table's copy, also in later runs, while its changes are captured."""
     from millstream.app.tables import pause_table
 
     _ask(session, table, stream, pause_table)
@@ -365,7 +364,7 @@ def tables_pause(session: Session, table: str, stream: str | None) -> None:
 @stream_option
 @pass_session
 def tables_resume(session: Session, table: str, stream: str | None) -> None:
-    """Have a paused copy go on where it stopped."""
+    """Resume a paused copy at the point where it stopped."""
     from millstream.app.tables import resume_table
 
     _ask(session, table, stream, resume_table)

@@ -22,25 +22,24 @@ from millstream.cli.context import (
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
 @click.pass_context
 def token(context: click.Context) -> None:
-    """Access tokens, for those who call over the network. Without a command: ls."""
+    """Manage access tokens for calls over the network. Without a command: ls."""
     if context.invoked_subcommand is None:
         context.invoke(ls)
 
 
 @token.command("create")
-@click.option("--name", metavar="N", help="Tells it apart from others.  [default: its id]")
+@click.option("--name", metavar="N", help="Name of the token.  [default: its id]")
 @click.option(
     "--stream",
     "streams",
     multiple=True,
     metavar="S=RIGHT",
-    help="A stream and what may be done with it: read, write, admin (both, and what changes how it works), or several with commas between; repeat it.",
+    help="A stream and its rights: read, write, admin (both, and changes of its operation), or several separated "
+    "by commas; may be repeated.",
 )
-@click.option("--all", "on_all", multiple=True, metavar="RIGHT", help="The same of every stream, also of later ones.")
-@click.option("--expires", metavar="TIME", help="After how long it holds no more, such as 30d.  [default: never]")
-@click.option(
-    "--given", is_flag=True, help="Read from stdin a token that another home has made, and have it hold here too."
-)
+@click.option("--all", "on_all", multiple=True, metavar="RIGHT", help="Rights on every stream, including later ones.")
+@click.option("--expires", metavar="TIME", help="Time until it expires, such as 30d.  [default: never]")
+@click.option("--given", is_flag=True, help="Read a token of another home from stdin, and accept it here too.")
 @json_option
 @pass_session
 def create(
@@ -52,7 +51,7 @@ def create(
     given: bool,
     as_json: bool,
 ) -> None:
-    """Make a token and print it, this once: what is kept of it is a hash."""
+    """Create a token and print it once: the home stores only its hash."""
     from millstream.app.tokens import create_token
 
     text_given = sys.stdin.readline().strip() if given else None
@@ -66,7 +65,7 @@ def create(
         print_raw(text)
     until = "until it is revoked" if facts["expires"] is None else f"until {facts['expires']}"
     note(
-        f"Token {facts['name']} may {_words(facts['rights'])}, {until}.{'' if given else ' Keep it now: nobody can show it again.'}"
+        f"Token {facts['name']} may {_words(facts['rights'])}, {until}.{'' if given else ' Store it now: it is not shown again.'}"
     )
 
 
@@ -74,7 +73,7 @@ def create(
 @json_option
 @pass_session
 def ls(session: Session, as_json: bool = False) -> None:
-    """List the home's tokens: names and rights, never the tokens themselves."""
+    """List the home's tokens: names and rights, never the tokens."""
     from millstream.app.tokens import list_tokens
 
     found = list_tokens(session.home(needs_source=False))
@@ -82,7 +81,7 @@ def ls(session: Session, as_json: bool = False) -> None:
         print_json(found)
         return
     if not found:
-        note("there is no token; `millstream token create` makes one")
+        note("there is no token; create one with `millstream token create`")
         return
     rows = [
         [
@@ -90,7 +89,7 @@ def ls(session: Session, as_json: bool = False) -> None:
             one["id"],
             _words(one["rights"]),
             one["created"],
-            f"{one['expires'] or 'never'}{' (it has)' if one['expired'] else ''}",
+            f"{one['expires'] or 'never'}{' (expired)' if one['expired'] else ''}",
         ]
         for one in found
     ]
@@ -101,7 +100,7 @@ def ls(session: Session, as_json: bool = False) -> None:
 @click.argument("token", metavar="NAME|ID")
 @pass_session
 def revoke(session: Session, token: str) -> None:
-    """Take a token away. A running server refuses it within two seconds."""
+    """Revoke a token. A running server rejects it within two seconds."""
     from millstream.app.tokens import revoke_token
 
     gone = revoke_token(session.home(needs_source=False), token)

@@ -36,7 +36,7 @@ _FOLLOW_POLL_S: Final = 0.5
 
 @click.group(cls=SuggestingGroup)
 def wal() -> None:
-    """Look into the log on disk, live or a copied folder, and mend it."""
+    """Inspect and repair the log on disk, live or in a copied folder."""
 
 
 wal.add_command(repair)
@@ -46,7 +46,12 @@ wal.add_command(import_)
 
 @wal.command()
 @click.option(
-    "--format", "style", type=click.Choice(["ndjson"]), default="ndjson", show_default=True, help="One record a line."
+    "--format",
+    "style",
+    type=click.Choice(["ndjson"]),
+    default="ndjson",
+    show_default=True,
+    help="Format: one record per line.",
 )
 @click.option(
     "--values",
@@ -55,12 +60,14 @@ wal.add_command(import_)
     show_default=True,
     help="json: numbers that JSON holds exactly are numbers. text: every value as PostgreSQL prints it.",
 )
-@click.option("--from-offset", type=click.IntRange(min=0), metavar="N", help="Begin at this offset (of each shard).")
+@click.option("--from-offset", type=click.IntRange(min=0), metavar="N", help="Start at this offset (of each shard).")
 @click.option("--table", metavar="T", help="Only this table, as schema.table.")
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after so many records.")
-@click.option("--follow", is_flag=True, help="Go on with what is appended, until interrupted.")
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after this number of records.")
+@click.option("--follow", is_flag=True, help="Continue with appended records, until interrupted.")
 @click.option(
-    "--without-mark", is_flag=True, help="Show every valid whole group, as where a folder was copied without its mark."
+    "--without-mark",
+    is_flag=True,
+    help="Show every valid complete group, for a folder that was copied without its mark.",
 )
 @stream_option
 @pass_session
@@ -75,10 +82,10 @@ def cat(
     without_mark: bool,
     stream: str | None,
 ) -> None:
-    """Print records, one a line, in order, and nothing else on stdout.
+    """Print records in order, one per line, and nothing else on stdout.
 
-    Goes on past damage: what can't be read is said on stderr, and the exit code is 3. `wal export` prints a range by --since
-    and --until, and other formats.
+    The command skips damage: it reports it on stderr, with exit code 3. `wal export` has ranges
+    (--since, --until) and other formats.
     """
     from millstream.export.record_reading import table_ids
     from millstream.export.records_json import Cat
@@ -162,7 +169,7 @@ def ls(session: Session, stream: str | None, as_json: bool) -> None:
 @json_option
 @pass_session
 def inspect_frames(session: Session, seq: str | None, table: str | None, stream: str | None, as_json: bool) -> None:
-    """List frames: where they lie and what they hold; goes on past damage (exit code 3)."""
+    """List frames with position and content; skip damage (exit code 3)."""
     from millstream.export.record_reading import table_ids
     from millstream.model.positions import Seq
     from millstream.wal.mending.inspect import Loss, inspect
@@ -208,7 +215,7 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
 @json_option
 @pass_session
 def verify(session: Session, stream: str | None, as_json: bool) -> None:
-    """Read everything and check it; exit code 3 where something is damaged, with what is lost and what is not."""
+    """Read and check the whole log. If something is damaged, report which records are lost and which are not (exit code 3)."""
     from millstream.wal.mending.inspect import verify as verify_log
 
     home = session.home(needs_source=False)
@@ -228,7 +235,7 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
         outcome = f"{len(found.losses)} damaged"
     elif found.has_marks:
         outcome = (
-            "all is well" if not found.accepted else f"nothing is lost but what was accepted ({len(found.accepted)})"
+            "all is well" if not found.accepted else f"nothing is lost except accepted losses ({len(found.accepted)})"
         )
     else:
         outcome = "nothing is damaged"
@@ -237,11 +244,11 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
         f" {outcome}"
     )
     for shard, hidden in found.hidden.items():
-        note(f"shard {shard}: {hidden:,} records are durable and not shown to readers yet: too few others hold them")
+        note(f"shard {shard}: {hidden:,} durable records are not shown to readers yet: too few other nodes have them")
     for shard in found.unmarked:
         note(
-            f"shard {shard} has no mark: whether records are missing at its end can't be said, and valid records may be among"
-            " these that were never acknowledged"
+            f"shard {shard} has no mark: records may be missing at its end, and some of the valid records may never "
+            "have been acknowledged"
         )
     if not found.is_whole:
         for shard, ranges in found.readable.items():
@@ -255,12 +262,10 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
 @wal.command("stats")
 @stream_option
 @json_option
-@click.option(
-    "--partitions", is_flag=True, help="By partition of each table too: records, and their first and last number."
-)
+@click.option("--partitions", is_flag=True, help="Also list each table's partitions: records, first and last number.")
 @pass_session
 def stats(session: Session, stream: str | None, as_json: bool, partitions: bool) -> None:
-    """Count what the log holds, by table too."""
+    """Count the log's segments, frames and records, in total and by table."""
     from millstream.wal.mending.inspect import stats as count
 
     home = session.home(needs_source=False)
@@ -310,7 +315,7 @@ def note_dropped(home: Home, stream: str, first: int) -> None:
     """Print on stderr if requested frames are no longer there."""
     begin = open_past_damage(home, stream, Damage()).first_seq()
     if first < begin:
-        note(f"retention has dropped numbers up to {begin - 1}: frames are listed from {begin} on")
+        note(f"retention has dropped numbers up to {begin - 1}; frames are listed from {begin} on")
 
 
 def _seq_range(text: str | None) -> tuple[int, int | None]:

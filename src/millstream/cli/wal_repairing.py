@@ -24,20 +24,23 @@ if TYPE_CHECKING:
     "accepted",
     multiple=True,
     metavar="RANGE",
-    help="Records to do without: FROM-TO or SHARD:FROM-TO (offsets, TO not included), or seq:A-B. May be given several times.",
+    help="Lost records to accept: FROM-TO or SHARD:FROM-TO (offsets, TO excluded), or seq:A-B. May be given "
+    "several times.",
 )
-@click.option("--drop-readable", is_flag=True, help="Let ranges cover records that can be read, and lose those too.")
-@click.option("--dry-run", is_flag=True, help="Say what is damaged and what mending it would cost; change nothing.")
+@click.option("--drop-readable", is_flag=True, help="Allow ranges that include readable records, and drop those too.")
+@click.option(
+    "--dry-run", is_flag=True, help="Report the damage and the records that a repair would lose; change nothing."
+)
 @stream_option
 @json_option
 @pass_session
 def repair(
     session: Session, accepted: tuple[str, ...], drop_readable: bool, dry_run: bool, stream: str | None, as_json: bool
 ) -> None:
-    """Cut out what is damaged, so that a writer and readers go on; the cut part is kept in .torn files.
+    """Cut out damage, so that writers and readers continue; the cut bytes are kept in .torn files.
 
-    Records that are lost have to be named, exactly: --dry-run prints how. Parts that cost no records (a
-    footer, a header, a schema that stands elsewhere too) are rebuilt without. Stop what writes the stream
+    Lost records must be named exactly; --dry-run prints how. Parts without records (a footer, a
+    header, a schema that has another copy) are rebuilt without that. Stop the stream's writer
     first.
     """
     from millstream.wal.mending.repair import AcceptedRange, plan_repair
@@ -67,8 +70,9 @@ def _refuse_copies(home: Home, name: str) -> None:
     # A node that stands for leader itself has no node to fetch it from again.
     if fact.role is Role.FOLLOWS and fact.promise.node != home.config.replication.node:
         raise ReadOnly(
-            f"stream {name} is a copy of what {fact.leader} has: it is never mended by itself",
-            hint="`millstream follow --rebuild` sets it aside and takes it anew. Where no leader is left, `millstream promote` first: what it finds damaged can be mended then.",
+            f"stream {name} is a copy of the log of {fact.leader}, and can't be repaired alone",
+            hint="Run `millstream follow --rebuild` to replace it with a new copy. If no leader is left, run `millstream "
+            "promote` first, then repair.",
             stream=name,
             leader=str(fact.leader),
         )
@@ -98,9 +102,9 @@ def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool
         would, to = "would be " if dry_run else "", "set aside" if move.target is None else f"moved to {move.target}"
         say(f"{would}{to}: {move.path}: {move.why}")
     for mend in plan.mends:
-        say(f"{'made anew' if not dry_run else 'would be made anew'}: {mend.file}@{mend.byte}: {mend.why}")
+        say(f"{'rebuilt' if not dry_run else 'would be rebuilt'}: {mend.file}@{mend.byte}: {mend.why}")
     for kept in plan.kept_aside:
-        note(f"what was cut is in {kept}")
+        note(f"the cut bytes are in {kept}")
     if not plan.is_needed:
         say("nothing is damaged")
     elif dry_run:

@@ -23,7 +23,7 @@ from millstream.model.readable import readable
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
 @click.pass_context
 def writers(context: click.Context) -> None:
-    """The writers that share a stream: who lives, and whom readers wait for. Without a command: ls."""
+    """Show the writers that share a stream, and the one that readers wait for. Without a command: ls."""
     if context.invoked_subcommand is None:
         context.invoke(ls)
 
@@ -33,7 +33,7 @@ def writers(context: click.Context) -> None:
 @json_option
 @pass_session
 def ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
-    """List a stream's writers: state, epoch, position, and where their logs lie."""
+    """List a stream's writers: state, epoch, position, and location of their logs."""
     from millstream.writers.writer_facts import list_writers
 
     found = list_writers(session.home(needs_source=False), stream)
@@ -57,30 +57,31 @@ def ls(session: Session, stream: str | None = None, as_json: bool = False) -> No
         for one in found["writers"]
     ]
     print_table(titles, rows, right=[titles[0], *titles[3:6]])
-    say(f"linear readers may read up to {found['persisted_upto']:,}, of {found['newest']:,} numbers given")
+    say(f"linear readers may read up to {found['persisted_upto']:,} of {found['newest']:,} allocated numbers")
 
 
 @writers.command("forget")
 @click.argument("name")
 @stream_option
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
 @pass_session
 def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
-    """Give up a dead writer whose log is gone: readers pass what it left undecided.
+    """Give up a dead writer whose log is lost: readers skip its undecided records.
 
-    Where its log lies in this home it is recovered instead, and nothing is lost. Elsewhere, its last commit group may be given up, which readers of
-    that log may have read. If that log turns up again and the writer is started there, those records are set aside in .torn files.
+    If its log is in this home, the writer is recovered instead, and nothing is lost. Otherwise its
+    last commit group may be given up, although readers of that log may have read it. If that log
+    returns and the writer starts there, those records are set aside in .torn files.
     """
     from millstream.writers.writer_facts import forget_writer
 
     if not yes:
         if not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to ask on: say --yes")
+            raise click.UsageError("there is no terminal to confirm on: pass --yes")
         click.confirm(
-            readable(f"Give up what writer {name} left undecided? Its log must not be needed any more"),
+            readable(f"Give up the undecided records of writer {name}? Its log must no longer be needed"),
             abort=True,
             err=True,
         )
     upto, recovered = forget_writer(session.home(needs_source=False), stream, name)
-    what = f"recovered what {name} had left, as its log lies here" if recovered else f"forgot {name}"
+    what = f"recovered the records of {name}, because its log is here" if recovered else f"forgot {name}"
     note(f"{what}: linear readers may read up to {upto:,}")
