@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,6 @@ from tests.app.homes import make_home, run, wait_for
 from tests.serving.servers import served
 
 import millstream
-from millstream.app.local_client import OpenHome
 from millstream.errors import AckLevelUnavailable, ConfigError, NotEnoughReplicas, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import Epoch, GroupNumber, ShardId
@@ -132,34 +132,38 @@ def test_a_stream_that_asks_for_a_follower_shows_and_acknowledges_what_one_has(t
         assert opened.session_facts("web", "s").mark == 2
 
 
-def test_who_waits_for_a_follower_goes_on_waiting_while_another_process_takes_the_stream_over(tmp_path: Path) -> None:
-    """The caller got the error as soon as the writer released the log, a minute before its deadline."""
+def test_a_session_repeats_a_write_that_waits_for_a_follower_when_another_process_takes_the_stream_over(
+    tmp_path: Path,
+) -> None:
     home = make_home(tmp_path / "web", REQUIRED)
     run_folder = Home.find(home).run_folder
     with (
         millstream.open(home) as first,
         millstream.open(home) as through,
-        millstream.open(home) as second,
         ThreadPoolExecutor() as pool,
     ):
 
-        def append(opened: OpenHome, n: int) -> Future[Appended]:
-            waits = pool.submit(opened.append, "web", "clicks", {"n": n}, deadline_s=100)
+        def waits(append: Callable[..., Appended], n: int) -> Future[Appended]:
+            waiting = pool.submit(append, "clicks", {"n": n}, deadline_s=100)
             wait_for((home / "data/wal/web/00000/durable.mark").exists)
             log = StreamReader(str(home / "data/wal/web"), durable=True)
             wait_for(lambda: log.durable_offset(ShardId(0)) == n + 1)
-            return waits
+            return waiting
 
-        waiting = [append(first, 0)]
+        repeated = [waits(first.session("web", "first", next_number=1).append, 0)]
         follower = Follower(home)
         follower.hold(0)
-        waiting.append(append(through, 1))  # through the first one's socket
+        repeated.append(
+            waits(through.session("web", "through", next_number=1).append, 1)
+        )  # through the first one's socket
+        alone = waits(partial(through.append, "web"), 2)
         with RoleLock.take(run_folder, "owner", writer=None):
             wait_for(lambda: not holder(run_folder, writer_role(None)))
-        waiting.append(append(second, 2))
-        assert not any(one.done() for one in waiting)
-        follower.hold()
-        assert [one.result(60).row_count for one in waiting] == [1, 1, 1]
+        with pytest.raises(NotEnoughReplicas, match="another process writes"):
+            alone.result(60)
+        assert not any(one.done() for one in repeated)
+        with held_soon(follower):
+            assert [one.result(60).duplicate for one in repeated] == [True, True]
         assert numbers(home) == [0, 1, 2]
 
 

@@ -227,47 +227,21 @@ def test_closing_waits_for_its_patience_and_then_answers_everybody() -> None:
     assert life.shown() == [1, 2]
 
 
-def test_who_waits_when_another_process_takes_the_log_over_waits_on_until_its_deadline() -> None:
-    """Regression: the error for missing nodes came after the writer's patience of five seconds.
-
-    A minute was left to the deadline.
-    """
+def test_who_waits_when_another_writer_takes_the_log_over_is_told_so_and_may_repeat_the_write() -> None:
     life = Life()
     life.others.hold(0)
-    with life.open(acks_patience_s=DEADLINE_S) as log:
-        futures = [log.submit(one(1), deadline_s=DEADLINE_S), log.submit(one(2), deadline_s=0.2), log.submit(one(3))]
-        durable(log, 3)
-        log.ends_as("another process writes from here on", goes_on=True)
-    assert "another process writes" in given_up(futures[2]).message, "who has no deadline asks again"
-    assert "deadline is over" in given_up(futures[1]).message
-    life.others.hold(9)
-    looks = life.others.looks
-    until(lambda: life.others.looks > looks + 2)
-    assert not futures[0].done(), "what was acknowledged can be read, and nobody shows it yet"
-    with life.open() as log:
-        assert futures[0].result(DEADLINE_S).seqs.count == 1
-        assert life.shown() == [1, 2, 3]
-        log.append(one(4))
-
-
-def test_who_waits_on_is_told_where_another_node_has_led_since() -> None:
-    life = Life()
-    life.others.hold(0)
-    with life.open() as log:
-        future = log.submit(one(1), deadline_s=DEADLINE_S)
+    with life.open(keyed=True) as log:
+        future = log.submit(write((WriteId("s", 1), 1)), deadline_s=DEADLINE_S)
         durable(log, 1)
-        log.ends_as("another process writes from here on", goes_on=True)
-    looks = life.others.looks
-    until(lambda: life.others.looks > looks + 2)
-    life.others.promised = Epoch(3)
-    life.others.hold(9)
-    assert "another node has led since" in given_up(future).message
-    with life.open() as log:
-        life.others.places.clear()
-        future = log.submit(one(2), deadline_s=DEADLINE_S)
-        durable(log, 1)
-        log.ends_as("another node leads from here on")
-    assert "another node leads" in given_up(future).message
+        log.ends_as("another process writes from here on")
+    assert "another process writes" in given_up(future).message
+    with life.open(keyed=True) as log:
+        repeated = log.submit(write((WriteId("s", 1), 1)), deadline_s=DEADLINE_S)
+        until(lambda: log.stats().awaited.submissions == 1)
+        life.others.hold(9)
+        (outcome,) = repeated.result(DEADLINE_S).each
+        assert isinstance(outcome, Repeated)
+        assert len(life.shown()) == 1
 
 
 def test_who_waits_keeps_its_room_in_the_queue() -> None:

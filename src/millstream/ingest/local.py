@@ -102,23 +102,12 @@ class AppendServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="append-server", daemon=True)
         self._thread.start()
 
-    def close(self, *, lingers: bool = False) -> None:
-        """Take no more requests, answer those that were read, and remove the socket.
-
-        Args:
-            lingers: return at once, and answer them in the background, however long it takes: another
-                process is about to listen here.
-        """
+    def close(self) -> None:
+        """Take no more requests, answer those that were read, and remove the socket."""
         asyncio.run_coroutine_threadsafe(self._take_no_more(), self._loop).result()
         with contextlib.suppress(OSError):
             self._path.unlink()
-        if lingers:
-            threading.Thread(target=self._end, args=(None,), name="append-server-lingers", daemon=True).start()
-        else:
-            self._end(_DRAIN_S)
-
-    def _end(self, patience_s: float | None) -> None:
-        asyncio.run_coroutine_threadsafe(self._drain(patience_s), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -129,9 +118,9 @@ class AppendServer:
         for task in self._connections.keys() - self._busy:
             task.cancel()
 
-    async def _drain(self, patience_s: float | None) -> None:
+    async def _drain(self) -> None:
         if self._connections:
-            await asyncio.wait(self._connections, timeout=patience_s)
+            await asyncio.wait(self._connections, timeout=_DRAIN_S)
         # A client that doesn't read its answer holds up no other.
         for writer in self._connections.values():
             writer.transport.abort()

@@ -294,8 +294,7 @@ class _OwnWriter:
     """The home's streams, written by this process for itself and for others that find its socket.
 
     It ends when `millstream run` starts. From then on that process writes, and this one appends through
-    it.
-    Callers that still wait for other machines go on waiting.
+    it. Callers that still wait for other machines by then get `NotEnoughReplicas`, and a session repeats its write.
 
     Raises:
         HomeBusy: another process has just taken the role, and doesn't listen yet.
@@ -309,8 +308,6 @@ class _OwnWriter:
         self._open_other = open_other
         self._writer = writer
         self._ended = threading.Event()
-        self._goes_on = False
-        """Whether another process of this machine takes over the writing."""
         self._closing = threading.Lock()
         self._lock = threading.Lock()
         self._streams: dict[str, tuple[contextlib.ExitStack, StreamWriter]] = {}
@@ -324,9 +321,9 @@ class _OwnWriter:
                 )
             )
             self._catalog = opened.enter_context(home.open_catalog())
-            opened.callback(self._let_go)
             server = AppendServer(append_socket(home, writer), self.appender_of)
-            opened.callback(lambda: server.close(lingers=self._goes_on))
+            opened.callback(server.close)
+            opened.callback(self._let_go)  # first: it answers the callers that the server waits for
             acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
             opened.enter_context(ControlServer(home, writer_role(writer), {"status": self.facts}, acts))
             self._opened = opened.pop_all()
@@ -400,23 +397,19 @@ class _OwnWriter:
             for stack, _ in streams.values():
                 all_of_them.callback(stack.close)
 
-    def _ends_as(self, why: str, *, goes_on: bool = False) -> None:
-        for _, writer in list(self._streams.values()):
-            writer.log.ends_as(why, goes_on=goes_on)
-
     def _step_aside(self) -> None:
         roles = Roles(self._home)
         while not self._ended.wait(_LOOK_EVERY_S):
-            # If both hold, no process here continues what is waiting.
             if not all(roles.leads_surely(stream) for stream in list(self._streams)):
-                logger.info("another node leads from here on", home=str(self._home.path))
-                self._ends_as("another node leads from here on")
-                break
-            if will_write(self._home, self._writer):
-                logger.info("another process writes the home from here on", home=str(self._home.path))
-                self._goes_on = True
-                self._ends_as("another process writes from here on", goes_on=True)
-                break
+                why = "another node leads from here on"
+            elif will_write(self._home, self._writer):
+                why = "another process writes from here on"
+            else:
+                continue
+            logger.info(why, home=str(self._home.path))
+            for _, writer in list(self._streams.values()):
+                writer.log.ends_as(why)
+            break
         # Also ends what an interrupted `close` has begun.
         self.close()
 

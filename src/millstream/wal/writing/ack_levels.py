@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import pyarrow as pa
 import structlog
@@ -29,14 +29,11 @@ from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings, Reach
 from millstream.ports import HighWater
 from millstream.wal.writing.commit import GroupCommitter
-from millstream.wal.writing.handed_over import HandedOver, wait_elsewhere
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.queue import SubmissionQueue
-from millstream.wal.writing.waiters import AwaitedAtLevel, BlockedAtLevel, Outcome, PromisedAtLevel, Waiting, answer
+from millstream.wal.writing.waiters import Outcome, Waiting, answer
 
 logger = structlog.get_logger("millstream.wal")
-
-_Raised = TypeVar("_Raised", BlockedAtLevel, PromisedAtLevel, AwaitedAtLevel)
 
 _LOOK_FIRST_S: Final = 0.0002
 _LOOK_MAX_S: Final = 0.001
@@ -191,16 +188,14 @@ class LevelWaits:
                 self._behind(first),
             )
 
-    def close(self, patience_s: float, why: str, *, goes_on: bool) -> None:
+    def close(self, patience_s: float, why: str) -> None:
         """Wait for so long, then answer the remaining appends: other machines lack them. Nothing more may come.
 
         Args:
             patience_s: how long to wait.
             why: the reason in that answer.
-            goes_on: another process of this machine continues the log: an append with a deadline
-                then waits until it, beyond the return of this call, and `patience_s` doesn't apply.
         """
-        end = time.monotonic() + (0.0 if goes_on else patience_s)
+        end = time.monotonic() + patience_s
         with self._lock:
             while self._any_held() and (left := end - time.monotonic()) > 0:
                 self._work.wait(min(left, _LOOK_LATE_S))
@@ -211,28 +206,7 @@ class LevelWaits:
             left_over = [one for kept in self._all() for one in kept]
             self._held, self._repeats = {}, {}
         self._let_go(left_over)
-        if goes_on:
-            left_over = self._handed_over(left_over)
         answer([(one.waiting, self._missing(one, why)) for one in left_over])
-
-    def _handed_over(self, left: Sequence[_Held]) -> list[_Held]:
-        """Hand over the appends that have a deadline, and return the others."""
-        waits = [
-            HandedOver(
-                one.waiting, one.ack, one.waiting.level or self._default, one.waiting.until_s, one.group, one.upto
-            )
-            for one in left
-            if one.waiting.until_s is not None
-        ]
-        hides = self._committer.shown is not None
-        wait_elsewhere(
-            waits,
-            self._high_water,
-            last_seen=self._holdings,
-            shown_upto=self._shown_upto if hides else None,
-            missing=self._missing_of,
-        )
-        return [one for one in left if one.waiting.until_s is None]
 
     # --- the thread that looks ---------------------------------------------------------------------------------------
 
@@ -365,11 +339,14 @@ class LevelWaits:
         return self._holdings.behind(held.group, level)
 
     def _missing(self, held: _Held, why: str) -> NotEnoughReplicas:
-        return _missing(held.waiting.level or self._default, held.group, self._holdings, why)
-
-    @staticmethod
-    def _missing_of(held: HandedOver, holdings: Holdings, why: str) -> NotEnoughReplicas:
-        return _missing(held.level, held.group, holdings, why)
+        level = held.waiting.level or self._default
+        behind = self._holdings.behind(held.group, level)
+        who = f"{', '.join(behind)} lacks it" if behind else _too_few(level, self._holdings)
+        return NotEnoughReplicas(
+            f"the write is durable here, and not {level} as asked for: {who}, and {why}",
+            level=str(level),
+            behind=list(behind),
+        )
 
     def _say_who_is_missing(self, now: float) -> None:
         if now - self._told_s < _TELL_EVERY_S:
@@ -382,16 +359,6 @@ class LevelWaits:
             "writes wait for other machines to have them", stream=self._stream, level=str(self._default), waiting=found.submissions,
             for_s=round(found.longest_s, 1), behind=list(found.behind),
         )  # fmt: skip
-
-
-def _missing(level: AckLevel, group: GroupNumber, holdings: Holdings, why: str) -> NotEnoughReplicas:
-    behind = holdings.behind(group, level)
-    who = f"{', '.join(behind)} lacks it" if behind else _too_few(level, holdings)
-    return NotEnoughReplicas(
-        f"the write is durable here, and not {level} as asked for: {who}, and {why}",
-        level=str(level),
-        behind=list(behind),
-    )
 
 
 def _too_few(level: AckLevel, holdings: Holdings) -> str:
@@ -430,7 +397,8 @@ class LevelsOfWriter:
         self._stream = str(stream)
         self._high_water = high_water
         self._shown_upto = shown_upto
-        self._ends_as, self._goes_on = "the log was closed", False
+        self.ends_as = "the log was closed"
+        """Reason given to callers that still wait at `close`."""
         self._beginning = threading.Lock()
         self._waits: LevelWaits | None = None
         self.is_asked = options.acks != LOCAL
@@ -453,24 +421,25 @@ class LevelsOfWriter:
                 )
             return self._waits
 
-    def raised(self, waiting: _Raised, acks: AckLevel | None, deadline_s: float | None) -> _Raised | None:
-        """Return the submission with the level that it waits for, its own or the stream's.
+    def awaits(self, acks: AckLevel | None) -> bool:
+        """Return whether an append that asks for this level waits for other machines."""
+        return self.is_asked or (acks is not None and not LOCAL.covers(acks))
 
-        Return None if it waits for this machine alone.
+    def require(self, waiting: Waiting, acks: AckLevel | None, deadline_s: float | None) -> None:
+        """Set the level that a submission waits for, its own or the stream's, unless that is this machine alone.
 
         Raises:
             AckLevelUnavailable: the level can't be observed here, or can never be reached.
         """
+        if not self.awaits(acks):
+            return
         level = self._options.acks
         if acks is not None and not level.covers(acks):
             check_level(acks, self._high_water, self._options.reach, shared=self._committer.is_shared)
             level = acks
-        if level == LOCAL:
-            return None
         self._begun()
         waiting.level = level
         waiting.until_s = None if deadline_s is None else time.monotonic() + deadline_s
-        return waiting
 
     def tell(self, group: Sequence[Waiting], acks: Sequence[Ack]) -> None:
         """Answer a commit group that is durable here, or hold it until others have it."""
@@ -483,18 +452,10 @@ class LevelsOfWriter:
         """See `LevelWaits.awaited`."""
         return Awaiting() if self._waits is None else self._waits.awaited()
 
-    def ends_as(self, why: str, *, goes_on: bool) -> None:
-        """See `LogWriter.ends_as`."""
-        self._ends_as, self._goes_on = why, goes_on
-
     def close(self) -> None:
-        """Answer every append that waits, or hand it to `wait_elsewhere`.
-
-        An append that doesn't reach its level within the writer's patience is answered with an
-        error.
-        """
+        """Answer every append that waits: with an error if it doesn't reach its level within the writer's patience."""
         if self._waits is not None:
-            self._waits.close(self._options.acks_patience_s, self._ends_as, goes_on=self._goes_on)
+            self._waits.close(self._options.acks_patience_s, self.ends_as)
 
 
 def _repeated_upto(ack: Ack) -> Seq | None:

@@ -33,12 +33,12 @@ class Waiting:
     as much as the rest.
     """
 
-    __slots__ = ("ops", "size_bytes")
+    __slots__ = ("level", "ops", "size_bytes", "until_s")
     ops: Submitted
     size_bytes: int
-    level: AckLevel | None = None
-    """Level that it waits for beyond this machine. Only subclasses have it, so that other appends don't pay for it."""
-    until_s: float | None = None
+    level: AckLevel | None
+    """Level that it waits for beyond this machine."""
+    until_s: float | None
     """Time by `time.monotonic` until which it waits for the level; None: without a limit."""
 
     def begin(self) -> bool:
@@ -58,6 +58,7 @@ class ThreadWaiter(Waiting):
     def __init__(self, ops: Submitted, size_bytes: int) -> None:
         self.ops = ops
         self.size_bytes = size_bytes
+        self.level = self.until_s = None
         self._done = threading.Lock()
         self._done.acquire()
         self._outcome: Outcome | None = None
@@ -85,6 +86,7 @@ class FutureWaiter(Waiting):
     def __init__(self, ops: Submitted, size_bytes: int) -> None:
         self.ops = ops
         self.size_bytes = size_bytes
+        self.level = self.until_s = None
         self.future: Future[Ack] = Future()
 
     def begin(self) -> bool:
@@ -117,6 +119,7 @@ class TaskWaiter(Waiting):
     def __init__(self, ops: Submitted, size_bytes: int, loop: asyncio.AbstractEventLoop) -> None:
         self.ops = ops
         self.size_bytes = size_bytes
+        self.level = self.until_s = None
         self.loop = loop
         self.future: asyncio.Future[Ack] = loop.create_future()
 
@@ -127,24 +130,6 @@ class TaskWaiter(Waiting):
     def end(self, outcome: Outcome) -> None:
         """Wake the task; `answer` wakes many at once."""
         _tell(self.loop, [(self, outcome)])
-
-
-class BlockedAtLevel(ThreadWaiter):
-    """As `ThreadWaiter`, but waits until other machines have it too."""
-
-    __slots__ = ("level", "until_s")
-
-
-class PromisedAtLevel(FutureWaiter):
-    """As `FutureWaiter`, but waits until other machines have it too."""
-
-    __slots__ = ("level", "until_s")
-
-
-class AwaitedAtLevel(TaskWaiter):
-    """As `TaskWaiter`, but waits until other machines have it too."""
-
-    __slots__ = ("level", "until_s")
 
 
 def answer(outcomes: Iterable[tuple[Waiting, Outcome]]) -> None:

@@ -44,10 +44,7 @@ from millstream.wal.writing.queue import SubmissionQueue
 from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
 from millstream.wal.writing.submissions import follow, shards_of
 from millstream.wal.writing.waiters import (
-    AwaitedAtLevel,
-    BlockedAtLevel,
     FutureWaiter,
-    PromisedAtLevel,
     TaskWaiter,
     ThreadWaiter,
     Waiting,
@@ -200,26 +197,22 @@ class LogWriter:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
         self._check_shards(ops)
         waiting = FutureWaiter(ops, _held_bytes(ops))
-        if acks is not None or self._levels.is_asked:
-            waiting = self._levels.raised(PromisedAtLevel(ops, waiting.size_bytes), acks, deadline_s) or waiting
+        self._levels.require(waiting, acks, deadline_s)
         self._queue.put(waiting, deadline_s)
         return waiting.future
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         """Append and return once durable; raises the error that `submit`'s future would end with."""
         self._check_shards(ops)
-        if acks is not None or self._levels.is_asked:
-            raised = self._levels.raised(BlockedAtLevel(ops, _held_bytes(ops)), acks, deadline_s)
-            if raised is not None:
-                self._queue.put(raised, deadline_s)
-                return raised.wait()
-        if not self._delays and self._may_write.is_set() and self._writing.acquire(blocking=False):
+        is_awaited = self._levels.awaits(acks)
+        if not is_awaited and not self._delays and self._may_write.is_set() and self._writing.acquire(blocking=False):
             try:
                 if self._queue.is_idle() and self._committer.failure is None:
                     return self._write_alone(ops)
             finally:
                 self._writing.release()
         waiting = ThreadWaiter(ops, _held_bytes(ops))
+        self._levels.require(waiting, acks, deadline_s)
         self._queue.put(waiting, deadline_s)
         return waiting.wait()
 
@@ -229,9 +222,7 @@ class LogWriter:
         """Append and return once durable; see `ports.LogAppender.append_async`."""
         self._check_shards(ops)
         waiting = TaskWaiter(ops, _held_bytes(ops), asyncio.get_running_loop())
-        if acks is not None or self._levels.is_asked:
-            raised = AwaitedAtLevel(ops, waiting.size_bytes, waiting.loop)
-            waiting = self._levels.raised(raised, acks, deadline_s) or waiting
+        self._levels.require(waiting, acks, deadline_s)
         if not self._queue.offer(waiting):
             await self._queue.put_async(waiting, deadline_s)
         return await waiting.future
@@ -401,15 +392,9 @@ class LogWriter:
             self._levels.awaited(),
         )
 
-    def ends_as(self, why: str, *, goes_on: bool = False) -> None:
-        """Set, before `close`, the reason given to callers that still wait for other machines when the wait ends.
-
-        Args:
-            why: as the end of a sentence.
-            goes_on: another process of this machine continues the log: callers with a deadline keep
-                waiting until it, and `close` waits for none of them.
-        """
-        self._levels.ends_as(why, goes_on=goes_on)
+    def ends_as(self, why: str) -> None:
+        """Set, before `close`, the reason given to callers that still wait for other machines: a sentence's end."""
+        self._levels.ends_as = why
 
     def close(self) -> None:
         """Write what is queued, seal, and release the locks. After a failure the files are left as they are."""
