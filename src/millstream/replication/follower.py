@@ -227,7 +227,7 @@ class WalFollower:
             raise trouble
 
     def _open_log(self) -> ReplicaLog:
-        return ReplicaLog.open(self._folder, files=self._files)
+        return ReplicaLog.open(self._folder, files=self._files, clock=self._clock)
 
     def _hear(self, link: LeaderLink) -> None:
         try:

@@ -16,13 +16,15 @@ from typing import Final
 from millstream.errors import CorruptWal, ShardLocked, ShardTaken
 from millstream.model.ids import ShardId, WriterId
 from millstream.model.positions import Seq
-from millstream.ports import Clock, Files
+from millstream.ports import Clock, Files, WritableFile
 from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, missing_shards, read_mark
 from millstream.wal.writing.sequence_allocator import GroupNumbers
 
 _PATIENCE_NS: Final = 10_000_000_000
 _LOOK_S: Final = 0.005
+_FOLLOWER_LOCK_NAME: Final = ".follower"
+"""Lock file in a stream's folder, held while a follower writes there. The marks' locks keep writers away."""
 
 
 def own_shards(
@@ -122,6 +124,22 @@ def folder_lock(files: Files, folder: str, clock: Clock, *, make: bool = False) 
         yield
     finally:
         file.close()
+
+
+def lock_follower(files: Files, folder: str) -> WritableFile:
+    """Take the lock that keeps other followers out of a folder; closing the file releases it. Raises `ShardLocked`."""
+    path = f"{folder}/{_FOLLOWER_LOCK_NAME}"
+    if not files.exists(path):
+        with suppress(FileExistsError):
+            files.create(path).close()
+    file = files.open_write(path)
+    if not file.lock():
+        file.close()
+        raise ShardLocked(
+            f"another process follows into {folder}",
+            hint="Stop it first; `millstream replicas` shows who it is.",
+        )
+    return file
 
 
 def lock_shards(

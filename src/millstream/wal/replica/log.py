@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from millstream import failpoints
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
@@ -30,15 +30,14 @@ from millstream.errors import (
     OtherStream,
     ReplicaFailed,
     ReplicaGap,
-    ShardLocked,
     ShipmentUnreadable,
 )
 from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
-from millstream.ports import Files, WritableFile
-from millstream.wal.files import NO_SPACE, RealFiles, as_told, check_is_at, is_refused, replacing
+from millstream.ports import Clock, Files, WritableFile
+from millstream.wal.files import NO_SPACE, RealFiles, SystemClock, as_told, check_is_at, is_refused, replacing
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
 from millstream.wal.replica.groups import GroupEnds, PartialGroups
@@ -46,10 +45,8 @@ from millstream.wal.replica.marks import NOBODY, check_mark, is_newer, moves, pl
 from millstream.wal.replica.recovery import fresh_shard, note_sealed, recover_replica
 from millstream.wal.replica.shown import ReplicaShown
 from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_start
-from millstream.wal.shards import lock_shards
-
-LOCK_NAME: Final = ".follower"
-"""Lock file in a stream's folder, held while a follower writes there. The marks' locks keep writers away."""
+from millstream.wal.shards import lock_follower, lock_shards
+from millstream.wal.startup_progress import StartupProgress
 
 
 class ReplicaEnd(NamedTuple):
@@ -137,6 +134,7 @@ class ReplicaLog:
         folder: str,
         *,
         files: Files | None = None,
+        clock: Clock | None = None,
         stream: StreamId | None = None,
         side_by_side: bool = True,
         withholds: bool = False,
@@ -147,6 +145,7 @@ class ReplicaLog:
         Args:
             folder: the stream's; made if it doesn't exist.
             files: the file system.
+            clock: measures the time: a slow start logs its progress.
             stream: the stream that the log must be of; None to take what lies there, or comes first.
             withholds: show readers nothing of a shipment that lacks shown positions.
             side_by_side: fsync several shards in parallel threads; otherwise in order, for tests that count.
@@ -162,7 +161,7 @@ class ReplicaLog:
         """
         files = RealFiles() if files is None else files
         files.makedirs(folder)
-        lock = _lock_folder(files, folder)
+        lock = lock_follower(files, folder)
         marks: dict[ShardId, MarkFile] = {}
         try:
             marks = lock_shards(files, folder, list_shards(files, folder))
@@ -178,11 +177,12 @@ class ReplicaLog:
                 groups.note(frames)
                 ends.note(frames)
 
+            progress = StartupProgress("the log's recovery", clock or SystemClock(), folder)
             for shard, mark in marks.items():
                 shard_dir = shard_folder(folder, shard)
                 dropped = read_dropped(files, shard_dir)
                 arriving = recover_replica(
-                    files, shard_dir, shard, stream=stream, mark=found[shard], dropped=dropped, note=note
+                    progress.over(files), shard_dir, shard, stream=stream, mark=found[shard], dropped=dropped, note=note
                 )
                 if arriving is None:
                     mark.close()
@@ -190,6 +190,7 @@ class ReplicaLog:
                 stream = arriving.stream
                 readers.found(shard, shard_dir, mark)
                 shards[shard] = _Shard(shard_dir, mark, found[shard], dropped, arriving)
+            progress.end()
         except BaseException as error:
             for mark in marks.values():
                 mark.close()
@@ -573,18 +574,3 @@ def _gap(part: SegmentPart, end: ByteEnd) -> ReplicaGap:
         f"segment {part.base_offset} of shard {part.shard} came from byte {part.position} on; here it ends at byte {end.position} of segment {end.base_offset}",
         shard=int(part.shard),
     )
-
-
-def _lock_folder(files: Files, folder: str) -> WritableFile:
-    path = f"{folder}/{LOCK_NAME}"
-    if not files.exists(path):
-        with suppress(FileExistsError):
-            files.create(path).close()
-    file = files.open_write(path)
-    if not file.lock():
-        file.close()
-        raise ShardLocked(
-            f"another process follows into {folder}",
-            hint="Stop it first; `millstream replicas` shows who it is.",
-        )
-    return file

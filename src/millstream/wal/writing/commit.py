@@ -41,6 +41,7 @@ from millstream.wal.files import NO_SPACE, as_told, is_refused
 from millstream.wal.mark import MarkFile
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
+from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, continue_shards, next_header
@@ -147,11 +148,14 @@ class GroupCommitter:
                 shards = own_shards(files, folder, identity.writer, shards, numbers)
                 check_not_gone(files, folder, shards, numbers)
                 marks = lock_shards(files, folder, shards, seize=numbers.may_seize())
+                progress = StartupProgress("the log's recovery", clock, folder)
+                read = progress.over(files)
                 if numbers.cut_at is not None:
-                    set_tail_aside(files, folder, marks, above=numbers.cut_at, now_ns=clock.now_ns())
+                    set_tail_aside(read, folder, marks, above=numbers.cut_at, now_ns=clock.now_ns())
                 recovered = recover(
-                    files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
+                    read, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
                 )
+                progress.end()
                 # If the catalog is older than the log, any writer's mark shows it.
                 reserved_to = max(recovered.reserved_to, greatest_known(files, folder) if numbers.shared else Seq(0))
                 numbers.begin(reserved_to=reserved_to, persisted_upto=recovered.persisted_upto)
@@ -244,8 +248,7 @@ class GroupCommitter:
 
     def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
         group = in_columns(submitted)
-        count = sum(ops.row_count for ops in group)
-        reached = dict(self.reached)
+        count, reached = sum(ops.row_count for ops in group), dict(self.reached)
         for ops in group:
             for source, lsn in ops.reached.items():
                 reached[source] = max(lsn, reached.get(source, lsn))
@@ -412,8 +415,7 @@ class GroupCommitter:
         base = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
         if isinstance(group[0], SpilledOp):
             assert len(group) == 1
-            own = SeqRange(first_seq, group[0].row_count)
-            self._stage_spilled(group[0], facts, own, base)
+            self._stage_spilled(group[0], facts, SeqRange(first_seq, group[0].row_count), base)
             return
         plans = plan_group(
             [ops for ops in group if isinstance(ops, WriteOps)],

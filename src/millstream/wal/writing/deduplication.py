@@ -31,6 +31,7 @@ from millstream.ports import Clock, Files
 from millstream.protocol.asked_writes import AskedWrites
 from millstream.protocol.sessions import NO_DIGEST, SessionLimits, Sessions
 from millstream.wal.reader import StreamReader
+from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.session_file import read_copy, remove_copy, write_copy
 from millstream.wal.writing.submissions import parts_of
@@ -133,7 +134,8 @@ class KeyedCommits:
         except ValueError as error:
             raise CorruptWal(f"the sessions' copy in {folder} makes no sense: {error}", file=folder) from error
         upto = Seq(0) if copy is None else copy.upto
-        reader = StreamReader(folder, files=files, durable=True)
+        progress = StartupProgress("reading the sessions' writes", clock, folder)
+        reader = StreamReader(folder, files=progress.over(files), durable=True)
         first = reader.first_seq()
         if upto + 1 < first:
             logger.warning(
@@ -142,6 +144,7 @@ class KeyedCommits:
         for group in reader.read_groups(max(upto, Seq(first - 1)), persisted):
             for write_id, digest, given, now_us in writes_of(group):
                 sessions.note(write_id, digest, given, now_us)
+        progress.end()
         if upto + 1 < first:
             sessions.forget_gaps()
         opened = cls(
