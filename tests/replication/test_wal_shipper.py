@@ -1,0 +1,110 @@
+"""The shipper of a stream and a follower, as the processes run them: sealed segments arrive whole."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from uuid import UUID
+
+from tests.app.homes import wait_for
+from tests.replication.flight_server import ExchangeServer
+
+from millstream.codec.log_segment import SEGMENT_TRAILER_SIZE, SegmentFooter
+from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.model.positions import Seq
+from millstream.model.replication import Hello, Holdings, NodeName
+from millstream.ports import LeaderLink
+from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.replication.flight import FlightTransport, LeaderAddress
+from millstream.replication.follower import WalFollower
+from millstream.replication.shipper import WalShipper
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
+
+A, B = NodeName("a"), NodeName("b")
+SEGMENTS = 10
+
+
+class Notes:
+    """Notes of a shipper and of a follower, kept in memory."""
+
+    def __init__(self) -> None:
+        self.needed_from: dict[NodeName, Seq] = {}
+        self.facts: list[RoleFact] = []
+
+    def role(self, fact: RoleFact) -> None:
+        self.facts.append(fact)
+
+    def cursor(self, node: NodeName, needed_from: Seq, position: object, *, anew: bool) -> None:
+        del position, anew
+        self.needed_from[node] = needed_from
+
+    def acks(self, holdings: Holdings, now_ns: int) -> None: ...
+
+    def check_promise(self, fact: RoleFact) -> None: ...
+
+    def documents(self, documents: object) -> None: ...
+
+    def set_aside(self, behind: object) -> None:
+        raise AssertionError(f"nothing was to be set aside, but {behind}")
+
+    def lag(self, lag: object) -> None: ...
+
+    def let_go(self, leader_dropped: Seq) -> None: ...
+
+
+def segments_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.wal"))}
+
+
+def test_ten_sealed_segments_arrive_byte_by_byte(tmp_path: Path) -> None:
+    leader, follower = tmp_path / "leader", tmp_path / "follower"
+    reservations, table = MemoryReservations(), plain_table(1)
+    with closing(
+        LogWriter.open(
+            str(leader),
+            stream=StreamId(UUID(int=7)),
+            shards=[ShardId(0)],
+            epoch=Epoch(3),
+            reservations=reservations,
+            options=LogOptions(segment_bytes=40_000),
+        )
+    ) as writer:
+        number = 0
+        while len(segments_of(leader)) <= SEGMENTS:
+            number += 1
+            writer.append(plain_ops({number: [(table, 1, f"{number}" * 1_000)]}))
+    sealed = dict(list(segments_of(leader).items())[:SEGMENTS])  # the last one is open, and still empty
+    assert all(SegmentFooter.is_trailer(data[-SEGMENT_TRAILER_SIZE:]) for data in sealed.values())
+    served, notes = FlightTransport("web"), Notes()
+    server = ExchangeServer(served)
+    reading = FlightTransport("web", LeaderAddress(server.place))
+
+    def connect(node: NodeName, hello: Hello, timeout_s: float) -> tuple[NodeName, LeaderLink]:
+        del node
+        return A, reading.connect(hello, timeout_s)
+
+    shipper = WalShipper("web", str(leader), RoleFact(), frozenset({B}), served, notes)
+    follows = WalFollower("web", str(follower), B, RoleFact(Role.FOLLOWS, leader=A), connect, Notes())
+    ends = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        shipper.start()
+        following = pool.submit(follows.run, ends)
+        try:
+            wait_for(lambda: follows.group, what=follows.facts)
+            assert shipper.stop(30.0) == (), "the follower has acknowledged all"
+        finally:
+            ends.set()
+            shipper.stop(0.0)
+            served.close()
+            following.result()
+            reading.close()
+            wait_for(lambda: server.calls == 0, what=lambda: "calls that don't end")
+            server.shutdown()
+    assert shipper.failure is None
+    assert len(sealed) == SEGMENTS
+    assert segments_of(follower) == sealed
+    assert notes.needed_from[B] == number, "the cursor of the follower stands at the last number"
