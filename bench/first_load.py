@@ -91,7 +91,7 @@ def _appended_rows_s(server: EmbeddedPostgres, path: Path, rows: int) -> float:
             server.connect(DATABASE) as connection,
             connection.cursor().copy(f"COPY {TABLE} TO STDOUT (FORMAT csv)") as copy,
         ):
-            held: list[bytes | memoryview] = []
+            held: list[bytes | bytearray | memoryview] = []
             size = 0
             for line in copy:
                 held.append(line)
@@ -109,7 +109,7 @@ def _appended_rows_s(server: EmbeddedPostgres, path: Path, rows: int) -> float:
 
 
 def _append(
-    path: Path, lines: list[bytes | memoryview], reading: csv.ReadOptions, converting: csv.ConvertOptions
+    path: Path, lines: list[bytes | bytearray | memoryview], reading: csv.ReadOptions, converting: csv.ConvertOptions
 ) -> None:
     text = pa.BufferReader(b"".join(lines))
     write_deltalake(str(path), csv.read_csv(text, read_options=reading, convert_options=converting), mode="append")

@@ -8,13 +8,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 from deltalake import DeltaTable
-from deltalake.transaction import AddAction
+from deltalake.transaction import AddAction, RemoveAction
 
 from bench.figures import Figure, asked, compared, measures, say
 from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, clustered, records, uniform
@@ -47,8 +48,8 @@ def fold_vs_merge() -> Iterator[Figure]:
             batches = _Changes(rows, changes, keys)
             yield compared(
                 name,
-                lambda lake=lake, batches=batches: _folded_rows_s(lake, *batches.next("ours")),
-                lambda peer=peer, batches=batches: _merged_rows_s(peer, *batches.next("peer")),
+                partial(_folded_rows_s, lake, partial(batches.next, "ours")),
+                partial(_merged_rows_s, peer, partial(batches.next, "peer")),
                 unit="rows/s",
                 goal=">= 1.0" if keys is uniform else "reported",
                 rows=rows,
@@ -78,12 +79,14 @@ class _Changes:
         return [*letters.tolist(), *["c"] * tenth], np.concatenate([found, new])
 
 
-def _folded_rows_s(lake: Lake, letters: list[str], ids: Ids) -> float:
+def _folded_rows_s(lake: Lake, changes: Callable[[], tuple[list[str], Ids]]) -> float:
+    letters, ids = changes()
     lake.append(letters, ids)
     return len(ids) / lake.fold()
 
 
-def _merged_rows_s(path: str, letters: list[str], ids: Ids) -> float:
+def _merged_rows_s(path: str, changes: Callable[[], tuple[list[str], Ids]]) -> float:
+    letters, ids = changes()
     columns = [column.name for column in ACCOUNTS.columns]
     source = pa.Table.from_batches([records("u", ids, after=0)]).select(columns)
     source = source.append_column("deleted", pa.array(np.array(letters) == "d"))
@@ -122,8 +125,8 @@ def query_vs_current() -> Iterator[Figure]:
         ):
             yield compared(
                 name,
-                lambda sql=sql: _asked_ms(lake, sql.format("public.accounts", next(points))),
-                lambda sql=sql: _asked_current_ms(lake, sql.format("accounts", next(points))),
+                partial(_asked_ms, lake, sql, points),
+                partial(_asked_current_ms, lake, sql, points),
                 unit="ms",
                 goal="<= 3",
                 rows=rows,
@@ -134,18 +137,20 @@ def query_vs_current() -> Iterator[Figure]:
             )
 
 
-def _asked_ms(lake: Lake, sql: str) -> float:
+def _asked_ms(lake: Lake, sql: str, keys: Iterator[int]) -> float:
+    statement = sql.format("public.accounts", next(keys))
     began_at = time.perf_counter()
     with LakeSession(lake.layout) as session:
-        session.query(sql)
+        session.query(statement)
     return (time.perf_counter() - began_at) * 1000
 
 
-def _asked_current_ms(lake: Lake, sql: str) -> float:
+def _asked_current_ms(lake: Lake, sql: str, keys: Iterator[int]) -> float:
+    statement = sql.format("accounts", next(keys))
     began_at = time.perf_counter()
     with duckdb.connect() as connection:
         connection.register("accounts", DeltaTable(lake.current).to_pyarrow_dataset())
-        connection.sql(sql).to_arrow_table()
+        connection.sql(statement).to_arrow_table()
     return (time.perf_counter() - began_at) * 1000
 
 
@@ -182,7 +187,7 @@ def _grown(path: Path, rows: int) -> Lake:
     action = pa.table(history.get_add_actions(flatten=True)).to_pylist()[0]
     numbers = itertools.count(1)
     while lake.n < rows:
-        adds = []
+        adds: list[AddAction | RemoveAction] = []
         for _ in range(min(20, (rows - lake.n) // each)):
             name = f"{Path(action['path']).parent}/part-{next(numbers):05}.parquet"
             os.link(root / action["path"], root / name)
@@ -234,7 +239,7 @@ def _change_us(lake: Lake) -> float:
         lake.layout.app_id("history", ACCOUNTS.table_id),
     )
     assert opened is not None
-    tail = read_history(opened, after=batch_after, upto=lake.n, table=ACCOUNTS)
+    tail = read_history(opened, after=batch_after, upto=lake.n, table=ACCOUNTS.table_id)
     took_s = time.perf_counter() - began_at
     if tail.num_rows != 10 * HISTORY_CHANGES:
         raise AssertionError(f"the tail has {tail.num_rows} records")

@@ -27,14 +27,16 @@ View = Literal["query", "current"]
 
 def _query(path: str) -> list[dict[str, Any]]:
     with millstream.open(path) as home:
-        return home.query(SQL.format("public.accounts"), stream="bench").to_pylist()
+        rows: list[dict[str, Any]] = home.query(SQL.format("public.accounts"), stream="bench").to_pylist()
+        return rows
 
 
 def _current(path: str) -> list[dict[str, Any]]:
     table = DeltaTable(str(Path(path) / "lake" / "bench" / "current" / "public.accounts"))
     with duckdb.connect() as connection:
         connection.register("accounts", table.to_pyarrow_dataset())
-        return connection.sql(SQL.format("accounts")).to_arrow_table().to_pylist()
+        rows: list[dict[str, Any]] = connection.sql(SQL.format("accounts")).to_arrow_table().to_pylist()
+        return rows
 
 
 def main() -> int:

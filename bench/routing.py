@@ -52,7 +52,7 @@ def routed() -> Iterator[Figure]:
     )
     calls = [_call(number, min(CALL_ROWS, rows)) for number in range(max(1, rows // CALL_ROWS))]
     router.place(SCHEMA, calls[0])
-    total = sum(call.num_rows for call in calls)
+    total: int = sum(call.num_rows for call in calls)
 
     def run() -> float:
         started = time.perf_counter()

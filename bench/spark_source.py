@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -68,8 +69,8 @@ def source_vs_parquet() -> Iterator[Figure]:
             ):
                 yield compared(
                     name,
-                    _timed(path, rows, lambda c=columns: _log_stream(spark, path / "wal", c)),
-                    _timed(path, rows, lambda f=files: spark.readStream.schema(_schema_of(spark, f)).parquet(str(f))),
+                    _timed(path, rows, partial(_log_stream, spark, path / "wal", columns)),
+                    _timed(path, rows, partial(_parquet_stream, spark, files)),
                     unit="rows/s",
                     goal=">= 0.6" if name == "spark_source_vs_parquet" else "reported",
                     rows=rows,
@@ -178,8 +179,8 @@ def _write_file(held: list[pa.RecordBatch], folders: tuple[Path, Path], names: l
     return number + 1
 
 
-def _schema_of(spark: SparkSession, files: Path) -> Any:
-    return spark.read.parquet(str(files)).schema
+def _parquet_stream(spark: SparkSession, files: Path) -> DataFrame:
+    return spark.readStream.schema(spark.read.parquet(str(files)).schema).parquet(str(files))
 
 
 def _log_stream(spark: SparkSession, wal: Path, columns: dict[str, str]) -> DataFrame:
