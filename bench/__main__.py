@@ -43,10 +43,11 @@ def main() -> int:
         "--rows", type=int, metavar="N", help="rows of the table, where a figure has one of its own size"
     )
     parser.add_argument("--seconds", type=int, metavar="N", help="how long, where a figure runs for a time")
+    parser.add_argument("--runs", type=int, metavar="N", help="counted runs, where a figure is measured more than once")
     options = parser.parse_args()
     # A SIGTERM, too, must end the started processes and remove the filled folders, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
-    asked.rows, asked.seconds = options.rows, options.seconds
+    asked.rows, asked.seconds, asked.runs = options.rows, options.seconds, options.runs
     if options.list:
         print("\n".join(names()))
         return 0
@@ -60,8 +61,8 @@ def main() -> int:
     for measure in chosen:
         for figure in measure():
             print(figure.line(), flush=True)
-            if asked.rows is None and asked.seconds is None:
-                keep([figure])  # A try isn't the documented figure.
+            if not asked.is_a_try:
+                keep([figure])
     return 0
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from bench.figures import Figure, compared, interleaved, measures, say
+from bench.figures import Figure, compared, interleaved, measures, reported, say
 from bench.places import folder
 from bench.wal import EVENTS, ROW_BYTES, log_in
 from millstream.model.appends import AppendOp
@@ -212,9 +212,8 @@ def _figures(word: str, who: str, ack: str, *, coroutines: bool) -> Iterator[Fig
 
     say(f"{ack}: {CALLERS} {who}")
     mine, theirs = interleaved(lambda: _median_ms(ours), _raw_fsync_ms)
-    yield Figure(
-        figure=ack, ratio=round(mine / theirs, 2), ours=round(mine, 2), peer=round(theirs, 2), unit="ms", runs=5,
-        goal="<= 2", rows=1, bytes=ROW_BYTES,
+    yield reported(
+        ack, mine, theirs, unit="ms", goal="<= 2", rows=1, size_bytes=ROW_BYTES,
         note=f"the median time of one of {said}; the peer is one pwrite of {ROW_BYTES} B and its fdatasync, alone",
     )  # fmt: skip
 

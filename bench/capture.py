@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import statistics
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from bench.debezium import VERSION, Rates, engine
-from bench.figures import RUNS, Figure, asked, compared, measures, say
+from bench.figures import RUNS, Figure, asked, compared, interleaved, measures, reported, say
 from bench.homes import make_home
 from bench.ours import PGOUTPUT, captured
 from bench.places import folder
@@ -135,39 +134,34 @@ def debezium() -> Iterator[Figure]:
     transactions = ENGINE_TRANSACTIONS if asked.rows is None else asked.rows // 1000
     say(f"capture_vs_debezium_engine: {transactions:,} transactions of 1,000 rows")
     warm()
-    ours: list[float] = []
     theirs: list[Rates] = []
     with engine() as peer, postgres(tcp=True) as server:
         backlog = make_backlog(server, "mid", transactions=transactions, rows_each=1000)
-        for number in range(ENGINE_RUNS):
-            ours.append(_captured_rows_s(backlog, tcp=True))
+
+        def peer_rows_s() -> float:
             with folder("debezium") as path:
                 theirs.append(peer.run(backlog, path))
-            last = theirs[-1]
-            say(
-                f"  run {number + 1}: ours {ours[-1]:,.4g}, peer {last.whole:,.4g}, its second half {last.second_half:,.4g}"
-            )
-    mine = statistics.median(ours)
+            return theirs[-1].whole
+
+        ours, whole = interleaved(lambda: _captured_rows_s(backlog, tcp=True), peer_rows_s, runs=ENGINE_RUNS)
+    second_half = [rates.second_half for rates in theirs[1:]]  # The first round isn't counted.
     for figure, goal, peers, of_what in (
-        ("capture_vs_debezium_engine", ">= 5", [rates.whole for rates in theirs], "all of its run"),
+        ("capture_vs_debezium_engine", ">= 5", whole, "all of its run"),
         (
             "capture_vs_debezium_engine_second_half",
             ">= 4",
-            [rates.second_half for rates in theirs],
+            second_half,
             "the second half of its rows, when its code is compiled",
         ),
     ):
-        rows_s = statistics.median(peers)
-        yield Figure(
-            figure=figure,
-            ratio=round(mine / rows_s, 3),
-            ours=round(mine, 1),
-            peer=round(rows_s, 1),
+        yield reported(
+            figure,
+            ours,
+            peers,
             unit="rows/s",
-            runs=ENGINE_RUNS,
             goal=goal,
             rows=backlog.rows,
-            bytes=backlog.size_bytes,
+            size_bytes=backlog.size_bytes,
             note=f"{transactions} transactions of 1000 rows; {SHAPE}; both read copies of one slot over the loopback; ours as in"
             f" capture_stream_vs_pg_recvlogical; the peer is Debezium {VERSION}, embedded, its records as JSON without their schemas in a file,"
             f" fdatasynced a batch of at most 8192, from when its slot is taken until the last row is on disk: {of_what}",
@@ -332,16 +326,13 @@ def _resident_memory(name: str, *, mid: int, large: int, runs: int) -> Figure:
             peaks.append(_peak_mib(home.command("capture", "run", "--until-caught-up")))
             say(f"  run {number + 1}: {peaks[-1]:.0f} MiB")
     before = f"{mid} transactions of 1000 rows, then " if mid else ""
-    return Figure(
-        figure=name,
-        ratio=None,
-        ours=round(statistics.median(peaks), 1),
-        peer=None,
+    return reported(
+        name,
+        peaks,
         unit="MiB",
-        runs=runs,
         goal="< 512",
         rows=rows,
-        bytes=rows * ROW_BYTES,
+        size_bytes=rows * ROW_BYTES,
         note=f"VmHWM of the process `millstream capture run --until-caught-up`; {SHAPE}; {before}one transaction of"
         f" {large} rows, which the source streams before its commit (logical_decoding_work_mem 64MB)",
     )

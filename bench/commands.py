@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.figures import RUNS, Figure, measures, say
+from bench.figures import Figure, measures, repeated, reported, say
 
 MILLSTREAM = str(Path(sys.executable).parent / "millstream")
 
@@ -18,9 +17,11 @@ MILLSTREAM = str(Path(sys.executable).parent / "millstream")
 def help_ms() -> Iterator[Figure]:
     """Measure `millstream --help`, as a whole process."""
     say("help_ms: millstream --help")
-    times_ms = []
-    for _ in range(RUNS + 1):
-        start = time.perf_counter()
-        subprocess.run([MILLSTREAM, "--help"], check=True, capture_output=True)
-        times_ms.append((time.perf_counter() - start) * 1000)
-    yield Figure("help_ms", None, round(statistics.median(times_ms[1:]), 1), None, "ms", RUNS, "< 300", 0, 0)
+    times_ms = repeated(_help_ms)
+    yield reported("help_ms", times_ms, unit="ms", goal="< 300", rows=0, size_bytes=0, note="the whole process")
+
+
+def _help_ms() -> float:
+    began = time.perf_counter()
+    subprocess.run([MILLSTREAM, "--help"], check=True, capture_output=True)
+    return (time.perf_counter() - began) * 1000

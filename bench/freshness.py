@@ -21,7 +21,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 import millstream
-from bench.figures import RUNS, Figure, asked, measures, say
+from bench.figures import RUNS, Figure, asked, measures, reported, say
 from bench.homes import Home, make_home, wait_for
 from bench.latency import RATE, MarkWatcher, paced
 from bench.load import CLIENTS, Load, percentiles_of_windows
@@ -182,39 +182,33 @@ def _latencies_ms(load: Load, seen: list[dict[str, int]]) -> np.ndarray:
 def _latency(name: str, observed: Observed, rows: int, what: str) -> Figure:
     p50, p99 = percentiles_of_windows(observed.load, _latencies_ms(observed.load, observed.seen), RUNS)
     took_ms = statistics.median(answer["took_ms"] for answer in observed.seen)
-    return Figure(
-        figure=name,
-        ratio=None,
-        ours=round(p50),
-        peer=None,
+    return reported(
+        name,
+        p50,
         unit="ms",
-        runs=RUNS,
         goal="p50 <= 1500, p99 <= 4000",
         rows=rows,
-        bytes=rows * _ROW_BYTES,
+        size_bytes=rows * _ROW_BYTES,
         note=f"p50; table of {rows:,} rows, {SHAPE} and two more integers; {RATE} updates a second of uniformly random rows by"
         f" {CLIENTS} clients, folds run beside them; from the client's answer to its COMMIT until the answer of {what}"
         f" (count and greatest numbers of {min(rows, KEYS):,} keys) that shows it or what came behind it, by a process that opens all anew for each of its {len(observed.seen)} queries, one"
         f" begun every {EVERY_S} s and {took_ms:.0f} ms long; medians over {RUNS} windows",
-        p99=round(p99),
+        p99=p99,
     )
 
 
 def _fold_lag(name: str, observed: Observed, rows: int) -> Figure:
     lags = observed.fold_lags_s()
-    return Figure(
-        figure=name,
-        ratio=None,
-        ours=round(statistics.median(lags), 1),
-        peer=None,
+    return reported(
+        name,
+        lags,
         unit="s",
-        runs=len(lags),
         goal="reported",
         rows=rows,
-        bytes=rows * _ROW_BYTES,
+        size_bytes=rows * _ROW_BYTES,
         note=f"p50; the age of the oldest record that `current` of {rows:,} rows lacked, looked at every {LOOK_S:.0f} s in the run of"
         " commit_to_query_ms at that size",
-        p99=round(float(np.percentile(lags, 99)), 1),
+        p99=[float(np.percentile(lags, 99))],
     )
 
 
@@ -260,16 +254,13 @@ def disk_factor() -> Iterator[Figure]:
     observed = observe(rows, seconds=seconds, view="query")
     late = observed.looks[len(observed.looks) // 2 :]
     factors = [look.disk_bytes / look.live_bytes for look in late]
-    yield Figure(
-        figure="disk_factor",
-        ratio=None,
-        ours=round(max(factors), 2),
-        peer=None,
+    yield reported(
+        "disk_factor",
+        [max(factors)],
         unit="x",
-        runs=1,
         goal="<= 5",
         rows=rows,
-        bytes=late[-1].live_bytes,
+        size_bytes=late[-1].live_bytes,
         note=f"the most that all Parquet files in the folder of `current` ever had of bytes, over its live files' bytes, in the second half of"
         f" {seconds} s of {RATE} updates a second of uniformly random rows of {rows:,}; looked at every {LOOK_S:.0f} s; median {statistics.median(factors):.2f}",
     )
@@ -300,16 +291,13 @@ def driver_back() -> Iterator[Figure]:
                 wait_for("the driver to be back", partial(shows, number), process=run)
                 if number:
                     took_s.append(time.perf_counter() - began_at)
-    yield Figure(
-        figure="driver_back_s",
-        ratio=None,
-        ours=round(statistics.median(took_s), 1),
-        peer=None,
+    yield reported(
+        "driver_back_s",
+        took_s,
         unit="s",
-        runs=RUNS,
         goal="<= 30",
         rows=rows,
-        bytes=rows * _ROW_BYTES,
+        size_bytes=rows * _ROW_BYTES,
         note=f"SIGKILL of the pipeline's process under `millstream run`; from there until a query shows a row that was committed right after;"
         f" table of {rows:,} rows; at most {max(took_s):.1f} s",
     )

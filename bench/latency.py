@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.figures import RUNS, Figure, measures, say
+from bench.figures import RUNS, Figure, measures, reported, say
 from bench.homes import Home, make_home, wait_for
 from bench.load import CLIENTS, Load, PacedLoad, percentiles_of_windows
 from bench.places import folder
@@ -88,20 +88,17 @@ def commit_to_durable() -> Iterator[Figure]:
         seqs = _numbers_of(home.wal, load)
         seen = at[np.searchsorted(upto, seqs)]
         p50, p99 = percentiles_of_windows(load, (seen - load.committed_ns) / 1e6, RUNS)
-    yield Figure(
-        figure="commit_to_durable_ms",
-        ratio=None,
-        ours=round(p50, 2),
-        peer=None,
+    yield reported(
+        "commit_to_durable_ms",
+        p50,
         unit="ms",
-        runs=RUNS,
         goal="p50 <= 5, p99 <= 50",
         rows=len(load),
-        bytes=len(load) * 60,
+        size_bytes=len(load) * 60,
         note=f"p50; {RATE} one-row inserts a second by {CLIENTS} clients of pgbench, PostgreSQL's fsync and synchronous_commit on;"
         " from the client's answer to its COMMIT until another process sees the log's mark behind the record;"
         f" medians over {RUNS} windows of {DURABLE_S // RUNS} s",
-        p99=round(p99, 2),
+        p99=p99,
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import millstream
-from bench.figures import Figure, asked, compared, interleaved, measures, say
+from bench.figures import Figure, asked, compared, interleaved, measures, reported, say
 from bench.places import as_installed, folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, log_in, operation
 from millstream.errors import MillstreamError
@@ -115,17 +115,15 @@ def acknowledged() -> Iterator[Figure]:
                 return 1e3 * statistics.median(times)
 
             ours, peer = interleaved(lambda: run("durable(1)"), lambda: run("local"))
-    yield Figure(
+    yield reported(
         "ack_durable1_ms",
-        round(ours / peer, 3),
-        round(ours, 2),
-        round(peer, 2),
-        "ms",
-        5,
-        "none",
-        count,
-        count * ROW_BYTES,
-        f"{count} appends of one row, one after the other, through the owner's socket; durable(1): on a follower of this machine, too; peer: local",
+        ours,
+        peer,
+        unit="ms",
+        goal="reported",
+        rows=count,
+        size_bytes=count * ROW_BYTES,
+        note=f"{count} appends of one row, one after the other, through the owner's socket; durable(1): on a follower of this machine, too; peer: local",
     )
 
 
@@ -168,17 +166,14 @@ def promotion() -> Iterator[Figure]:
                 for load in loads:
                     load.join(60)
         say(f"  run {number + 1}: {times[-1]:.2f} s")
-    yield Figure(
+    yield reported(
         "promotion_s",
-        None,
-        round(statistics.median(times), 2),
-        None,
-        "s",
-        len(times),
-        "< 10",
-        0,
-        0,
-        "three nodes on one machine, acks = durable(1), four threads appending; from SIGKILL of the leader over `millstream promote` to the first row acknowledged by the new one",
+        times,
+        unit="s",
+        goal="< 10",
+        rows=0,
+        size_bytes=0,
+        note="three nodes on one machine, acks = durable(1), four threads appending; from SIGKILL of the leader over `millstream promote` to the first row acknowledged by the new one",
     )
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as Spark's own pages write it
 
-from bench.figures import Figure, asked, compared, measures
+from bench.figures import Figure, asked, compared, measures, repeated, reported
 from bench.places import folder
 from millstream.crdt.declared import TableMerge
 from millstream.crdt.reconcile import ReconciliationEngine, RegionState
@@ -81,18 +81,13 @@ def reconciled() -> Iterator[Figure]:
         assert here.rows.num_rows == there.rows.num_rows == 2 * count
         return took_ms
 
-    run()
-    times = sorted(run() for _ in range(5))
-    yield Figure(
-        figure="reconcile_100k_ms",
-        ratio=None,
-        ours=round(times[2], 1),
-        peer=None,
+    yield reported(
+        "reconcile_100k_ms",
+        repeated(run),
         unit="ms",
-        runs=5,
         goal="< 1,000",
         rows=count,
-        bytes=local.rows.nbytes,
+        size_bytes=local.rows.nbytes,
         note=f"{count:,} rows on each of two sides, half of the keys on both, six columns (PN counter, text by the last write, union set, signal, hiding): plan, and"
         " apply on both sides",
     )

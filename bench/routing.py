@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 
-from bench.figures import RUNS, Figure, asked, measures, say
+from bench.figures import Figure, asked, measures, repeated, reported
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
@@ -60,21 +59,13 @@ def routed() -> Iterator[Figure]:
             router.place(SCHEMA, call)
         return total / (time.perf_counter() - started)
 
-    figures = []
-    for number in range(RUNS + 1):
-        figure = run()
-        say(f"  {'warm-up' if number == 0 else f'run {number}'}: {figure:,.4g}")
-        figures += [figure] if number else []
-    yield Figure(
-        figure="route_rows_per_s",
-        ratio=None,
-        ours=round(statistics.median(figures), 1),
-        peer=None,
+    yield reported(
+        "route_rows_per_s",
+        repeated(run),
         unit="rows/s",
-        runs=RUNS,
         goal=">= 5000000",
         rows=total,
-        bytes=sum(call.nbytes for call in calls),
+        size_bytes=sum(call.nbytes for call in calls),
         note=f"{SHARDS} shards, a day's partition, calls of {min(CALL_ROWS, rows):,} rows of 6 columns, one thread",
     )
 

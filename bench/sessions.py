@@ -12,7 +12,7 @@ from statistics import median
 import psutil
 import pyarrow as pa
 
-from bench.figures import Figure, asked, compared, measures, say
+from bench.figures import Figure, asked, compared, measures, reported, say
 from bench.places import folder
 from millstream.app.local_client import home_appender
 from millstream.home.home import Home
@@ -81,9 +81,9 @@ def session_bytes() -> Iterator[Figure]:
         pieces = sessions.copied()
         held_ms = (time.perf_counter() - began) * 1000
         copied = sum(map(len, pieces()))
-        yield Figure(
-            "session_bytes", None, round(size, 1), None, "bytes/session", 1, "", count, copied,
-            f"{count:,} sessions with names of 26 characters, {writes} writes each; bytes are the copy's, for which the log's writer waits {held_ms:.0f} ms",
+        yield reported(
+            "session_bytes", [size], unit="bytes/session", goal="reported", rows=count, size_bytes=copied,
+            note=f"{count:,} sessions with names of 26 characters, {writes} writes each; bytes are the copy's, for which the log's writer waits {held_ms:.0f} ms",
         )  # fmt: skip
         del sessions, pieces
 
@@ -112,9 +112,9 @@ def among_many_sessions() -> Iterator[Figure]:
             opened_ms = (time.perf_counter() - began) * 1000
             assert known.mark == writes
             size = (psutil.Process().memory_info().rss - before) / count
-            yield Figure(
-                "sessions_open_ms", None, round(opened_ms, 1), None, "ms", 1, "", count, copied,
-                f"{count:,} sessions of {writes} writes, all in the copy; {size:.0f} B of memory a session once it is open",
+            yield reported(
+                "sessions_open_ms", [opened_ms], unit="ms", goal="reported", rows=count, size_bytes=copied,
+                note=f"{count:,} sessions of {writes} writes, all in the copy; {size:.0f} B of memory a session once it is open",
             )  # fmt: skip
             apart = max(1, count // (REQUESTS * BATCHES * 8))
             following = [WriteId(_name(i), writes + 1) for i in range(0, count, apart)]

@@ -11,7 +11,7 @@ import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
-from bench.figures import Figure, asked, measures, say
+from bench.figures import Figure, asked, measures, reported, say
 from bench.homes import Home, make_home, wait_for
 from bench.load import PacedLoad
 from bench.places import folder
@@ -97,42 +97,33 @@ def lake_files_small_tables() -> Iterator[Figure]:
         f" of its own and each table in turn, for {seconds} s; `log_retention` {LOG_RETENTION_S} s; looked at from outside every {LOOK_S:.0f} s"
     )
     size_bytes = rows * _ROW_BYTES
-    yield Figure(
-        figure="lake_files_small_tables",
-        ratio=None,
-        ours=round(max(f.written for f in current) / minutes, 1),
-        peer=None,
+    yield reported(
+        "lake_files_small_tables",
+        [max(f.written for f in current) / minutes],
         unit="files/min",
-        runs=1,
         goal="< 15",
         rows=rows,
-        bytes=size_bytes,
+        size_bytes=size_bytes,
         note="files of any kind (data, commits, checkpoints) that came into the folder of `current` a minute, of the table with the most;"
         f" into that of history {max(f.written for f in history) / minutes:.0f}; {said}",
     )
-    yield Figure(
-        figure="lake_files_small_tables_log_age_s",
-        ratio=None,
-        ours=round(max(f.oldest_s for f in (*history, *current))),
-        peer=None,
+    yield reported(
+        "lake_files_small_tables_log_age_s",
+        [max(f.oldest_s for f in (*history, *current))],
         unit="s",
-        runs=1,
         goal=f"< {LOG_RETENTION_S + 300}",
         rows=rows,
-        bytes=size_bytes,
+        size_bytes=size_bytes,
         note=f"age of the oldest commit in any `_delta_log` of `current` and history, by the file's time, at most; {said}",
     )
     late = [f.factors[len(f.factors) // 2 :] for f in bounded]
-    yield Figure(
-        figure="lake_files_small_tables_disk_factor",
-        ratio=None,
-        ours=round(max(max(factors) for factors in late), 2),
-        peer=None,
+    yield reported(
+        "lake_files_small_tables_disk_factor",
+        [max(max(factors) for factors in late)],
         unit="x",
-        runs=1,
         goal="<= 5",
         rows=rows,
-        bytes=max(f.live_bytes for f in bounded),
+        size_bytes=max(f.live_bytes for f in bounded),
         note=f"bytes in the folder of `current`, its log's too, over its live files' bytes, the most in the second half, of {len(bounded)} tables over 1 MiB; {said}",
     )
 
