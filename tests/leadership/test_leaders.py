@@ -86,7 +86,7 @@ def test_who_leads_is_told_through_all_that_becomes_of_a_node(tmp_path: Path) ->
         opened.append("shop", "orders", {"id": 2})
     # It follows b, and learns that b has led since.
     follows = fenced.following(B)
-    put(home, RoleFact(Role.FOLLOWS, follows.promise, B, follows.lineage.with_reign(promise(1, B), GroupNumber(1))))
+    put(home, RoleFact(Role.FOLLOWS, follows.promise, B, follows.lineage.with_term(promise(1, B), GroupNumber(1))))
     assert noted(home) == [(0, "a"), (1, "b")]
     with pytest.raises(ReadOnly) as refused, millstream.open(home.path) as opened:
         opened.append("shop", "orders", {"id": 2})
@@ -95,7 +95,7 @@ def test_who_leads_is_told_through_all_that_becomes_of_a_node(tmp_path: Path) ->
     assert "is written at b (grpc://127.0.0.1:2), which leads with epoch 1" in words
     # Then it is promoted itself.
     with Roles(home).changing("shop") as changing:
-        changing.put(changing.fact.standing_for(promise(2, A)).promoted(GroupNumber(1)))
+        changing.put(changing.fact.candidate_for(promise(2, A)).promoted(GroupNumber(1)))
     note_leaders(home, "shop")
     assert told(home) == ("a", "grpc://127.0.0.1:1", 2, True)
     assert noted(home) == [(0, "a"), (1, "b"), (2, "a")]

@@ -196,7 +196,7 @@ def test_a_copy_is_neither_mended_by_itself_nor_imported_into(tmp_path: Path) ->
             assert isinstance(refused.exception, ReadOnly), refused.output
         assert CliRunner().invoke(cli, ["--home", str(b.home), "wal", "repair", "--dry-run"]).exit_code == 0
         with Roles(home).changing(STREAM) as changing:
-            changing.put(changing.fact.standing_for(Promise(Epoch(1), NodeName("b"))))
+            changing.put(changing.fact.candidate_for(Promise(Epoch(1), NodeName("b"))))
         mended = CliRunner().invoke(cli, ["--home", str(b.home), "wal", "repair"])
         assert mended.exit_code == 0, "where no leader is left, there is nobody to take it from anew"
 

@@ -86,8 +86,8 @@ def check_one_leads(ended: list[tuple[Node, tuple[int, str]]], *, at_once: bool)
         # Then one came after the other: the later one has outbid the number that the earlier one had noted by
         # then.
         assert not at_once, told
-        reigns = fact_of(leader).lineage.reigns
-        assert {reign.promise.node for reign in reigns[1:]} == {node.name for node in won}, told
+        terms = fact_of(leader).lineage.terms
+        assert {term.promise.node for term in terms[1:]} == {node.name for node in won}, told
     (other,) = [node for node, _ in ended if node is not leader]
     with millstream.open(leader.home) as home:
         again = home.append(STREAM, "orders", [{"id": 10}], session="till", number=10, deadline_s=100)

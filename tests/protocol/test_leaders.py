@@ -65,7 +65,7 @@ def test_what_is_known_elsewhere_counts_where_it_is_newer_than_the_role(
 
 
 def test_who_leads_is_the_truth_about_itself() -> None:
-    lineage = Lineage().with_reign(promise(3, B), GroupNumber(5))
+    lineage = Lineage().with_term(promise(3, B), GroupNumber(5))
     fact = RoleFact(promise=promise(3, B), leader=B, lineage=lineage)
     older = LeaderMap.of([Leadership(promise(2, C), C)])
     assert leader_by(fact, B, older) == Leadership(promise(3, B), B, GroupNumber(5))

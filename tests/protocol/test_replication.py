@@ -58,10 +58,10 @@ from millstream.protocol.replication import (
     LinkId,
     Promise,
     Rank,
-    Reign,
     Role,
     RoleFact,
     ShipOptions,
+    Term,
     level_kept,
     promises_wanted,
     shipping,
@@ -493,7 +493,7 @@ def test_nothing_is_taken_from_a_leader_that_has_less_than_its_follower_until_it
 def test_a_higher_promise_is_durable_first_and_a_lower_one_refused():
     one = Following()
     one.promise = Promise(Epoch(2), A)
-    one.lineage = Lineage().with_reign(one.promise, GroupNumber(0))
+    one.lineage = Lineage().with_term(one.promise, GroupNumber(0))
     effects = one.come()
     assert isinstance(effects[0], following.PersistRole)
     assert effects[0].fact.promise == one.promise
@@ -508,7 +508,7 @@ def test_a_higher_promise_is_durable_first_and_a_lower_one_refused():
 def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_past_is_here():
     one = Following(holding=holding(7, 70))
     one.promise = Promise(Epoch(1), A)
-    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    one.lineage = Lineage().with_term(one.promise, GroupNumber(5))
     effects = one.come(9)
     assert effects[-1] == following.SetAside(GroupNumber(5))
     assert of(following.PersistRole, effects)[0].fact.lineage == Lineage()
@@ -527,7 +527,7 @@ def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_pas
 def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_counts():
     one = Following()
     one.promise = Promise(Epoch(1), A)
-    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    one.lineage = Lineage().with_term(one.promise, GroupNumber(5))
     one.come(9)
     one.step(following.WasSetAside(Holding()))
     one.greet(9)
@@ -542,7 +542,7 @@ def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_c
 def test_a_follower_is_led_by_one_home_of_a_name_under_a_promise():
     one = Following(RoleFact(Role.FOLLOWS, leader=A).asked(Promise(Epoch(1), A), "first"))
     one.promise = Promise(Epoch(1), A)
-    one.lineage = Lineage().with_reign(one.promise, GroupNumber(0))
+    one.lineage = Lineage().with_term(one.promise, GroupNumber(0))
     one.claimant = "second"
     _, said, broken = one.come()
     assert isinstance(said, following.Say)
@@ -572,7 +572,7 @@ def test_an_old_leader_follows_once_something_higher_is_heard():
     assert isinstance(one.greet(7)[-1], following.Stop)
     one = Following(RoleFact(), holding(7, 70))
     one.promise = Promise(Epoch(1), A)
-    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    one.lineage = Lineage().with_term(one.promise, GroupNumber(5))
     effects = one.come(9)
     assert effects[-1] == following.SetAside(GroupNumber(5))
     assert of(following.PersistRole, effects)[0].fact.role is Role.FOLLOWS
@@ -595,11 +595,11 @@ def test_it_comes_again_after_a_while_longer_each_time():
 def test_a_promise_that_is_asked_for_ends_the_link_to_the_leader_before():
     one = Following()
     one.come()
-    effects = one.step(following.Asked(Promise(Epoch(1), C)))
+    effects = one.step(following.PromiseRequested(Promise(Epoch(1), C)))
     assert [type(effect) for effect in effects] == [following.PersistRole, following.Say, following.BreakLink]
-    assert one.step(following.Asked(Promise(Epoch(1), C))) == []
+    assert one.step(following.PromiseRequested(Promise(Epoch(1), C))) == []
     with pytest.raises(Fenced):
-        one.step(following.Asked(Promise(Epoch(1), B)))
+        one.step(following.PromiseRequested(Promise(Epoch(1), B)))
 
 
 def test_age_grows_from_when_all_that_the_leader_had_was_shown():
@@ -675,7 +675,7 @@ def lineages(draw: st.DrawFn) -> Lineage:
     for _ in range(draw(st.integers(0, 4))):
         epoch = Epoch(lineage.last.promise.epoch + draw(st.integers(1, 2)))
         node = draw(st.sampled_from([A, B, C]))
-        lineage = lineage.with_reign(Promise(epoch, node), GroupNumber(lineage.last.behind + draw(st.integers(0, 3))))
+        lineage = lineage.with_term(Promise(epoch, node), GroupNumber(lineage.last.behind + draw(st.integers(0, 3))))
     return lineage
 
 
@@ -703,7 +703,7 @@ def test_lineages_part_at_the_first_reign_that_differs(one: Lineage, other: Line
     assert other.common_with(one) == (common, behind)
     assert (behind is None) == (one == other)
     if behind is not None:
-        assert all(reign.behind <= behind for reign in common.reigns)
+        assert all(term.behind <= behind for term in common.terms)
 
 
 @pytest.mark.parametrize(
@@ -737,7 +737,7 @@ def test_two_nodes_that_begin_with_one_number_hold_different_promises():
 
 
 def test_ranks_go_by_the_last_reign_whose_past_is_there():
-    fact = RoleFact(lineage=Lineage((Reign(UNPROMISED, GroupNumber(0)), Reign(Promise(Epoch(1), A), GroupNumber(5)))))
+    fact = RoleFact(lineage=Lineage((Term(UNPROMISED, GroupNumber(0)), Term(Promise(Epoch(1), A), GroupNumber(5)))))
     assert fact.rank(GroupNumber(4)) == Rank(UNPROMISED, GroupNumber(4))
     assert fact.rank(GroupNumber(5)) == Rank(Promise(Epoch(1), A), GroupNumber(5))
     assert fact.rank(GroupNumber(5)) > RoleFact().rank(GroupNumber(99))

@@ -34,12 +34,12 @@ from millstream.protocol.replication import (
     Holding,
     Leader,
     LinkId,
+    NodeReport,
     Promise,
     Promotion,
     Role,
     RoleFact,
     ShipOptions,
-    Standing,
     shipping,
 )
 from millstream.protocol.replication import follower as following
@@ -282,7 +282,7 @@ class MachinesLife(ReplicaLife):
         assert side.link is not None
         match word:
             case Hello():
-                event = shipping.Asked(side.link, word) if side.has_joined else shipping.Joined(side.link, word)
+                event = shipping.Rejoined(side.link, word) if side.has_joined else shipping.Joined(side.link, word)
                 side.has_joined = True
                 self._lead_step(event)
             case Acknowledgement():
@@ -375,27 +375,27 @@ class MachinesLife(ReplicaLife):
         """
         self._read(self.files)  # notes the number of each row
         numbers = {seq: row for seq, row in self.truth.seqs_seen.items() if seq <= self.sure_upto}
-        standings = {}
+        reports = {}
         for side in self.sides:
             self._cut_link(side)
             while side.replica.log is None:
                 self._begin_side(side, trouble=False)
             group = side.replica.log.end().group
-            standings[side.node] = Standing(side.fact.promise, side.fact.role, side.fact.rank(group), Seq(group))
-        side = max(self.sides, key=lambda one: standings[one.node].rank)
+            reports[side.node] = NodeReport(side.fact.promise, side.fact.role, side.fact.rank(group), Seq(group))
+        side = max(self.sides, key=lambda one: reports[one.node].rank)
         assert side.replica.log is not None
         promotion = Promotion(side.node, frozenset({LEADER, *NODES}), side.fact, AckLevel.parse("durable(1)"))
         promotion.step(promoting.Begin(), self.now)
         promotion.step(promoting.Unanswered(LEADER), self.now)
         other = next(node for node in NODES if node != side.node)
-        (stand,) = promotion.step(promoting.Answered(other, standings[other]), self.now)
-        assert isinstance(stand, promoting.Stand)
+        (stand,) = promotion.step(promoting.Answered(other, reports[other]), self.now)
+        assert isinstance(stand, promoting.BecomeCandidate)
         group = side.replica.log.end().group
-        promotion.step(promoting.Stood(side.fact.standing_for(stand.promise), group), self.now)
+        promotion.step(promoting.BecameCandidate(side.fact.candidate_for(stand.promise), group), self.now)
         promotion.step(promoting.Unanswered(LEADER), self.now)
-        standing = replace(standings[other], promise=stand.promise)
-        (take_over,) = promotion.step(promoting.Answered(other, standing), self.now)
-        assert isinstance(take_over, promoting.TakeOver)
+        report = replace(reports[other], promise=stand.promise)
+        (take_over,) = promotion.step(promoting.Answered(other, report), self.now)
+        assert isinstance(take_over, promoting.TakeOverLog)
         side.replica.log.close()
         self.files = side.replica.files
         leader = self.truth.open(self.files, options=self._options(), clock=self.clock)
@@ -405,7 +405,7 @@ class MachinesLife(ReplicaLife):
         assert not [row for row in missing if row in {r for s, r in numbers.items() if s >= first}], (
             "acknowledged, and lost"
         )
-        *_, lead = promotion.step(promoting.TookOver(group), self.now)
+        *_, lead = promotion.step(promoting.LogTakenOver(group), self.now)
         assert isinstance(lead, promoting.Lead)
         assert lead.fact.lineage.last.promise == Promise(Epoch(1), side.node)
         self.truth.commit(leader, self.truth.ops([(1, 1)]))

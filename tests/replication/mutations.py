@@ -126,7 +126,7 @@ class Uncompared(Promotion):
     """A promotion that takes over although another node has more."""
 
     def _compare(self, *, may_fetch: bool) -> list[Any]:
-        self._standings.clear()
+        self._reports.clear()
         return super()._compare(may_fetch=may_fetch)
 
 

@@ -54,12 +54,12 @@ from millstream.protocol.replication import (
     Greeting,
     Leader,
     LinkId,
+    NodeReport,
     Promise,
     Promotion,
     Role,
     RoleFact,
     ShipOptions,
-    Standing,
     shipping,
 )
 from millstream.protocol.replication import follower as following
@@ -332,7 +332,7 @@ class Node:
             case Hello():
                 wire.asked_from = dict(word.position)
                 wire.follower.ghost = 0
-                event = shipping.Joined(link, word) if not wire.has_joined else shipping.Asked(link, word)
+                event = shipping.Joined(link, word) if not wire.has_joined else shipping.Rejoined(link, word)
                 wire.has_joined = True
                 self.lead_step(event, machine)
             case Acknowledgement():
@@ -540,7 +540,7 @@ class Node:
                     self.world.ask(self, node, promise)
                 case shipping.PersistRole(fact):
                     self.persist(fact)
-                case promoting.Stand(promise):
+                case promoting.BecomeCandidate(promise):
                     self.stand(promise)
                 case promoting.CatchUp():
                     self.catching_up = effect
@@ -548,12 +548,12 @@ class Node:
                     self.world.count("catching up")
                     self.later(3.0, lambda effect=effect: self.end_catching_up(LinkLost("too slow"), effect))
                     self.world.connect(self, effect.node)
-                case promoting.TakeOver():
+                case promoting.TakeOverLog():
                     self.disk.log.recover(leads=True)
                     self.may_crash()
                     self.later(
                         self.world.delay(),
-                        lambda: self.promote_step(promoting.TookOver(GroupNumber(self.disk.log.group))),
+                        lambda: self.promote_step(promoting.LogTakenOver(GroupNumber(self.disk.log.group))),
                     )
                 case promoting.Lead(fact, losses):
                     self.promotion = None
@@ -573,8 +573,8 @@ class Node:
             wire.cut()
         self.wires, self.wire = {}, None
         self.leader = self.giver = self.follower = None
-        self.persist(self.fact.standing_for(promise))
-        self.promote_step(promoting.Stood(self.fact, GroupNumber(self.disk.log.group)))
+        self.persist(self.fact.candidate_for(promise))
+        self.promote_step(promoting.BecameCandidate(self.fact, GroupNumber(self.disk.log.group)))
 
     def resume(self) -> None:
         if self.fact.role is Role.FOLLOWS and self.follower is None:
@@ -602,15 +602,15 @@ class Node:
         self.promote_step(promoting.CatchUpFailed(error))
 
     def asked(self, promise: Promise | None) -> promoting.Event:
-        """Answer another node's question for this one's standing, or for its promise."""
+        """Answer another node's question for this one's report, or for its promise."""
         if promise is not None:
             try:
                 self.give(promise)
             except Fenced:
                 return promoting.Superseded(self.fact.promise)
         log = self.disk.log
-        standing = Standing(self.fact.promise, self.fact.role, self.fact.rank(GroupNumber(log.group)), Seq(log.group))
-        return promoting.Answered(self.name, standing)
+        report = NodeReport(self.fact.promise, self.fact.role, self.fact.rank(GroupNumber(log.group)), Seq(log.group))
+        return promoting.Answered(self.name, report)
 
     def give(self, promise: Promise) -> None:
         if promise > self.fact.promise and self.promotion is not None:
@@ -621,7 +621,7 @@ class Node:
                 self.lead_step(shipping.Heard(promise))
             self.fact.asked(promise)
         elif self.follower is not None:
-            self.follow_step(following.Asked(promise))
+            self.follow_step(following.PromiseRequested(promise))
         else:
             fact = self.fact.asked(promise)
             if fact != self.fact:
@@ -804,7 +804,7 @@ class World:
             self.at(chance.uniform(0.5, 2.0), self.put_right)
 
     def promote(self, node: Node, *, accept_loss: bool) -> None:
-        """Promote a node, unless a disk lacks acknowledged writes.
+        """TakeOverLog a node, unless a disk lacks acknowledged writes.
 
         In the end all nodes answer, and what one lacks another has.
         """

@@ -125,7 +125,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def promoted(scene: Scene) -> RoleFact:
-    fact = RoleFact().standing_for(NEW).promoted(group_of(scene.new))
+    fact = RoleFact().candidate_for(NEW).promoted(group_of(scene.new))
     write(scene.new, 3, 60, "b", first=60)
     return fact
 

@@ -88,7 +88,7 @@ def fill(
 
 
 def _with_lineage(fact: RoleFact, found: Fetched) -> RoleFact:
-    """Add the reigns whose log is here now; the last leader may be newer than this node has heard of."""
+    """Add the terms whose log is here now; the last leader may be newer than this node has heard of."""
     last = found.lineage.last.promise
     if last > fact.promise:
         fact = fact.heard_of(last)

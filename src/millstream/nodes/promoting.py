@@ -43,6 +43,8 @@ from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
     AskPromise,
+    BecameCandidate,
+    BecomeCandidate,
     Begin,
     CatchUp,
     CatchUpFailed,
@@ -54,16 +56,14 @@ from millstream.protocol.replication.promotion import (
     Event,
     Failed,
     Lead,
+    LogTakenOver,
+    NodeReport,
     Promotion,
     Refused,
-    Stand,
-    Standing,
-    Stood,
     Superseded,
     Survey,
-    TakeOver,
+    TakeOverLog,
     Tick,
-    TookOver,
     Unanswered,
 )
 from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleFact, name_taken
@@ -219,7 +219,7 @@ class _Attempt:
                 self._asked.add(self._asking.submit(self._survey, node))
             case AskPromise(node, promise):
                 self._asked.add(self._asking.submit(self._ask, node, promise))
-            case Stand(promise):
+            case BecomeCandidate(promise):
                 return self._stand(promise)
             case PersistRole(fact):
                 with self._roles.changing(self._stream) as changing:
@@ -230,8 +230,8 @@ class _Attempt:
                 return self._claim(promise)
             case CatchUp(node):
                 return self._catch_up(node)
-            case TakeOver():
-                return TookOver(self._take_over())
+            case TakeOverLog():
+                return LogTakenOver(self._take_over())
             case Lead():
                 self._lead = effect
             case Failed(error):
@@ -248,7 +248,7 @@ class _Attempt:
             self._tell(f"{node} doesn't answer: {error.message}")
             self._absent.add(node)
             return Unanswered(node)
-        return Answered(node, _standing(state))
+        return Answered(node, _report(state))
 
     def _ask(self, node: NodeName, promise: Promise) -> Event:
         timeout_s = _SURVEYS_S if node in self._absent else _PROMISES_S
@@ -263,7 +263,7 @@ class _Attempt:
             self._tell(f"{node} doesn't promise: {error.message}")
             return Unanswered(node)
         self._tell(f"{node} has promised, and has group {state.group}")
-        return Answered(node, _standing(state))
+        return Answered(node, _report(state))
 
     def _claim(self, promise: Promise) -> Event:
         from millstream.nodes.stores import store_of, stored_lineage
@@ -318,15 +318,15 @@ class _Attempt:
     # ------------------------------------------------------------------------------------------------------
 
     def _stand(self, promise: Promise) -> Event:
-        """Stand once the follower or writer here has stepped aside: both check the role and the promotion's lock."""
+        """BecomeCandidate once the follower or writer here has stepped aside: both check the role and the promotion's lock."""
         wait_for_writer(self._home, self._stream)
         with self._roles.changing(self._stream) as changing:
             if changing.fact.promise != self._machine.fact.promise:
                 return Superseded(changing.fact.promise)
-            changing.put(changing.fact.standing_for(promise, self._claimant))
+            changing.put(changing.fact.candidate_for(promise, self._claimant))
         # A follower that had just started at this process's first look only now sees the promise.
         wait_for_writer(self._home, self._stream)
-        return Stood(changing.fact, node_state(self._home, self._stream).group)
+        return BecameCandidate(changing.fact, node_state(self._home, self._stream).group)
 
     def _take_over(self) -> GroupNumber:
         """Make the leader's catalog and sessions this node's, then recover the log under a new epoch."""
@@ -391,8 +391,8 @@ def _watch_progress(follower: WalFollower, stop: threading.Event) -> None:
             stop.set()
 
 
-def _standing(state: NodeState) -> Standing:
-    return Standing(state.fact.promise, state.fact.role, state.rank, state.persisted_upto, state.is_candidate)
+def _report(state: NodeState) -> NodeReport:
+    return NodeReport(state.fact.promise, state.fact.role, state.rank, state.persisted_upto, state.is_candidate)
 
 
 def _refuse_two_leaders(home: Home, stream: str) -> None:

@@ -192,16 +192,16 @@ class WalArchiver:
                 under_way += 1
             elif self._ending.is_set() and not under_way:
                 return
-            while (word := link.recv(_HEARS_FOR_S if shipment is None else 0.0)) is not None:
-                if isinstance(word, Acknowledgement):
+            while (message := link.recv(_HEARS_FOR_S if shipment is None else 0.0)) is not None:
+                if isinstance(message, Acknowledgement):
                     self._backoff.reset()
                     self.error = None
                     # Shipments that waited go as one object: what is acknowledged covers all of
                     # them so far, or some.
-                    under_way = 0 if is_covered(position, word.position) else under_way
-                    if (word.group, word.position) != (self.stored_group, self._stored_at):
-                        self.stored_group, self._stored_at = word.group, word.position
-                        self._tell(Stored(word.group, word.persisted_upto, word.position))
+                    under_way = 0 if is_covered(position, message.position) else under_way
+                    if (message.group, message.position) != (self.stored_group, self._stored_at):
+                        self.stored_group, self._stored_at = message.group, message.position
+                        self._tell(Stored(message.group, message.persisted_upto, message.position))
 
 
 def _is_ahead(document: Document, upto: Seq) -> bool:

@@ -81,7 +81,7 @@ class LeaderAddress:
             ) from error
         except ssl.SSLError as error:
             raise CertificateUnusable(
-                f"{self.place} and this node don't shake hands: {_words(error)}",
+                f"{self.place} and this node don't shake hands: {_inbox(error)}",
                 hint="Check that both use TLS, and that each trusts the other's authority.",
                 place=self.place,
             ) from error
@@ -95,7 +95,7 @@ class LeaderAddress:
         connection.sendall(_PREFACE)
         if connection.recv(1) in (b"", _TLS_ALERT):
             raise LinkLost(
-                f"{self.place} has ended the connection at its first word: where it speaks TLS, it doesn't speak without",
+                f"{self.place} has ended the connection at its first message: where it speaks TLS, it doesn't speak without",
                 hint="Give the node's address as grpc+tls://… in [replication.nodes].",
                 place=self.place,
             )
@@ -151,10 +151,10 @@ def _check_own(certificate: Path, key: Path) -> None:
         ) from error
     except ssl.SSLError as error:
         raise CertificateUnusable(
-            f"{certificate} and {key} are no certificate and key that can be used: {_words(error)}",
+            f"{certificate} and {key} are no certificate and key that can be used: {_inbox(error)}",
             file=str(certificate),
         ) from error
 
 
-def _words(error: ssl.SSLError) -> str:
+def _inbox(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).lower().replace("_", " ")

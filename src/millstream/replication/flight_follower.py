@@ -24,12 +24,12 @@ from millstream.replication.flight_wire import (
     COUNT,
     FLIGHT_FAILURES,
     LAST_PIECE,
+    MESSAGE,
     PIECE,
     QUIT,
     REFUSAL,
     TAKEN,
     WELCOME,
-    WORD,
     FollowRequest,
     Sending,
     error_of_flight,
@@ -92,12 +92,12 @@ class ConnectedLink:
         self._wakes.set()
         return shipment
 
-    def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
+    def send(self, message: Acknowledgement | Hello | MillstreamError) -> None:
         """See the port."""
         sending = self._sending
         if sending is None or self._closing.is_set():
             raise LinkLost("the link was closed")
-        sending.say(WORD, b"".join(encode_message(word)))
+        sending.say(MESSAGE, b"".join(encode_message(message)))
 
     def close(self) -> None:
         """See the port. A thread of the link notifies the leader."""
@@ -174,8 +174,10 @@ class ConnectedLink:
                     self._shipments.put(pieces, size)
                     pieces, came = [], 0
             elif kind == REFUSAL:
-                word = decode_message(behind)
-                self._break(word if isinstance(word, MillstreamError) else ShipmentUnreadable("a refusal is none"))
+                message = decode_message(behind)
+                self._break(
+                    message if isinstance(message, MillstreamError) else ShipmentUnreadable("a refusal is none")
+                )
             elif kind == QUIT:
                 # Our last messages may still be in flight: the leader ends the call once it has
                 # read all of them.

@@ -18,19 +18,19 @@ from millstream.replication.flight_wire import (
     CLOSES_WITHIN_S,
     COUNT,
     FLIGHT_FAILURES,
+    MESSAGE,
     QUIT,
     REFUSAL,
     SCHEMA,
     TAKEN,
     WELCOME,
-    WORD,
     FollowRequest,
     Sending,
     error_of_flight,
 )
 from millstream.replication.queues import Inbox, Window
 
-_WORDS_BYTES: Final = 4 << 20
+_INBOX_BYTES: Final = 4 << 20
 """Bytes of a follower's messages that haven't been read yet."""
 
 
@@ -60,7 +60,7 @@ class ServedLink:
         self._writer = writer
         self._sending = Sending(writer)
         self._window = Window(min(window_bytes, request.window_bytes))
-        self._words: Inbox[Acknowledgement | Hello | MillstreamError] = Inbox(_WORDS_BYTES)
+        self._inbox: Inbox[Acknowledgement | Hello | MillstreamError] = Inbox(_INBOX_BYTES)
         self._silence = Silence(silent_s)
         self._beats_s = silent_s / BEATS_IN_SILENCE
         self._cut = cut
@@ -82,7 +82,7 @@ class ServedLink:
 
     def recv(self, timeout_s: float) -> Acknowledgement | Hello | None:
         """See the port."""
-        said = self._words.take(timeout_s)
+        said = self._inbox.take(timeout_s)
         if said is None:
             return None
         if isinstance(said[0], MillstreamError):
@@ -144,11 +144,11 @@ class ServedLink:
                 return
             if kind == TAKEN and len(behind) == COUNT.size:
                 self._window.taken(COUNT.unpack(behind)[0])
-            elif kind == WORD:
-                word = decode_message(behind)
-                if isinstance(word, Shipment):
+            elif kind == MESSAGE:
+                message = decode_message(behind)
+                if isinstance(message, Shipment):
                     raise ShipmentUnreadable(f"{self._hello.node} has sent a shipment")
-                self._words.put(word, len(behind))
+                self._inbox.put(message, len(behind))
             elif kind != BEAT:
                 raise ShipmentUnreadable(f"{self._hello.node} said something that can't be read")
 
@@ -167,7 +167,7 @@ class ServedLink:
         self._sending.end()
 
     def _break(self, error: MillstreamError, *, forget: bool = False) -> None:
-        self._words.end(error, forget=forget)
+        self._inbox.end(error, forget=forget)
         self._window.end(error if isinstance(error, LinkLost) else LinkLost(error.message))
         if not self._closing.is_set():
             self._closed_s = time.monotonic()

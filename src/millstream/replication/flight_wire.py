@@ -47,7 +47,7 @@ WELCOME: Final = b"W"
 PIECE: Final = b"S"
 LAST_PIECE: Final = b"E"
 REFUSAL: Final = b"R"
-WORD: Final = b"A"
+MESSAGE: Final = b"A"
 TAKEN: Final = b"T"
 BEAT: Final = b"."
 QUIT: Final = b"Q"
@@ -105,10 +105,10 @@ class FollowRequest:
             head = json.loads(bytes(rest[_HEAD.size : _HEAD.size + length]))
             stream, window_bytes = str(head["stream"]), int(head["window_bytes"])
         except (struct.error, ValueError, KeyError, TypeError) as error:
-            raise ShipmentUnreadable(f"a follower's first word can't be read: {error}") from error
+            raise ShipmentUnreadable(f"a follower's first message can't be read: {error}") from error
         hello = decode_message(rest[_HEAD.size + length :])
         if not isinstance(hello, Hello) or window_bytes < 1:
-            raise ShipmentUnreadable("a follower's first word is no hello")
+            raise ShipmentUnreadable("a follower's first message is no hello")
         return cls(stream, window_bytes, hello)
 
 

@@ -258,10 +258,10 @@ class WalFollower:
             case Connect(leader):
                 self._leader = leader
                 return Connected()
-            case Say(word):
-                if isinstance(word, Acknowledgement):
+            case Say(message):
+                if isinstance(message, Acknowledgement):
                     self._notes.check_promise(self._machine.fact)
-                return self._say(word)
+                return self._say(message)
             case Apply(shipment):
                 try:
                     self._log.apply(shipment)
@@ -296,18 +296,18 @@ class WalFollower:
                     logger.warning(what, stream=self._name, **told)
         return None
 
-    def _say(self, word: object) -> Event | None:
+    def _say(self, message: object) -> Event | None:
         try:
             if self._link is None:
-                if not isinstance(word, Hello) or self._leader is None:
+                if not isinstance(message, Hello) or self._leader is None:
                     return None
-                leader, link = self._connect(self._leader, word, _CONNECTS_WITHIN_S)
+                leader, link = self._connect(self._leader, message, _CONNECTS_WITHIN_S)
                 self._link = JoinedLink(link)
                 if leader != self._leader:
                     logger.info("another node leads", stream=self._name, leader=leader)
                     self._leader = leader
                 return None
-            self._link.send(word)  # type: ignore[arg-type] # a Hello, an Acknowledgement or an error
+            self._link.send(message)  # type: ignore[arg-type] # a Hello, an Acknowledgement or an error
         except MillstreamError as error:
             self._break_link()
             return LinkGone(error, random.random())  # noqa: S311 - no secret

@@ -286,11 +286,11 @@ class _LeaderEnd(_End):
         self._outward.put(b"".join(encode_message(shipment)))
 
     def recv(self, timeout_s: float) -> Acknowledgement | Hello | None:
-        word = self._heard(timeout_s)
-        if isinstance(word, Shipment):
+        message = self._heard(timeout_s)
+        if isinstance(message, Shipment):
             self.close()
             raise ShipmentUnreadable("a follower has sent a shipment")
-        return word
+        return message
 
     def refuse(self, error: MillstreamError) -> None:
         with contextlib.suppress(LinkLost):
@@ -311,5 +311,5 @@ class _FollowerEnd(_End):
             raise ShipmentUnreadable("a leader has sent what followers say")
         return came
 
-    def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
-        self._outward.put(b"".join(encode_message(word)))
+    def send(self, message: Acknowledgement | Hello | MillstreamError) -> None:
+        self._outward.put(b"".join(encode_message(message)))

@@ -80,9 +80,9 @@ class JoinedLink:
             shipment = both
         return shipment
 
-    def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
+    def send(self, message: Acknowledgement | Hello | MillstreamError) -> None:
         """See the port."""
-        self._link.send(word)
+        self._link.send(message)
 
     def close(self) -> None:
         """See the port."""

@@ -235,7 +235,7 @@ class StoredLink:
         self._written_bytes = 0
         self._waiting: deque[Shipment] = deque()
         self._comes = threading.Condition()
-        self._words: Inbox[Acknowledgement] = Inbox(4 << 20)
+        self._inbox: Inbox[Acknowledgement] = Inbox(4 << 20)
         self._ended = threading.Event()
         self._sealing: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._threads = (
@@ -277,7 +277,7 @@ class StoredLink:
 
         Raises `Fenced` if another node has claimed the store.
         """
-        said = self._words.take(timeout_s)
+        said = self._inbox.take(timeout_s)
         return None if said is None else said[0]
 
     def refuse(self, error: MillstreamError) -> None:
@@ -344,7 +344,7 @@ class StoredLink:
         with self._lock:
             self._stored.add(name, shipment, _starts(shipment, sum(len(buffer) for buffer in buffers)))
             stored = self._stored
-            word = Acknowledgement(
+            message = Acknowledgement(
                 OBJECT_STORE,
                 epoch,
                 stored.reached(),
@@ -354,7 +354,7 @@ class StoredLink:
                 bytes_behind=sum(waiting.size_bytes for waiting in tuple(self._waiting)),
                 lag_s=max(0.0, (time.time_ns() - shipment.sent_ns) / 1e9) if shipment.sent_ns else 0.0,
             )
-        self._words.put(word, 200)
+        self._inbox.put(message, 200)
         if shipment.documents or any(part.is_end for part in shipment.parts):
             self._sealing.put(True)
 
@@ -452,7 +452,7 @@ class StoredLink:
             at = max(at, piece.position + piece.length)
 
     def _end(self, error: MillstreamError, *, forget: bool = False) -> None:
-        self._words.end(error, forget=forget)
+        self._inbox.end(error, forget=forget)
         self._window.end(error)
         self._ended.set()
         self._sealing.put(False)

@@ -123,13 +123,13 @@ class StoreReader:
                 return None
             self._closed.wait(min(left_s, self._polls_s))
 
-    def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
+    def send(self, message: Acknowledgement | Hello | MillstreamError) -> None:
         """See the port."""
         if self._closed.is_set():
             raise LinkLost("the link was closed")
-        if isinstance(word, Hello):
+        if isinstance(message, Hello):
             with self._lock:
-                self._begins = word
+                self._begins = message
 
     @property
     def is_closed(self) -> bool:

@@ -30,7 +30,6 @@ from millstream.protocol.replication.leader import Leader, Phase
 from millstream.protocol.replication.roles import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
     Acked,
-    Asked,
     DropLink,
     Durable,
     Effect,
@@ -45,6 +44,7 @@ from millstream.protocol.replication.shipping import (
     PersistRole,
     ReadAndSend,
     ReadFailed,
+    Rejoined,
     Sent,
     ShipOptions,
     Stopped,
@@ -374,13 +374,13 @@ class _Link:
         tell = self._world.tell
         try:
             while not self._dropped.is_set():
-                word = self._link.recv(_HEARS_FOR_S)
-                if isinstance(word, Hello):
-                    self._position = word.position
+                message = self._link.recv(_HEARS_FOR_S)
+                if isinstance(message, Hello):
+                    self._position = message.position
                     self._asked_anew.set()
-                    tell(Asked(self._number, word))
-                elif isinstance(word, Acknowledgement):
-                    tell(Acked(self._number, word))
+                    tell(Rejoined(self._number, message))
+                elif isinstance(message, Acknowledgement):
+                    tell(Acked(self._number, message))
         except MillstreamError as error:
             if not self._dropped.is_set():
                 tell(LinkGone(self._number, None if isinstance(error, LinkLost) else error))

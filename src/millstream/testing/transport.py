@@ -202,9 +202,9 @@ def take_all(link: LeaderLink, sent: Sequence[Shipment]) -> None:
 def next_word(link: FollowerLink) -> Acknowledgement | Hello:
     """Return a follower's next message, which must come soon."""
     deadline = time.monotonic() + _PATIENCE_S
-    while (word := link.recv(0.5)) is None:
+    while (message := link.recv(0.5)) is None:
         assert time.monotonic() < deadline, f"the follower has said nothing within {_PATIENCE_S} s"
-    return word
+    return message
 
 
 def next_error(receive: Callable[[float], object]) -> MillstreamError:
@@ -350,8 +350,8 @@ class LinkConformance(TransportConformance):
             hello_of(position=whole_position(shipments_of())),
             acknowledgement(3),
         ]
-        for word in said:
-            follower.send(word)
+        for message in said:
+            follower.send(message)
         assert [next_word(leader) for _ in said] == said
 
     def test_both_talk_at_once(self, links: tuple[FollowerLink, LeaderLink], pool: ThreadPoolExecutor) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from millstream.protocol.replication.follower import Follower, Holding, Lag
 from millstream.protocol.replication.leader import Leader, end_of, is_covered
 from millstream.protocol.replication.levels import level_kept, promises_wanted
-from millstream.protocol.replication.promotion import Promotion, Standing
+from millstream.protocol.replication.promotion import NodeReport, Promotion
 from millstream.protocol.replication.roles import (
     LINEAGE,
     NOBODY,
@@ -36,9 +36,9 @@ from millstream.protocol.replication.roles import (
     Lineage,
     Promise,
     Rank,
-    Reign,
     Role,
     RoleFact,
+    Term,
     fenced_error,
 )
 from millstream.protocol.replication.shipping import LinkId, ShipOptions
@@ -54,14 +54,14 @@ __all__ = [
     "Leader",
     "Lineage",
     "LinkId",
+    "NodeReport",
     "Promise",
     "Promotion",
     "Rank",
-    "Reign",
     "Role",
     "RoleFact",
     "ShipOptions",
-    "Standing",
+    "Term",
     "end_of",
     "fenced_error",
     "is_covered",

@@ -18,10 +18,10 @@
 Rules, each held by a test, or a seed of the simulator, that fails without it:
 
 - A promise is durable before anything is sent under it; what is acknowledged is durable together with its promise.
-- Before anything is taken from a leader, the groups of this log that the leader's lacks (those behind the reign
+- Before anything is taken from a leader, the groups of this log that the leader's lacks (those behind the term
   in which the two part) are set aside, never overwritten. The lineages alone decide which these are. Different
   bytes where the lineages agree are damage (`Diverged`), and stop everything.
-- A reign is noted once everything that its leader began with is here: `roles`.
+- A term is noted once everything that its leader began with is here: `roles`.
 - Readers see what the leader shows. If one follower is enough for the level, they see a group when it is acknowledged.
   They don't see it earlier, because a node that gets a higher promise first may lead without it. Nor do they
   while something is missing that the leader began with, because until then the acknowledgement doesn't count.
@@ -146,7 +146,7 @@ class LinkGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromiseRequested:
     """A candidate asks this node for its promise."""
 
     promise: Promise
@@ -157,7 +157,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Connected | Received | Applied | ApplyFailed | WasSetAside | LinkGone | Asked | Tick
+Event = Connected | Received | Applied | ApplyFailed | WasSetAside | LinkGone | PromiseRequested | Tick
 
 # --- effects ---------------------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class Follower:
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """Return the effects of an event, at a moment of a clock that never goes back."""
-        if isinstance(event, Asked):
+        if isinstance(event, PromiseRequested):
             return self._asked(event.promise)
         if self.phase is Phase.STOPPED:
             return []
@@ -472,13 +472,13 @@ class Follower:
 
     def _show_all(self, shipment: Shipment) -> list[Effect]:
         """Show readers what was applied before the leader does, if this node's acknowledgement is enough."""
-        assert self._greeting is not None, "a reign is known from a greeting"
+        assert self._greeting is not None, "a term is known from a greeting"
         counts = self.fact.lineage == self._greeting.lineage and self.fact.promise.node != self._node
         return [ShowAll()] if shipment.by_one and counts else []
 
     def _note_reigns(self) -> list[Effect]:
-        """Note reigns whose past is now here: before the acknowledgement, because that counts from there on."""
-        assert self._greeting is not None, "a reign is known from a greeting"
+        """Note terms whose past is now here: before the acknowledgement, because that counts from there on."""
+        assert self._greeting is not None, "a term is known from a greeting"
         lineage = self._greeting.lineage.covered_by(self.holding.group)
         if lineage == self.fact.lineage:
             return []

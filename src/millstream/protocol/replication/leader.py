@@ -7,7 +7,7 @@ Each follower has its own state here, and none waits for another:
     | Joined           | Greet -> greeting      | the older link goes; Greet -> greeting (a follower that reconnects has lost the old link) |
     | Joined, of another home of that name | the same | it is refused: NodeNameTaken; the first home stays | the same |
     | Sent             | -                      | the next shipment may be sent | the same                     |
-    | Asked            | -                      | Greet -> greeting       | Greet -> greeting                  |
+    | Rejoined            | -                      | Greet -> greeting       | Greet -> greeting                  |
     | Acked            | -                      | -> shipping, at its position                                 | cursor up, window opens |
     | ReadFailed       | -                      | read again after a while, longer each time                   | the same |
     | LinkGone         | -                      | -> apart                | -> apart; its cursor is noted      |
@@ -57,7 +57,6 @@ from millstream.model.replication import (
 from millstream.protocol.replication.roles import NOBODY, Lineage, Promise, RoleFact, fenced_error
 from millstream.protocol.replication.shipping import (
     Acked,
-    Asked,
     DropLink,
     Durable,
     Effect,
@@ -72,6 +71,7 @@ from millstream.protocol.replication.shipping import (
     PersistRole,
     ReadAndSend,
     ReadFailed,
+    Rejoined,
     Sent,
     ShipOptions,
     Stopped,
@@ -310,7 +310,7 @@ class Leader:
 
     def _of_link(self, follower: Follower, event: Event, now_s: float) -> list[Effect]:
         match event:
-            case Asked(_, hello):
+            case Rejoined(_, hello):
                 fenced = self._fenced_by(Promise(hello.promised, hello.promised_to))
                 return fenced or self._greeting(follower, hello, now_s)
             case Acked(_, ack):

@@ -64,7 +64,7 @@ def leaders_known(fact: RoleFact, me: NodeName) -> LeaderMap:
     That is the promotions of its lineage, and the node itself if it leads as it was set up. A leader that it
     follows without a promotion isn't included: an operator named it. Nor is a promise, which isn't a promotion yet.
     """
-    found = [Leadership(reign.promise, reign.promise.node, reign.behind) for reign in fact.lineage.reigns[1:]]
+    found = [Leadership(term.promise, term.promise.node, term.behind) for term in fact.lineage.terms[1:]]
     if not found and fact.role is Role.LEADS and fact.promise == UNPROMISED:
         found = [Leadership(UNPROMISED, me)]
     return LeaderMap.of(found)

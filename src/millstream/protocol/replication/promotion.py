@@ -2,19 +2,19 @@
 
 | state       | action                                                  | then                                                      |
 |-------------|---------------------------------------------------------|-----------------------------------------------------------|
-| surveying   | asks every node for its promise and its rank            | all have answered, or time is up: another node is a candidate -> failed (PromotionLost), or has promised this name an epoch that this home never stood for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else Stand -> standing |
-| standing    | takes nothing more from the leader, and notes its own promise | noted -> claiming or asking; this node has given a promise since it began -> failed (PromotionLost) |
+| surveying   | asks every node for its promise and its rank            | all have answered, or time is up: another node is a candidate -> failed (PromotionLost), or has promised this name an epoch that this home never asked for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else BecomeCandidate -> candidate |
+| candidate   | takes nothing more from the leader, and notes its own promise | noted -> claiming or asking; this node has given a promise since it began -> failed (PromotionLost) |
 | claiming    | if a store decides between candidates: claims there     | claimed -> asking; another node has claimed -> failed (PromotionLost) |
-| asking      | asks every node for its promise, which makes the leader step down | a node has promised higher -> failed (PromotionLost), but surveying again if the store has decided against that promise; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and every node that answered the survey), or time is up: too few -> failed (NotCaughtUp); a node has more -> catching up; else -> taking over |
-| catching up | takes what it lacks from the node that has most, whose log can no longer grow | it has it -> taking over; can't -> failed (NotCaughtUp) |
-| taking over | recovers the log, takes the catalog                     | PersistRole(leads, a reign behind its last group) -> leads |
+| asking      | asks every node for its promise, which makes the leader step down | a node has promised higher -> failed (PromotionLost), but surveying again if the store has decided against that promise; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and every node that answered the survey), or time is up: too few -> failed (NotCaughtUp); a node has more -> catching up; else -> promoting |
+| catching up | takes what it lacks from the node that has most, whose log can no longer grow | it has it -> promoting; can't -> failed (NotCaughtUp) |
+| promoting   | recovers the log, takes the catalog                     | PersistRole(leads, a term behind its last group) -> leads |
 | leads       |                                                         |                                                           |
 | failed      | the promise stays: a leader with a lower promise is fenced when it meets it. Any node can be promoted then |                |
 
 A candidate may win if it has enough promises, its own among them: without one of these nodes no old leader can
 have anything acknowledged at the stream's level, and one of them has everything that was
 (`levels.promises_wanted`). It must also have as much as the node among them that has most (`roles.Rank`). A node
-doesn't stand if it sees another candidate. If two stand, the higher promise wins: the nodes that gave the lower
+doesn't run if it sees another candidate. If two run, the higher promise wins: the nodes that gave the lower
 promise give the higher one as well, or refuse the lower. The lower candidate's promises are too few, or rank
 below in every later contest. With `accept_loss` neither condition holds: `losses` names what may be lost, and
 the old leader is fenced when it meets a higher promise.
@@ -44,7 +44,7 @@ STORE: Final = NodeName("")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class NodeReport:
     """A node's report about itself."""
 
     promise: Promise
@@ -68,7 +68,7 @@ class Answered:
     """A node's answer to `Survey`; or to `AskPromise`, with the promise given and durable."""
 
     node: NodeName
-    standing: Standing
+    report: NodeReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class Unanswered:
 
 
 @dataclass(frozen=True, slots=True)
-class Stood:
-    """`Stand` was carried out."""
+class BecameCandidate:
+    """`BecomeCandidate` was carried out."""
 
     fact: RoleFact
     group: GroupNumber
@@ -135,8 +135,8 @@ class CatchUpFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class TookOver:
-    """`TakeOver` was carried out: the log ends at that group."""
+class LogTakenOver:
+    """`TakeOverLog` was carried out: the log ends at that group."""
 
     group: GroupNumber
 
@@ -151,13 +151,13 @@ Event = (
     | Answered
     | Unanswered
     | Refused
-    | Stood
+    | BecameCandidate
     | Claimed
     | ClaimFailed
     | Superseded
     | CaughtUp
     | CatchUpFailed
-    | TookOver
+    | LogTakenOver
     | Tick
 )
 
@@ -166,14 +166,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Ask a node for its `Standing`; then `Answered` or `Unanswered`."""
+    """Ask a node for its `NodeReport`; then `Answered` or `Unanswered`."""
 
     node: NodeName
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
-    """Stop following, then note the result of `RoleFact.standing_for` on the role noted at that moment; then `Stood`.
+class BecomeCandidate:
+    """Stop following, then note the result of `RoleFact.candidate_for` on the role noted at that moment; then `BecameCandidate`.
 
     `Superseded` if this node has given another promise since the candidate began: the node that got it is ahead.
     """
@@ -213,8 +213,8 @@ class CatchUp:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeOver:
-    """Take the shipped catalog, recover the log, and begin numbers above all reserved ones; then `TookOver`.
+class TakeOverLog:
+    """Take the shipped catalog, recover the log, and begin numbers above all reserved ones; then `LogTakenOver`.
 
     Nothing is written so far.
     """
@@ -238,7 +238,7 @@ class Failed:
     error: MillstreamError
 
 
-Effect = Survey | Stand | PersistRole | Claim | AskPromise | CatchUp | TakeOver | Lead | Failed
+Effect = Survey | BecomeCandidate | PersistRole | Claim | AskPromise | CatchUp | TakeOverLog | Lead | Failed
 
 
 class State(StrEnum):
@@ -246,11 +246,11 @@ class State(StrEnum):
 
     NEW = "new"
     SURVEYING = "surveying"
-    STANDING = "standing"
+    CANDIDATE = "candidate"
     CLAIMING = "claiming"
     ASKING = "asking"
     CATCHING_UP = "catching up"
-    TAKING_OVER = "taking over"
+    PROMOTING = "promoting"
     LEADS = "leads"
     FAILED = "failed"
 
@@ -261,7 +261,7 @@ class Promotion:
     Args:
         node: this one.
         nodes: all nodes that have the stream, this one included.
-        fact: this node's noted role; the node may go on following until it stands.
+        fact: this node's noted role; the node may go on following until it becomes a candidate.
         level: the stream's; what was acknowledged at this level, or a higher one, isn't lost.
         has_store: a store decides between candidates; required if the level is `object`.
         accept_loss: promote it though something may be lost.
@@ -290,12 +290,12 @@ class Promotion:
         self.group = GroupNumber(0)
         self.state = State.NEW
         self._promise = fact.promise
-        """The promise that it stands for, from the end of the survey on."""
+        """The promise that it asks for, from the end of the survey on."""
         self.losses: list[str] = []
         self._silent: set[NodeName] = set()
         self._absent: frozenset[NodeName] = frozenset()
         """Nodes that didn't answer the survey: the candidate doesn't wait for them again if the others are enough."""
-        self._standings: dict[NodeName, Standing] = {}
+        self._reports: dict[NodeName, NodeReport] = {}
         self._won = Epoch(0)
         """The last epoch that it has claimed: no other node leads under it."""
         self._until = 0.0
@@ -303,7 +303,7 @@ class Promotion:
     def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one branch an event
         """Return the effects of an event, at a moment of a clock that never goes back."""
         if isinstance(event, Superseded):
-            return self._overtaken(event.promise, now_s)
+            return self._superseded(event.promise, now_s)
         if isinstance(event, Refused):
             return [] if self.state in {State.LEADS, State.FAILED} else self._fail(event.error)
         match self.state, event:
@@ -312,10 +312,10 @@ class Promotion:
                     self.state = State.LEADS
                     return [Lead(self.fact, ())]
                 return self._begin(now_s)
-            case ((State.SURVEYING | State.ASKING), Answered(node, standing)):
-                if self.state is State.ASKING and standing.promise != self._promise:
+            case ((State.SURVEYING | State.ASKING), Answered(node, report)):
+                if self.state is State.ASKING and report.promise != self._promise:
                     return []  # a late answer to the survey
-                self._standings[node] = standing
+                self._reports[node] = report
                 self._silent.discard(node)
                 return self._when_answered(now_s)
             case ((State.SURVEYING | State.ASKING), Unanswered(node)):
@@ -323,7 +323,7 @@ class Promotion:
                 return self._when_answered(now_s)
             case ((State.SURVEYING | State.ASKING), Tick()):
                 return self._when_answered(now_s)
-            case State.STANDING, Stood(fact, group):
+            case State.CANDIDATE, BecameCandidate(fact, group):
                 self.fact, self.group = fact, group
                 if not self._has_store:
                     return self._ask(now_s)
@@ -332,7 +332,7 @@ class Promotion:
             case State.CLAIMING, Claimed(stored, persisted_upto):
                 self._won = self._promise.epoch
                 if stored is not None:
-                    self._standings[STORE] = Standing(self._promise, Role.FOLLOWS, stored, persisted_upto)
+                    self._reports[STORE] = NodeReport(self._promise, Role.FOLLOWS, stored, persisted_upto)
                 return self._ask(now_s)
             case State.CLAIMING, ClaimFailed(error):
                 if self._accepts_loss and not isinstance(error, PromotionLost | NodeNameTaken):
@@ -346,7 +346,7 @@ class Promotion:
                 return self._compare(may_fetch=False)
             case State.CATCHING_UP, CatchUpFailed():
                 return self._compare(may_fetch=False)
-            case State.TAKING_OVER, TookOver(group):
+            case State.PROMOTING, LogTakenOver(group):
                 self.state, self.fact = State.LEADS, self.fact.promoted(group)
                 return [PersistRole(self.fact), Lead(self.fact, tuple(self.losses))]
             case _:
@@ -356,13 +356,13 @@ class Promotion:
 
     def _begin(self, now_s: float) -> list[Effect]:
         self.state, self._until = State.SURVEYING, now_s + self._answer_s
-        self._standings.clear()
+        self._reports.clear()
         self._silent.clear()
         asked: list[Effect] = [Survey(node) for node in sorted(self._others)]
         return asked + self._when_answered(now_s)
 
     def _when_answered(self, now_s: float) -> list[Effect]:
-        answered = self._standings.keys() - {STORE}
+        answered = self._reports.keys() - {STORE}
         here = 1 + len(answered)
         waits_for = self._others - answered - self._silent
         if self.state is State.ASKING and here >= self._wanted:
@@ -373,23 +373,23 @@ class Promotion:
             return self._judge()
         ahead = [
             one.promise
-            for node, one in self._standings.items()
+            for node, one in self._reports.items()
             if one.is_candidate and one.promise.node == node and one.promise.epoch != self._won
         ]
         if ahead and max(ahead) >= self.fact.promise:
             return self._fail(_lost_to(max(ahead)))
-        # This home notes each promise that it stands for before it asks for it. A higher one under its name went
+        # This home notes each promise that it will ask for before it asks. A higher one under its name went
         # to another home.
-        others = [one.promise for one in self._standings.values() if one.promise.node == self._node]
+        others = [one.promise for one in self._reports.values() if one.promise.node == self._node]
         if others and max(others) > self.fact.promise and not self._accepts_loss:
             return self._fail(name_taken(max(others)))
         if here < self._wanted and not self._accepts_loss:
             return self._fail(self._too_few(here, "nothing was changed"))
-        highest = max([self.fact.promise, *(one.promise for one in self._standings.values())])
-        self.state, self._promise = State.STANDING, Promise(Epoch(highest.epoch + 1), self._node)
+        highest = max([self.fact.promise, *(one.promise for one in self._reports.values())])
+        self.state, self._promise = State.CANDIDATE, Promise(Epoch(highest.epoch + 1), self._node)
         self._absent = self._others - answered
-        self._standings.clear()
-        return [Stand(self._promise)]
+        self._reports.clear()
+        return [BecomeCandidate(self._promise)]
 
     @property
     def _wanted(self) -> int:
@@ -402,20 +402,20 @@ class Promotion:
         return asked + self._when_answered(now_s)
 
     def _judge(self) -> list[Effect]:
-        here = 1 + len(self._standings.keys() - {STORE})
+        here = 1 + len(self._reports.keys() - {STORE})
         if here < self._wanted:
             error = self._too_few(here, "their promises are missing")
             if not self._accepts_loss:
                 return self._fail(error)
             kept = level_kept(here, 1 + len(self._others))
             rest = "" if kept is None else f"; what was acknowledged at {kept} or a higher level isn't"
-            silent = ", ".join(sorted(self._others - self._standings.keys()))
+            silent = ", ".join(sorted(self._others - self._reports.keys()))
             self.losses.append(f"what only {silent} may have is lost{rest}")
         return self._compare(may_fetch=True)
 
     def _compare(self, *, may_fetch: bool) -> list[Effect]:
         mine = self.fact.rank(self.group)
-        more = {node: one for node, one in self._standings.items() if one.rank > mine}
+        more = {node: one for node, one in self._reports.items() if one.rank > mine}
         if more and may_fetch:
             self.state = State.CATCHING_UP
             node = max(more, key=lambda name: (more[name].rank, name))
@@ -427,24 +427,24 @@ class Promotion:
             )
         if more and not self._accepts_loss:
             return self._fail(NotCaughtUp("; ".join(self.losses), nodes=sorted(more), group=int(mine.group)))
-        self.state = State.TAKING_OVER
-        return [TakeOver(self._promise)]
+        self.state = State.PROMOTING
+        return [TakeOverLog(self._promise)]
 
-    def _overtaken(self, promise: Promise, now_s: float) -> list[Effect]:
+    def _superseded(self, promise: Promise, now_s: float) -> list[Effect]:
         if self.state in {State.LEADS, State.FAILED}:
             return []
         if self.state is State.SURVEYING:
             return []  # late: no promise is asked for now
         if self.state is State.ASKING and promise.epoch == self._won and promise.node != self._node:
-            # The other candidate lost the claim but keeps the promise, so no node would lead under either. Stand
+            # The other candidate lost the claim but keeps the promise, so no node would lead under either. BecomeCandidate
             # again, above both.
             return self._begin(now_s)
-        if self.state is State.STANDING:
+        if self.state is State.CANDIDATE:
             return self._fail(name_taken(promise) if promise.node == self._node else _lost_to(promise))
         return [] if promise < self._promise or promise.node == self._node else self._fail(_lost_to(promise))
 
     def _too_few(self, here: int, what: str) -> NotCaughtUp:
-        silent = sorted(self._others - self._standings.keys())
+        silent = sorted(self._others - self._reports.keys())
         return NotCaughtUp(
             f"{', '.join(silent)} can't be asked, and {self._wanted} of {1 + len(self._others)} nodes must answer, of which {here} do, "
             f"so that nothing acknowledged at {self._level} is lost: {what}",

@@ -8,11 +8,11 @@ The facts
 - Two homes may use one node name: a copy and its original. So a promise is bound to a claimant, a word that a candidate
   draws for each attempt. A node that has promised one home refuses the other, by name, and doesn't follow it under that
   promise. The claimant is empty if the node has only learned of the promise, and in notes older than claimants.
-- A *reign* names the commit group behind which a leader went on. The reigns of a log, in order, are its
-  *lineage*. Two logs have the same bytes up to the group of the first reign in which they differ. Groups
+- A *term* names the commit group behind which a leader went on. The terms of a log, in order, are its
+  *lineage*. Two logs have the same bytes up to the group of the first term in which they differ. Groups
   behind that in one log aren't in the other.
-- A node notes a reign only once it has everything that the leader had when it began. So of two nodes the one
-  with the later last reign has everything that was acknowledged; if the last reigns are equal, the one with the
+- A node notes a term only once it has everything that the leader had when it began. So of two nodes the one
+  with the later last term has everything that was acknowledged; if the last terms are equal, the one with the
   greater group: `Rank`.
 
 Transitions of a node (its promise: p):
@@ -62,7 +62,7 @@ UNPROMISED: Final = Promise(Epoch(0), NOBODY)
 """The promise before any promotion: the leader was set up as such."""
 
 
-class Reign(NamedTuple):
+class Term(NamedTuple):
     """The period in which one leader leads."""
 
     promise: Promise
@@ -74,43 +74,43 @@ class Rank(NamedTuple):
     """How much of the acknowledged groups a node has: the greater rank has everything that the lower one has."""
 
     promise: Promise
-    """The promise of the last reign in its lineage."""
+    """The promise of the last term in its lineage."""
     group: GroupNumber
     """The last group that it has, whole and durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The reigns of a log, oldest first."""
+    """The terms of a log, oldest first."""
 
-    reigns: tuple[Reign, ...] = (Reign(UNPROMISED, GroupNumber(0)),)
+    terms: tuple[Term, ...] = (Term(UNPROMISED, GroupNumber(0)),)
 
     @property
-    def last(self) -> Reign:
-        """The newest reign."""
-        return self.reigns[-1]
+    def last(self) -> Term:
+        """The newest term."""
+        return self.terms[-1]
 
     def covered_by(self, group: GroupNumber) -> Lineage:
-        """Return the reigns that a node may note if its log ends at that group: those whose whole past is there."""
-        return Lineage((self.reigns[0], *(reign for reign in self.reigns[1:] if reign.behind <= group)))
+        """Return the terms that a node may note if its log ends at that group: those whose whole past is there."""
+        return Lineage((self.terms[0], *(term for term in self.terms[1:] if term.behind <= group)))
 
     def common_with(self, other: Lineage) -> tuple[Lineage, GroupNumber | None]:
         """Return the common beginning of both, and the group behind which they part; None if they are equal.
 
-        If one of them only has more reigns, they part behind the group at which the first of these began.
+        If one of them only has more terms, they part behind the group at which the first of these began.
         """
         count = 0
-        for mine, its in zip(self.reigns, other.reigns, strict=False):
+        for mine, its in zip(self.terms, other.terms, strict=False):
             if mine != its:
                 break
             count += 1
-        parts = [reigns.reigns[count].behind for reigns in (self, other) if len(reigns.reigns) > count]
-        return Lineage(self.reigns[:count] or Lineage().reigns), min(parts, default=None)
+        parts = [terms.terms[count].behind for terms in (self, other) if len(terms.terms) > count]
+        return Lineage(self.terms[:count] or Lineage().terms), min(parts, default=None)
 
-    def with_reign(self, promise: Promise, behind: GroupNumber) -> Lineage:
+    def with_term(self, promise: Promise, behind: GroupNumber) -> Lineage:
         """Return the lineage of the node that is promoted."""
         assert promise > self.last.promise, "a promotion is under a higher promise than all before"
-        return Lineage((*self.reigns, Reign(promise, behind)))
+        return Lineage((*self.terms, Term(promise, behind)))
 
 
 class Role(StrEnum):
@@ -161,12 +161,12 @@ class RoleFact:
         # The claimant is empty if the promise was only learned of: another node was asked before, and reported it.
         return replace(self, claimant=claimant)
 
-    def standing_for(self, promise: Promise, claimant: str = "") -> RoleFact:
+    def candidate_for(self, promise: Promise, claimant: str = "") -> RoleFact:
         """Return the role of a candidate, which gives itself the promise that it asks of others.
 
         It follows as before.
         """
-        assert promise > self.promise, "a candidate stands for more than it has promised"
+        assert promise > self.promise, "a candidate asks for more than it has promised"
         role = Role.FENCED if self.role is Role.LEADS else self.role
         return replace(self, role=role, promise=promise, claimant=claimant)
 
@@ -181,7 +181,7 @@ class RoleFact:
 
     def promoted(self, behind: GroupNumber) -> RoleFact:
         """Return the role as the leader under its own promise; the log ends at that group."""
-        lineage = self.lineage.covered_by(behind).with_reign(self.promise, behind)
+        lineage = self.lineage.covered_by(behind).with_term(self.promise, behind)
         return replace(self, role=Role.LEADS, leader=self.promise.node, lineage=lineage)
 
     def following(self, leader: NodeName) -> RoleFact:
@@ -198,7 +198,7 @@ class RoleFact:
             "epoch": self.promise.epoch,
             "promised_to": self.promise.node,
             "leader": self.leader,
-            "lineage": _reigns_to_json(self.lineage),
+            "lineage": _terms_to_json(self.lineage),
             "claimant": self.claimant,
         }
         return json.dumps(facts).encode() + b"\n"
@@ -228,7 +228,7 @@ class Greeting:
 
     def to_json(self) -> bytes:
         """Return the transmitted form."""
-        facts = {"version": _VERSION, "group": self.group, "lineage": _reigns_to_json(self.lineage)}
+        facts = {"version": _VERSION, "group": self.group, "lineage": _terms_to_json(self.lineage)}
         return json.dumps(facts | {"claimant": self.claimant}).encode()
 
     @classmethod
@@ -268,20 +268,20 @@ def claimant_of(value: object) -> str:
     return text
 
 
-def _reigns_to_json(lineage: Lineage) -> list[dict[str, Any]]:
-    return [{"epoch": promise.epoch, "leader": promise.node, "behind": behind} for promise, behind in lineage.reigns]
+def _terms_to_json(lineage: Lineage) -> list[dict[str, Any]]:
+    return [{"epoch": promise.epoch, "leader": promise.node, "behind": behind} for promise, behind in lineage.terms]
 
 
-def _lineage_of(reigns: Sequence[dict[str, Any]]) -> Lineage:
+def _lineage_of(terms: Sequence[dict[str, Any]]) -> Lineage:
     found = [
-        Reign(
-            Promise(Epoch(_whole(reign["epoch"])), NodeName(_text(reign["leader"]))),
-            GroupNumber(_whole(reign["behind"])),
+        Term(
+            Promise(Epoch(_whole(term["epoch"])), NodeName(_text(term["leader"]))),
+            GroupNumber(_whole(term["behind"])),
         )
-        for reign in reigns
+        for term in terms
     ]
     if not found or any(a.promise >= b.promise or a.behind > b.behind for a, b in itertools.pairwise(found)):
-        raise ValueError("the reigns aren't in order")
+        raise ValueError("the terms aren't in order")
     return Lineage(tuple(found))
 
 

@@ -47,7 +47,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Rejoined:
     """A follower sent `Hello` again: it lacks something, or has set something aside."""
 
     link: LinkId
@@ -133,7 +133,7 @@ class Tick:
 
 
 Event = (
-    Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | Heard | Stopping | Tick
+    Joined | Rejoined | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | Heard | Stopping | Tick
 )  # fmt: skip
 
 # --- effects ---------------------------------------------------------------------------------------------------------
