@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from bench.figures import Figure, compared, interleaved, measures, reported, say
+from bench.figures import Figure, asked, compared, interleaved, measures, reported, say
 from bench.places import folder
 from bench.wal import EVENTS, ROW_BYTES, log_in
 from millstream.model.appends import AppendOp
@@ -118,10 +118,14 @@ def _end(futures: list[asyncio.Future[None]]) -> None:
         future.set_result(None)
 
 
+def _seconds() -> float:
+    return asked.seconds or CALLERS_S
+
+
 def _by_threads(append: Callable[[bytes], object], took_ms: list[float]) -> float:
     """Return the appends a second of threads that each wait for their answer; put the time of each into `took_ms`."""
     data = os.urandom(ROW_BYTES)
-    until = time.perf_counter() + CALLERS_S
+    until = time.perf_counter() + _seconds()
 
     def call() -> None:
         mine = []
@@ -136,7 +140,7 @@ def _by_threads(append: Callable[[bytes], object], took_ms: list[float]) -> floa
         thread.start()
     for thread in threads:
         thread.join()
-    return (len(took_ms) - before) / CALLERS_S
+    return (len(took_ms) - before) / _seconds()
 
 
 def _by_coroutines(append: Callable[[bytes], Awaitable[object]], took_ms: list[float]) -> float:
@@ -149,12 +153,12 @@ def _by_coroutines(append: Callable[[bytes], Awaitable[object]], took_ms: list[f
             took_ms.append((time.perf_counter() - began) * 1000)
 
     async def all_of_them() -> None:
-        until = time.perf_counter() + CALLERS_S
+        until = time.perf_counter() + _seconds()
         await asyncio.gather(*(call(until) for _ in range(CALLERS)))
 
     before = len(took_ms)
     asyncio.run(all_of_them())
-    return (len(took_ms) - before) / CALLERS_S
+    return (len(took_ms) - before) / _seconds()
 
 
 def _ours(took_ms: list[float], *, coroutines: bool) -> float:
@@ -204,10 +208,10 @@ def _figures(word: str, who: str, ack: str, *, coroutines: bool) -> Iterator[Fig
             "the peer is a thread that answers what lies in a queue and does nothing else: what Python allows",
         ),
     ):  # fmt: skip
-        say(f"{name}_{peer}: {CALLERS} {who}, {ROW_BYTES} B, {CALLERS_S:.0f} s")
+        say(f"{name}_{peer}: {CALLERS} {who}, {ROW_BYTES} B, {_seconds():.0f} s")
         yield compared(
             f"{name}_{peer}", partial(ours, []), partial(other, coroutines=coroutines), unit="rows/s", goal=goal,
-            rows=round(CALLERS * CALLERS_S), size_bytes=ROW_BYTES, note=f"{said}; {what}",
+            rows=round(CALLERS * _seconds()), size_bytes=ROW_BYTES, note=f"{said}; {what}",
         )  # fmt: skip
 
     say(f"{ack}: {CALLERS} {who}")

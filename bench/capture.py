@@ -57,7 +57,12 @@ def _captured_rows_s(backlog: Backlog, *, tcp: bool = False, catch_up: CatchUp =
     return backlog.rows / (ended_at - capture.began_at)
 
 
+def _transactions(usual: int, rows_each: int) -> int:
+    return usual if asked.rows is None else max(1, asked.rows // rows_each)
+
+
 def _beside_recvlogical(name: str, table: str, *, transactions: int, rows_each: int, goal: str) -> Figure:
+    transactions = _transactions(transactions, rows_each)
     say(f"{name}: {transactions:,} transactions of {rows_each:,} rows")
     warm()
     with postgres() as server:
@@ -93,10 +98,11 @@ def small_transactions() -> Iterator[Figure]:
 @measures("capture_client_cpu_us_per_row")
 def client_cpu() -> Iterator[Figure]:
     """Measure the CPU time of a row on our side."""
-    say("capture_client_cpu_us_per_row: 500 transactions of 1,000 rows")
+    transactions = _transactions(500, 1000)
+    say(f"capture_client_cpu_us_per_row: {transactions:,} transactions of 1,000 rows")
     warm()
     with postgres() as server:
-        backlog = make_backlog(server, "mid", transactions=500, rows_each=1000)
+        backlog = make_backlog(server, "mid", transactions=transactions, rows_each=1000)
         yield compared(
             "capture_client_cpu_us_per_row",
             lambda: _captured_cpu_us(backlog),
@@ -131,7 +137,7 @@ def _recvlogical_cpu_us(backlog: Backlog) -> float:
 @measures("capture_vs_debezium_engine", "capture_vs_debezium_engine_second_half")
 def debezium() -> Iterator[Figure]:
     """Compare with Debezium's embedded engine on the same backlog."""
-    transactions = ENGINE_TRANSACTIONS if asked.rows is None else asked.rows // 1000
+    transactions = _transactions(ENGINE_TRANSACTIONS, 1000)
     say(f"capture_vs_debezium_engine: {transactions:,} transactions of 1,000 rows")
     warm()
     theirs: list[Rates] = []
@@ -171,7 +177,8 @@ def debezium() -> Iterator[Figure]:
 @measures("capture_catchup_vs_pg_recvlogical")
 def catch_up() -> Iterator[Figure]:
     """Measure a backlog large enough to be read in chunks, by capture's own choice."""
-    name, transactions, rows_each = "capture_catchup_vs_pg_recvlogical", 1000, 1000
+    name, rows_each = "capture_catchup_vs_pg_recvlogical", 1000
+    transactions = _transactions(1000, rows_each)
     say(f"{name}: {transactions:,} transactions of {rows_each:,} rows")
     warm()
     with postgres() as server:
@@ -192,7 +199,7 @@ def catch_up() -> Iterator[Figure]:
 @measures("capture_one_1m_row_tx_vs_proto1")
 def one_large_transaction() -> Iterator[Figure]:
     """Measure a transaction streamed before its commit; the peer asks for protocol 1, which sends it at its commit."""
-    name, rows = "capture_one_1m_row_tx_vs_proto1", 1_000_000
+    name, rows = "capture_one_1m_row_tx_vs_proto1", asked.rows or 1_000_000
     say(f"{name}: one transaction of {rows:,} rows")
     warm()
     with postgres() as server:
@@ -213,17 +220,18 @@ def one_large_transaction() -> Iterator[Figure]:
 @measures("table_copy_vs_copy_to_null")
 def table_copy() -> Iterator[Figure]:
     """Measure the copy of existing rows into the log by one worker."""
-    say(f"table_copy_vs_copy_to_null: {COPY_ROWS:,} rows")
+    rows = asked.rows or COPY_ROWS
+    say(f"table_copy_vs_copy_to_null: {rows:,} rows")
     warm()
     with postgres() as server:
         yield compared(
             "table_copy_vs_copy_to_null",
-            lambda: _copied_rows_s(server, workers=1),
-            lambda: _copy_to_null_rows_s(server, ["whole"]),
+            lambda: _copied_rows_s(server, rows, workers=1),
+            lambda: _copy_to_null_rows_s(server, rows, ["whole"]),
             unit="rows/s",
             goal=">= 0.8",
-            rows=COPY_ROWS,
-            size_bytes=_make_whole(server),
+            rows=rows,
+            size_bytes=_make_whole(server, rows),
             note=f"{SHAPE}; ours with one worker, from the answer to START_REPLICATION until the table counts as copied, all of its"
             " rows durable in the log (typed Arrow, LZ4, CRC32C, fdatasync a commit group); the peer is a client too:"
             " psql's \\copy whole TO '/dev/null' (text) over the same socket, its start included",
@@ -233,30 +241,29 @@ def table_copy() -> Iterator[Figure]:
 @measures("table_copy_4_workers")
 def table_copy_by_four() -> Iterator[Figure]:
     """Measure the same rows by four workers; the peers are four clients that take a quarter each."""
-    say(f"table_copy_4_workers: {COPY_ROWS:,} rows")
+    rows = asked.rows or COPY_ROWS
+    say(f"table_copy_4_workers: {rows:,} rows")
     warm()
-    quarters = [
-        f"(SELECT * FROM whole WHERE id > {COPY_ROWS * n // 4} AND id <= {COPY_ROWS * (n + 1) // 4})" for n in range(4)
-    ]
+    quarters = [f"(SELECT * FROM whole WHERE id > {rows * n // 4} AND id <= {rows * (n + 1) // 4})" for n in range(4)]
     with postgres() as server:
         yield compared(
             "table_copy_4_workers",
-            lambda: _copied_rows_s(server, workers=4),
-            lambda: _copy_to_null_rows_s(server, quarters),
+            lambda: _copied_rows_s(server, rows, workers=4),
+            lambda: _copy_to_null_rows_s(server, rows, quarters),
             unit="rows/s",
             goal=">= 0.8",
-            rows=COPY_ROWS,
-            size_bytes=_make_whole(server),
+            rows=rows,
+            size_bytes=_make_whole(server, rows),
             note=f"{SHAPE}; ours with four workers, as table_copy_vs_copy_to_null has it with one; the peers are four psql side by side, each"
             " with \\copy (SELECT … of a quarter of the keys) TO '/dev/null', from their start until the last has ended",
         )
 
 
-def _make_whole(server: EmbeddedPostgres) -> int:
+def _make_whole(server: EmbeddedPostgres, rows: int) -> int:
     """Make the table, settled; return the bytes of its rows as text."""
     with server.connect(DATABASE) as connection:
         connection.execute(f"CREATE TABLE whole ({COLUMNS})")
-        connection.execute(f"INSERT INTO whole SELECT {VALUES} FROM generate_series(1, {COPY_ROWS}) AS n")
+        connection.execute(f"INSERT INTO whole SELECT {VALUES} FROM generate_series(1, {rows}) AS n")
         connection.execute("CREATE PUBLICATION whole FOR TABLE whole")
         connection.execute("VACUUM (FREEZE, ANALYZE) whole")
         row = connection.execute("SELECT sum(length(w::text)) FROM whole w").fetchone()
@@ -264,7 +271,7 @@ def _make_whole(server: EmbeddedPostgres) -> int:
     return int(row[0])
 
 
-def _copied_rows_s(server: EmbeddedPostgres, *, workers: int) -> float:
+def _copied_rows_s(server: EmbeddedPostgres, rows: int, *, workers: int) -> float:
     slot = "whole_run"
     with server.connect(DATABASE) as connection:
         connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
@@ -276,14 +283,14 @@ def _copied_rows_s(server: EmbeddedPostgres, *, workers: int) -> float:
         ):
             copied_at = capture.wait_until_copied()
         found = capture.writer.stats().records
-        if found < COPY_ROWS:
-            raise AssertionError(f"{found} records are in the log, the table has {COPY_ROWS} rows")
-        return COPY_ROWS / (copied_at - capture.began_at)
+        if found < rows:
+            raise AssertionError(f"{found} records are in the log, the table has {rows} rows")
+        return rows / (copied_at - capture.began_at)
     finally:
         drop_slot(server, slot)
 
 
-def _copy_to_null_rows_s(server: EmbeddedPostgres, parts: list[str]) -> float:
+def _copy_to_null_rows_s(server: EmbeddedPostgres, rows: int, parts: list[str]) -> float:
     """Return the rate of clients that copy a part each, in parallel."""
     command = [str(server.program("psql")), "--no-psqlrc", "--quiet", server.dsn(DATABASE), "--command"]
     began_at = time.perf_counter()
@@ -292,19 +299,21 @@ def _copy_to_null_rows_s(server: EmbeddedPostgres, parts: list[str]) -> float:
         codes = [peer.wait() for peer in peers]
     if any(codes):
         raise RuntimeError(f"psql ended with {codes}")
-    return COPY_ROWS / (time.perf_counter() - began_at)
+    return rows / (time.perf_counter() - began_at)
 
 
 @measures("capture_rss_mib")
 def resident_memory() -> Iterator[Figure]:
     """Measure the peak memory of `millstream capture run`, over many transactions and a large streamed one."""
-    yield _resident_memory("capture_rss_mib", mid=500, large=2_000_000, runs=RUNS)
+    yield _resident_memory(
+        "capture_rss_mib", mid=_transactions(500, 1000), large=asked.rows or 2_000_000, runs=asked.runs or RUNS
+    )
 
 
 @measures("capture_rss_10m_tx_mib")
 def resident_memory_of_one() -> Iterator[Figure]:
     """Measure the same with one transaction of 10 M rows; once, since it takes minutes and 6 GB of disk."""
-    rows = LARGE_TRANSACTION_ROWS if asked.rows is None else asked.rows
+    rows = asked.rows or LARGE_TRANSACTION_ROWS
     yield _resident_memory("capture_rss_10m_tx_mib", mid=0, large=rows, runs=1)
 
 

@@ -112,9 +112,9 @@ def selected(prefix: str) -> list[Measure]:
     return list(dict.fromkeys(measure for name, measure in _MEASURES.items() if name.startswith(prefix)))
 
 
-def names() -> list[str]:
-    """Return the names of all figures."""
-    return list(_MEASURES)
+def names(measure: Measure | None = None) -> list[str]:
+    """Return the names of all figures, or of those that one function yields."""
+    return [name for name, behind in _MEASURES.items() if measure in (None, behind)]
 
 
 def interleaved(

@@ -270,7 +270,8 @@ def disk_factor() -> Iterator[Figure]:
 def driver_back() -> Iterator[Figure]:
     """Kill the pipeline's driver with its JVM; measure the time until an answer has a row that was committed then."""
     rows = asked.rows or ROWS_SMALL
-    say(f"driver_back_s: {rows:,} rows, the driver killed {RUNS} times")
+    runs = asked.runs or RUNS
+    say(f"driver_back_s: {rows:,} rows, the driver killed {runs} times")
     with postgres(load_unsynced=False) as server, folder("back") as path, server.connect(DATABASE) as connection:
         connection.execute(f"CREATE TABLE accounts ({COLUMNS}, client int, n bigint)")
         connection.execute(f"INSERT INTO accounts SELECT {VALUES}, 0, -1 FROM generate_series(1, {rows}) AS n")
@@ -283,7 +284,7 @@ def driver_back() -> Iterator[Figure]:
                 found = opened.query("SELECT n FROM public.accounts WHERE id = 1", stream="bench")
                 return bool(found.column("n").to_pylist() == [number])
 
-            for number in range(RUNS + 1):
+            for number in range(runs + 1):
                 began_at = time.perf_counter()
                 if number:
                     os.kill(int(opened.status()["processes"]["pipeline"]), signal.SIGKILL)

@@ -28,7 +28,7 @@ from millstream.model.positions import Seq
 FOLD_ROWS = 1_000_000
 CHANGES = 100_000
 QUERY_ROWS = 10_000_000
-HISTORY_ROWS = (1_000_000, 100_000_000)
+HISTORY_ROWS = 100_000_000
 HISTORY_CHANGES = 10_000
 _ROW_BYTES = 80
 
@@ -157,19 +157,21 @@ def _asked_current_ms(lake: Lake, sql: str, keys: Iterator[int]) -> float:
 @measures("history_cost_1m_vs_100m")
 def history_cost() -> Iterator[Figure]:
     """Measure appending to history and reading its tail, with many records before it and with few."""
-    small, large = HISTORY_ROWS
-    say(f"history_cost_1m_vs_100m: {HISTORY_CHANGES:,} changes behind {small:,} and {large:,} records")
+    large = asked.rows or HISTORY_ROWS
+    small = large // 100
+    changes = min(HISTORY_CHANGES, small // 10)
+    say(f"history_cost_1m_vs_100m: {changes:,} changes behind {small:,} and {large:,} records")
     with folder("history") as path:
-        lakes = [_grown(path / str(rows), rows) for rows in (large, small)]
+        lakes = [_grown(path / str(rows), rows, file_rows=small, changes=changes) for rows in (large, small)]
         yield compared(
             "history_cost_1m_vs_100m",
-            lambda: _change_us(lakes[0]),
-            lambda: _change_us(lakes[1]),
+            lambda: _change_us(lakes[0], small, changes),
+            lambda: _change_us(lakes[1], small, changes),
             unit="us/row",
             goal="<= 1.2",
             rows=large,
             size_bytes=large * _ROW_BYTES,
-            note=f"for {HISTORY_CHANGES:,} changed rows, the time of append_history (the table opened, rows converted, Parquet written, committed) and"
+            note=f"for {changes:,} changed rows, the time of append_history (the table opened, rows converted, Parquet written, committed) and"
             f" of reading the tail since the last fold as `query` does (table opened, files chosen by statistics, 10 such batches read), a row;"
             f" history of {large:,} records beside one of {small:,}: one Parquet file of {small:,} records, written by append_history, and links"
             " to it under other names, committed with the statistics that such files would have (`seq` ascending from file to file), 20 a"
@@ -177,22 +179,21 @@ def history_cost() -> Iterator[Figure]:
         )
 
 
-def _grown(path: Path, rows: int) -> Lake:
-    """Make a history of `rows` records, from one file and links to it."""
+def _grown(path: Path, rows: int, *, file_rows: int, changes: int) -> Lake:
+    """Make a history of `rows` records, from one file and links to it, and ten batches of changes."""
     lake = Lake(path)
-    each = HISTORY_ROWS[0]
-    lake.append("r", np.arange(1, each + 1, dtype=np.int64))
+    lake.append("r", np.arange(1, file_rows + 1, dtype=np.int64))
     root = Path(lake.layout.table_path("history", ACCOUNTS))
     history = DeltaTable(str(root))
     action = pa.table(history.get_add_actions(flatten=True)).to_pylist()[0]
     numbers = itertools.count(1)
     while lake.n < rows:
         adds: list[AddAction | RemoveAction] = []
-        for _ in range(min(20, (rows - lake.n) // each)):
+        for _ in range(min(20, (rows - lake.n) // file_rows)):
             name = f"{Path(action['path']).parent}/part-{next(numbers):05}.parquet"
             os.link(root / action["path"], root / name)
-            adds.append(_added(action, name, int(lake.n), each))
-            lake.n = Seq(lake.n + each)
+            adds.append(_added(action, name, int(lake.n), file_rows))
+            lake.n = Seq(lake.n + file_rows)
         app = lake.layout.app_id("history", ACCOUNTS.table_id)
         opened = open_table(lake.layout, str(root), app)
         assert opened is not None
@@ -201,7 +202,7 @@ def _grown(path: Path, rows: int) -> Lake:
         )
     DeltaTable(str(root)).create_checkpoint()
     for number in range(10):
-        lake.append("u", uniform(each, HISTORY_CHANGES, seed=number))
+        lake.append("u", uniform(file_rows, changes, seed=number))
     return lake
 
 
@@ -228,9 +229,9 @@ def _added(action: dict[str, object], name: str, after: int, rows: int) -> AddAc
 _seeds = itertools.count(100)
 
 
-def _change_us(lake: Lake) -> float:
-    ids = uniform(HISTORY_ROWS[0], HISTORY_CHANGES, seed=next(_seeds))
-    batch_after = Seq(lake.n - 9 * HISTORY_CHANGES)
+def _change_us(lake: Lake, keys: int, changes: int) -> float:
+    ids = uniform(keys, changes, seed=next(_seeds))
+    batch_after = Seq(lake.n - 9 * changes)
     began_at = time.perf_counter()
     lake.append("u", ids)
     opened = open_table(
@@ -241,6 +242,6 @@ def _change_us(lake: Lake) -> float:
     assert opened is not None
     tail = read_history(opened, after=batch_after, upto=lake.n, table=ACCOUNTS.table_id)
     took_s = time.perf_counter() - began_at
-    if tail.num_rows != 10 * HISTORY_CHANGES:
+    if tail.num_rows != 10 * changes:
         raise AssertionError(f"the tail has {tail.num_rows} records")
-    return took_s * 1e6 / HISTORY_CHANGES
+    return took_s * 1e6 / changes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.figures import RUNS, Figure, measures, reported, say
+from bench.figures import RUNS, Figure, asked, measures, reported, say
 from bench.homes import Home, make_home, wait_for
 from bench.load import CLIENTS, Load, PacedLoad, percentiles_of_windows
 from bench.places import folder
@@ -72,7 +72,8 @@ def _numbers_of(wal: str, load: Load) -> np.ndarray:
 @measures("commit_to_durable_ms")
 def commit_to_durable() -> Iterator[Figure]:
     """Measure paced one-row inserts; `millstream capture run` in a process, a reader of the log in another."""
-    say(f"commit_to_durable_ms: {RATE} transactions a second for {DURABLE_S} s")
+    seconds = asked.seconds or DURABLE_S
+    say(f"commit_to_durable_ms: {RATE} transactions a second for {seconds} s")
     with postgres(load_unsynced=False) as server, folder("durable") as path:
         with server.connect(DATABASE) as connection:
             connection.execute("CREATE TABLE ticks (client int, n bigint, note text, PRIMARY KEY (client, n))")
@@ -82,7 +83,7 @@ def commit_to_durable() -> Iterator[Figure]:
             _insert_until_seen(server, home, capture)
             watcher = MarkWatcher(home.wal)
             statement = "INSERT INTO ticks VALUES (:client_id, :n, 'a row of a tick, with a text of 40 bytes.')"
-            load = paced(server, path, statement, seconds=DURABLE_S)
+            load = paced(server, path, statement, seconds=seconds)
             wait_for("the log is quiet", watcher.is_quiet, process=capture)
             upto, at = watcher.stop()
         seqs = _numbers_of(home.wal, load)
@@ -97,7 +98,7 @@ def commit_to_durable() -> Iterator[Figure]:
         size_bytes=len(load) * 60,
         note=f"p50; {RATE} one-row inserts a second by {CLIENTS} clients of pgbench, PostgreSQL's fsync and synchronous_commit on;"
         " from the client's answer to its COMMIT until another process sees the log's mark behind the record;"
-        f" medians over {RUNS} windows of {DURABLE_S // RUNS} s",
+        f" medians over {RUNS} windows of {seconds / RUNS:g} s",
         p99=p99,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bench.figures import Figure, compared, measures, say
+from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from bench.wal import BATCH_ROWS, EVENTS, ROW_BYTES, log_in, operation
 from millstream.model.ids import TableId
@@ -23,14 +23,15 @@ COLUMNAR_BATCHES = 300
 COLUMNAR_ROWS = 1 << 20 >> 7
 """Rows of 128 bytes: a batch of 1 MiB."""
 TABLES = 100
-REPLAY_BATCHES = 2000
+REPLAY_ROWS = 2_000_000
 
 
 @measures("wal_append_columnar_vs_raw")
 def columnar_vs_raw() -> Iterator[Figure]:
     """Measure large batches that come as Arrow; the peer writes the same bytes raw."""
     size = COLUMNAR_ROWS * 128
-    say(f"wal_append_columnar_vs_raw: {COLUMNAR_BATCHES} batches of {size >> 20} MiB")
+    count = COLUMNAR_BATCHES if asked.rows is None else max(1, asked.rows // COLUMNAR_ROWS)
+    say(f"wal_append_columnar_vs_raw: {count} batches of {size >> 20} MiB")
     # Random, so that the log's compression gains nothing.
     data = np.random.default_rng(1).bytes(size)
     values = [data[at : at + 128] for at in range(0, size, 128)]
@@ -43,25 +44,25 @@ def columnar_vs_raw() -> Iterator[Figure]:
     def ours() -> float:
         with folder("log") as path, log_in(path) as writer:
             began = time.perf_counter()
-            for _ in range(COLUMNAR_BATCHES):
+            for _ in range(count):
                 writer.append(one)
-            return COLUMNAR_BATCHES * size / (time.perf_counter() - began) / 1e6
+            return count * size / (time.perf_counter() - began) / 1e6
 
     def raw() -> float:
         with folder("raw") as path:
             file = os.open(path / "raw", os.O_WRONLY | os.O_CREAT)
             began = time.perf_counter()
-            for number in range(COLUMNAR_BATCHES):
+            for number in range(count):
                 os.pwrite(file, data, number * size)
                 os.fdatasync(file)
             took_s = time.perf_counter() - began
             os.close(file)
-            return COLUMNAR_BATCHES * size / took_s / 1e6
+            return count * size / took_s / 1e6
 
     yield compared(
-        "wal_append_columnar_vs_raw", ours, raw, unit="MB/s", goal=">= 0.7", rows=COLUMNAR_BATCHES * COLUMNAR_ROWS,
-        size_bytes=COLUMNAR_BATCHES * size,
-        note=f"{COLUMNAR_BATCHES} batches of {COLUMNAR_ROWS} random values of 128 B, ready as Arrow, one caller, each durable before the next; the peer"
+        "wal_append_columnar_vs_raw", ours, raw, unit="MB/s", goal=">= 0.7", rows=count * COLUMNAR_ROWS,
+        size_bytes=count * size,
+        note=f"{count} batches of {COLUMNAR_ROWS} random values of 128 B, ready as Arrow, one caller, each durable before the next; the peer"
         " writes the same bytes by pwrite and fdatasync into a new file",
     )  # fmt: skip
 
@@ -77,7 +78,7 @@ def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 @measures("wal_read_one_of_100_tables")
 def one_of_many_tables() -> Iterator[Figure]:
     """Measure reading a table's records out of a log of a hundred; the peer is a log that holds it alone."""
-    rows = 400 * BATCH_ROWS
+    rows = asked.rows or 400 * BATCH_ROWS
     say(f"wal_read_one_of_100_tables: {rows:,} rows of each of {TABLES} tables")
     with folder("many") as many, folder("alone") as alone:
         tables = [replace(EVENTS, table_id=TableId(number), name=f"events_{number}") for number in range(1, TABLES + 1)]
@@ -108,11 +109,11 @@ def one_of_many_tables() -> Iterator[Figure]:
 @measures("wal_replay_rows_per_s")
 def replay_vs_parquet() -> Iterator[Figure]:
     """Measure reading all records of a log, in order; the peer reads the same rows from a Parquet file."""
-    rows = REPLAY_BATCHES * BATCH_ROWS
+    rows = asked.rows or REPLAY_ROWS
     say(f"wal_replay_rows_per_s: {rows:,} rows")
     with folder("replay") as path:
         with log_in(path) as writer:
-            for _ in range(REPLAY_BATCHES):
+            for _ in range(rows // BATCH_ROWS):
                 writer.append(operation([os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)]))
         reader = StreamReader(str(path / "wal"))
         batches = [found.batch for found in reader.read_between(Seq(0), reader.persisted_upto())]

@@ -19,7 +19,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bench.figures import Figure, compared, measures, say
+from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from bench.wal import BATCH_ROWS, EVENTS, ROW_BYTES, ReservationsInMemory, log_in, operation
 from millstream.codec.log_frame import RecordsFrame, decode_frame, encode_records_frame
@@ -32,8 +32,9 @@ from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 
 GIB = 1 << 30
-SMALL, LARGE = 1, 100
 SEGMENT_BYTES = 64 << 20
+SMALL, LARGE = GIB // SEGMENT_BYTES, 100 * GIB // SEGMENT_BYTES
+"""Sealed segments: one gigabyte, and a hundred."""
 TAIL_BATCHES = 300
 """Batches of 100 KB: half a segment."""
 _STREAM = StreamId(UUID(int=7))
@@ -44,32 +45,33 @@ def open_small_and_large() -> Iterator[Figure]:
     """Measure opening a log as its killed writer left it, in a process of its own for each run."""
     with folder("log-open") as path:
         segment = _sealed_segment(path / "made")
-        sizes = {SMALL: path / "small", LARGE: path / "large"}
-        for gib, log in sizes.items():
-            say(f"wal_open_1g_vs_100g: a log of {gib} GiB")
-            _write_log(log, segment, gib * GIB // SEGMENT_BYTES)
+        large = LARGE if asked.rows is None else max(1, asked.rows * ROW_BYTES // SEGMENT_BYTES) + SMALL
+        sizes = {SMALL: path / "small", large: path / "large"}
+        for segments, log in sizes.items():
+            say(f"wal_open_1g_vs_100g: a log of {segments} segments")
+            _write_log(log, segment, segments)
         peaks: dict[int, float] = dict.fromkeys(sizes, 0.0)
 
-        def opened_ms(gib: int) -> float:
-            took_ms, peak_mib = _open_in_a_process(sizes[gib], path / "copy")
-            peaks[gib] = max(peaks[gib], peak_mib)
+        def opened_ms(segments: int) -> float:
+            took_ms, peak_mib = _open_in_a_process(sizes[segments], path / "copy")
+            peaks[segments] = max(peaks[segments], peak_mib)
             return took_ms
 
         figure = compared(
             "wal_open_1g_vs_100g",
-            lambda: opened_ms(LARGE),
+            lambda: opened_ms(large),
             lambda: opened_ms(SMALL),
             unit="ms",
             goal="<= 2",
             rows=0,
-            size_bytes=LARGE * GIB,
+            size_bytes=large * SEGMENT_BYTES,
             note="",
         )
         yield replace(
             figure,
-            note=f"ours is the log of {LARGE} GiB, the peer that of {SMALL}; segments of 64 MiB in frames of 100 kB, sparse but for headers and footers; an"
+            note=f"ours is the log of {large} segments, the peer that of {SMALL}; 64 MiB each in frames of 100 kB, sparse but for headers and footers; an"
             " open segment of 30 MB behind them, as a killed writer leaves it; from LogWriter.open to its return, in a new process;"
-            f" at most {peaks[LARGE]:.0f} MiB resident for the large, {peaks[SMALL]:.0f} for the small (goal: < 256)",
+            f" at most {peaks[large]:.0f} MiB resident for the large, {peaks[SMALL]:.0f} for the small (goal: < 256)",
         )
 
 

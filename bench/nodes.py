@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import millstream
-from bench.figures import Figure, asked, compared, interleaved, measures, reported, say
+from bench.figures import RUNS, Figure, asked, compared, interleaved, measures, reported, say
 from bench.places import as_installed, folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, log_in, operation
 from millstream.errors import MillstreamError
@@ -139,7 +139,7 @@ def _appends(home: Any, row: dict[str, object]) -> bool:
 def promotion() -> Iterator[Figure]:
     """Measure from SIGKILL of a leader under load to the first row that the promoted node has acknowledged."""
     times: list[float] = []
-    for number in range(5):
+    for number in range(asked.runs or RUNS):
         with folder("promotion") as place, _nodes(place, "abc", "durable(1)") as (a, b, c):
             for node in (a, b, c):
                 node.start("serve")

@@ -14,7 +14,7 @@ from uuid import UUID
 
 import psycopg
 
-from bench.figures import Figure, compared, measures
+from bench.figures import Figure, asked, compared, measures
 from bench.places import folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, operation
 from millstream.catalog import Catalog
@@ -62,15 +62,19 @@ def drawn_and_nextval() -> Iterator[Figure]:
             goal="reported",
             rows=0,
             size_bytes=0,
-            note=f"{WRITERS} writers draw {GROUP} numbers at a time for {DRAWING_S:.0f} s, each draw durable and with the writer's position; the peer is as many"
+            note=f"{WRITERS} writers draw {GROUP} numbers at a time for {_drawing_s():.0f} s, each draw durable and with the writer's position; the peer is as many"
             " clients that draw as many a round trip, by nextval over generate_series; PostgreSQL 18 with fsync over a Unix socket, clients are threads of one process",
         )
+
+
+def _drawing_s() -> float:
+    return asked.seconds or DRAWING_S
 
 
 def _by_all(work: Callable[[int, float], int]) -> float:
     """Return the numbers a second of all writers together."""
     counts = [0] * WRITERS
-    end = time.perf_counter() + DRAWING_S
+    end = time.perf_counter() + _drawing_s()
 
     def run(number: int) -> None:
         counts[number] = work(number, end)
@@ -152,7 +156,8 @@ def started_behind_few_and_many() -> Iterator[Figure]:
         EmbeddedPostgres(data_dir=path / "pg") as server,
         Catalog(server.dsn()) as catalog,
     ):
-        streams = {given: catalog.resolve_stream(f"given{given}") for given in (10, LONG)}
+        long = 10 * (asked.rows or LONG // 10)
+        streams = {given: catalog.resolve_stream(f"given{given}") for given in (10, long)}
         for given, stream in streams.items():
             store = PostgresSequenceStore(catalog.database, stream)
             own = store.register("w", "bench")
@@ -173,13 +178,13 @@ def started_behind_few_and_many() -> Iterator[Figure]:
 
         yield compared(
             "sequencer_startup_ms",
-            lambda: started_ms(LONG),
+            lambda: started_ms(long),
             lambda: started_ms(10),
             unit="ms",
             goal="<= 1.5",
             rows=0,
             size_bytes=0,
-            note=f"from registering a writer that was killed to its first number; ours in a stream of {LONG:,} numbers, the peer in one of 10",
+            note=f"from registering a writer that was killed to its first number; ours in a stream of {long:,} numbers, the peer in one of 10",
         )
 
 
@@ -190,12 +195,15 @@ def two_writers_and_one() -> Iterator[Figure]:
         with Catalog(server.dsn()):
             pass
         runs = iter(range(1000))
+        appends = APPENDS if asked.rows is None else max(1, asked.rows // BATCH_ROWS)
 
         def appended(writers: int) -> float:
             log = path / f"log{next(runs)}"
             command = [sys.executable, "-m", "bench.sequencer", str(log), server.dsn()]
             processes = [
-                subprocess.Popen([*command, f"w{n}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    [*command, f"w{n}", str(appends)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
                 for n in range(writers)
             ]
             for process in processes:
@@ -210,7 +218,7 @@ def two_writers_and_one() -> Iterator[Figure]:
                 process.communicate()
                 if process.returncode:
                     raise RuntimeError(f"a writer ended with {process.returncode}")
-            return writers * APPENDS * BATCH_ROWS / (time.perf_counter() - began)
+            return writers * appends * BATCH_ROWS / (time.perf_counter() - began)
 
         yield compared(
             "sequencer_two_writers_vs_one",
@@ -218,14 +226,14 @@ def two_writers_and_one() -> Iterator[Figure]:
             lambda: appended(1),
             unit="rows/s",
             goal=">= 1.6",
-            rows=APPENDS * BATCH_ROWS,
-            size_bytes=APPENDS * BATCH_ROWS * ROW_BYTES,
-            note=f"{APPENDS} commits of {BATCH_ROWS} rows of {ROW_BYTES} random bytes by each process, with a draw from PostgreSQL a commit; ours are two processes on one"
+            rows=appends * BATCH_ROWS,
+            size_bytes=appends * BATCH_ROWS * ROW_BYTES,
+            note=f"{appends} commits of {BATCH_ROWS} rows of {ROW_BYTES} random bytes by each process, with a draw from PostgreSQL a commit; ours are two processes on one"
             " stream, the peer is one; the server shares the machine's two cores with them",
         )
 
 
-def main(log: str, address: str, name: str) -> None:
+def main(log: str, address: str, name: str, appends: str) -> None:
     """Open, report that, wait for the word, append, and end."""
     with Catalog(address) as catalog:
         stream = catalog.resolve_stream(Path(log).name)
@@ -238,7 +246,7 @@ def main(log: str, address: str, name: str) -> None:
         writer.log.append(prepared)
         print("ready", flush=True)
         sys.stdin.readline()
-        for _ in range(APPENDS):
+        for _ in range(int(appends)):
             writer.log.append(prepared)
         writer.close()
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
-from bench.figures import Figure, compared, measures, say
+from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from millstream.model.ids import Epoch, SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.operations import FIRST_SHARD, OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
@@ -99,8 +99,9 @@ def log_in(path: Path, *, options: LogOptions | None = None) -> Iterator[LogWrit
 @measures("wal_append_batch_vs_sqlite", "wal_append_batch_vs_rocksdb", "wal_append_batch_vs_postgres")
 def append_batch() -> Iterator[Figure]:
     """Measure commits of 1000 rows of 100 random bytes, one caller, each commit fsynced; the peers are three stores."""
-    rows = BATCHES * BATCH_ROWS
-    batches = [[os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)] for _ in range(BATCHES)]
+    commits = asked.rows // BATCH_ROWS if asked.rows else BATCHES
+    rows = commits * BATCH_ROWS
+    batches = [[os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)] for _ in range(commits)]
 
     def ours() -> float:
         with folder("log") as path, log_in(path) as writer:
@@ -124,7 +125,7 @@ def append_batch() -> Iterator[Figure]:
         ),
     ):
         name = f"wal_append_batch_vs_{peer}"
-        say(f"{name}: {BATCHES} commits of {BATCH_ROWS} x {ROW_BYTES} B")
+        say(f"{name}: {commits} commits of {BATCH_ROWS} x {ROW_BYTES} B")
         yield compared(
             name,
             ours,
@@ -134,7 +135,7 @@ def append_batch() -> Iterator[Figure]:
             rows=rows,
             size_bytes=rows * ROW_BYTES,
             note=(
-                "1 binary column of 100 random bytes; 400 commits of 1000 rows by one caller; both sides begin with the same Python"
+                f"1 binary column of 100 random bytes; {commits} commits of 1000 rows by one caller; both sides begin with the same Python"
                 f" lists; {said}"
             ),
         )

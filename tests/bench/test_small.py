@@ -1,0 +1,31 @@
+"""Each bench runs at a small size: it measures what it names, and no change of the code has broken it unseen."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import bench.__main__  # noqa: F401 - it registers all benches
+import pytest
+from bench.figures import Measure, asked, names, selected
+
+ROWS: Final = 20_000
+APPENDS: Final = {"ack_durable1_ms": 50}
+"""Rows of those that append a row at a time, each durable before the next."""
+SECONDS: Final = {"bench.freshness": 10, "bench.small_tables": 12}
+"""Those that look at a lake every few seconds need more than a second."""
+
+
+@pytest.mark.siege
+@pytest.mark.parametrize("measure", [pytest.param(measure, id=names(measure)[0]) for measure in selected("")])
+def test_a_bench_measures_its_figures_at_a_small_size(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "rows", APPENDS.get(names(measure)[0], ROWS))
+    monkeypatch.setattr(asked, "seconds", SECONDS.get(measure.__module__, 1))
+    monkeypatch.setattr(asked, "runs", 1)
+
+    measured = list(measure())
+
+    assert sorted({figure.figure for figure in measured}) == sorted(names(measure))
+    for figure in measured:
+        assert math.isfinite(figure.ours.median), figure
+        assert figure.note, figure
