@@ -350,7 +350,10 @@ def test_what_sinks_take_is_counted_where_an_application_writes(home: Path) -> N
             assert client.post("/v1/streams/web/tables/bots", json=row).status_code == 200
         for status in (json.loads(done(home, "status", "--json")), client.get("/status").json()):
             assert status["streams"][0]["sinks"] == {"devnull": {"rows": 2, "ignored_errors": 0}}
-        assert 'millstream_sink_rows{sink="devnull",stream="web"} 2.0' in client.get("/metrics").text
+        assert (
+            'millstream_sink_rows_total{process="append",sink="devnull",stream="web"} 2.0'
+            in client.get("/metrics").text
+        )
     assert json.loads(done(home, "status", "--json"))["streams"][0]["sinks"] == {}
 
 
@@ -376,7 +379,7 @@ def test_the_process_that_runs_the_home_changes_it_for_a_command(home: Path) -> 
             status = json.loads(done(home, "status", "--json"))
             assert status["streams"][0]["sinks"] == {"devnull": {"rows": 2, "ignored_errors": 0}}
             metrics = prometheus_text(lambda: status).decode()
-            assert 'millstream_sink_rows{sink="devnull",stream="web"} 2.0' in metrics
+            assert 'millstream_sink_rows_total{process="owner",sink="devnull",stream="web"} 2.0' in metrics
             refused = run(home, "reshard", "--shards", "1")
             assert refused.returncode == 1
             assert "shard:1" not in refused.stdout

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from millstream.errors import ConfigError, LogError, MillstreamError
 from millstream.home.home import PIPELINE, Home
+from millstream.measures import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
-from millstream.processes.control import ask
+from millstream.processes.control import ask, measures_of
 from millstream.processes.locks import Role, holder, writer_role, writer_roles
 from millstream.writers.trouble import capture_trouble
 from millstream.writers.writer_facts import writer_facts
@@ -34,13 +35,11 @@ if TYPE_CHECKING:
 
 
 def collect_status(home: Home) -> dict[str, Any]:
-    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `problems`."""
+    """Return a home's status, JSON-able: `home`, `processes`, `streams`, `problems`, `measures`."""
     problems: list[str] = []
     nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
-    applications = [
-        ask(home, role, "status") or {} for role in writer_roles(home.run_folder) if holder(home.run_folder, role)
-    ]
+    counted = measures_of(home)
     streams: list[dict[str, Any]] = []
     names = set(home.streams_on_disk())
     try:
@@ -55,8 +54,7 @@ def collect_status(home: Home) -> dict[str, Any]:
                     live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
                     streams.append(_stream(home, catalog, name, known.get(name), live, problems))
                     if "sinks" in streams[-1]:
-                        writers = (part.get("streams", {}).get(name) for part in (owner, *applications))
-                        streams[-1]["sinks"] = _sinks(writers)
+                        streams[-1]["sinks"] = _sinks(str(known[name]), counted.values())
         else:
             streams = [{"name": name, "id": None, "state": "never run"} for name in sorted(names)]
     except MillstreamError as error:
@@ -73,6 +71,7 @@ def collect_status(home: Home) -> dict[str, Any]:
         "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home),
         "streams": streams,
         "problems": problems,
+        "measures": counted,
     }
 
 
@@ -194,14 +193,21 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
         return []
 
 
-def _sinks(writers: Iterable[dict[str, Any] | None]) -> dict[str, dict[str, int]]:
-    """Return by sink its `rows` and `ignored_errors`, summed over the processes that write the stream now."""
+def _sinks(stream: str, processes: Iterable[Mapping[str, list[dict[str, Any]]]]) -> dict[str, dict[str, int]]:
+    """Return by sink its `rows` and `ignored_errors`, summed over the processes that run now.
+
+    Args:
+        stream: the stream's id.
+        processes: each one's series, as `measures_of` returns them.
+    """
     found: dict[str, dict[str, int]] = {}
-    for facts in writers:
-        for sink, counts in (((facts or {}).get("routing") or {}).get("sinks") or {}).items():
-            sums = found.setdefault(sink, dict.fromkeys(counts, 0))
-            for what, count in counts.items():
-                sums[what] += count
+    for series in processes:
+        for key, counter in (("rows", SINK_ROWS), ("ignored_errors", SINK_IGNORED_ERRORS)):
+            for one in series.get(counter.name, ()):
+                of, sink = one["labels"]
+                if of == stream and one["value"]:
+                    sums = found.setdefault(sink, {"rows": 0, "ignored_errors": 0})
+                    sums[key] += int(one["value"])
     return found
 
 

@@ -43,7 +43,7 @@ class CatalogDirectory:
 
     def __init__(self, catalog: Catalog, stream: StreamId, source: SourceId, config: CaptureConfig) -> None:
         self._catalog = catalog
-        self._stream = stream
+        self.stream = stream
         self._source = source
         self._config = config
         self._patterns = TablePatterns.parse(config.tables)
@@ -110,7 +110,7 @@ class CatalogDirectory:
         """Return the schema of the source's logical messages."""
         if self._messages is None:
             row = self._catalog.table_for(
-                self._stream, self._source, 0, "", "_messages", kind=TableKind.MESSAGES, state=TableState.STREAMING
+                self.stream, self._source, 0, "", "_messages", kind=TableKind.MESSAGES, state=TableState.STREAMING
             )
             schema = TableSchema(
                 table_id=row.id,
@@ -121,7 +121,7 @@ class CatalogDirectory:
                 columns=MESSAGES_COLUMNS,
                 kind=TableKind.MESSAGES,
             )
-            self._messages = self._catalog.put_schema(self._stream, schema)
+            self._messages = self._catalog.put_schema(self.stream, schema)
         return self._messages
 
     def set_aside(self, relation_oid: int, reason: str) -> TableId | None:
@@ -144,11 +144,11 @@ class CatalogDirectory:
         return next((row.shard for row in self.rows() if row.id == table), FIRST_SHARD)
 
     def _captured(self) -> list[TableRow]:
-        return [row for row in self._catalog.tables(self._stream) if row.is_captured]
+        return [row for row in self._catalog.tables(self.stream) if row.is_captured]
 
     def _row(self, oid: int, namespace: str, name: str, *, has_identity: bool) -> TableRow:
         row = self._catalog.table_for(
-            self._stream,
+            self.stream,
             self._source,
             oid,
             namespace,
@@ -174,14 +174,14 @@ class CatalogDirectory:
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=True)
         if row.state is TableState.SET_ASIDE:
             plain = raw_schema(relation, source=self._source, table_id=row.id, version=SchemaVersion(0))
-            return self._catalog.put_schema(self._stream, plain)
+            return self._catalog.put_schema(self.stream, plain)
         key = self._key(relation, facts)
         if row.state is TableState.HISTORY_ONLY:
             key = ()
         schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
         if row.state is not TableState.HISTORY_ONLY:
             self._settle_key(row, schema)
-        return self._catalog.put_schema(self._stream, schema)
+        return self._catalog.put_schema(self.stream, schema)
 
     def _settle_key(self, row: TableRow, schema: TableSchema) -> None:
         """Request another copy of a table whose records have another key from here on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from asyncio import wrap_future
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pyarrow as pa
 
+from millstream import measures
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
@@ -159,6 +161,7 @@ class Appender:
 
         Raises as `append_batch`.
         """
+        began_s = time.perf_counter()
         check_batch(batch)
         name = parse_qualified_name(batch.table)
         errors: dict[int, MillstreamError] = {}
@@ -196,7 +199,7 @@ class Appender:
             wanted = [one is not None for one in ids]
             keys = WriteKeys(ids, digests_of(known.full_name, names, arrays, counts, wanted), logged)
         ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
-        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected, batch.acks)
+        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected, batch.acks, began_s)
 
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
@@ -305,6 +308,7 @@ class Appender:
         return known, fitted(known, rows)
 
     def _outcomes(self, prepared: PreparedBatch, ack: Ack) -> list[Appended | MillstreamError]:
+        measures.APPEND_SECONDS.observe(time.perf_counter() - prepared.began_s, str(self._stream))
         shown = self._log.shown_upto()
         return prepared.outcomes(ack, lambda numbers: self._token(numbers.last, shown))
 

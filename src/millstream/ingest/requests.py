@@ -55,6 +55,8 @@ class PreparedBatch:
     """Rows that were left out of requests, by the request's place."""
     acks: AckLevel | None = None
     """The acknowledgement level that the batch asks for."""
+    began_s: float = field(default_factory=time.perf_counter, compare=False)
+    """When its preparation began, by `time.perf_counter`."""
 
     def outcomes(
         self, ack: Ack | None, token_of: Callable[[SeqRange], StreamToken] | None = None

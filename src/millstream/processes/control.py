@@ -17,9 +17,10 @@ from typing import Any, Final, Self, TypeAlias, get_args
 
 import structlog
 
+from millstream import measures
 from millstream.errors import MillstreamError, error_of
 from millstream.home.home import Home
-from millstream.processes.locks import Role, WriterRole
+from millstream.processes.locks import Role, WriterRole, holder, writer_roles
 
 logger = structlog.get_logger("millstream.control")
 
@@ -35,7 +36,7 @@ class ControlServer:
     Args:
         home: the part's home.
         role: the part's.
-        calls: the queries, by name: answered from memory, at once.
+        calls: the queries, by name: answered from memory, at once. Every part answers `measures`, too.
         acts: the actions, by name, with arguments; each on a thread of its own, since it may take a
             while. Its errors of our tree are raised in the caller.
     """
@@ -47,7 +48,7 @@ class ControlServer:
         calls: Mapping[str, Callable[[], dict[str, Any]]],
         acts: Mapping[str, Act] | None = None,
     ) -> None:
-        self._calls = calls
+        self._calls = {"measures": measures.all_series, **calls}
         self._acts = acts or {}
         self._path = _socket_of(home.make_socket_folder(), role)
         # The role's lock is ours: a dead process left the socket that still exists.
@@ -104,6 +105,26 @@ class ControlServer:
 def ask(home: Home, role: Role | WriterRole, call: str) -> dict[str, Any] | None:
     """Return a part's answer; None if it isn't there or doesn't answer in time."""
     return _asked(home, role, {"call": call}, _TIMEOUT_S)
+
+
+def measures_of(home: Home) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return the series of each process of a home (`measures.all_series`), by its role: `append` for applications.
+
+    A process with several roles has the first of them.
+    """
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    seen: set[int] = set()
+    parts: tuple[Role, ...] = ("owner", "pipeline", "follow", "serve")
+    for role in (*parts, *writer_roles(home.run_folder)):
+        facts = holder(home.run_folder, role)
+        pid = facts.get("pid")
+        if pid is None or pid in seen:
+            continue
+        series = ask(home, role, "measures")
+        if series is not None:
+            seen.add(pid)
+            found[role if role in parts else " ".join(filter(None, ("append", facts.get("writer"))))] = series
+    return found
 
 
 def have_done(

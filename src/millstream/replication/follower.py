@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import structlog
 
 from millstream.errors import AccessError, Diverged, LogError, MillstreamError
+from millstream.measures import REPLICA_APPLY_SECONDS
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
@@ -263,10 +264,13 @@ class WalFollower:
                     self._notes.check_promise(self._machine.fact)
                 return self._say(message)
             case Apply(shipment):
+                began_ns = self._clock.monotonic_ns()
                 try:
                     self._log.apply(shipment)
                 except MillstreamError as error:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
+                took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
+                REPLICA_APPLY_SECONDS.observe(took_s, str(shipment.stream))
                 self._leader_dropped = max(
                     self._leader_dropped, *(gone.seq for gone in shipment.first_kept.values()), Seq(0)
                 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -48,11 +47,17 @@ class Dispatcher:
     """
 
     def __init__(
-        self, log: ApplicationLog, sinks: Mapping[str, RecordSink], *, ignore_errors: frozenset[str] = frozenset()
+        self,
+        log: ApplicationLog,
+        sinks: Mapping[str, RecordSink],
+        *,
+        ignore_errors: frozenset[str] = frozenset(),
+        count_ignored: Callable[[str], None] = lambda _sink: None,
     ) -> None:
         self._log = log
         self._sinks = dict(sinks)
         self._ignore_errors = ignore_errors
+        self._count_ignored = count_ignored
         self._deliveries = Deliveries()
         self._threads = ThreadPoolExecutor(_THREADS_OF_A_SINK * max(1, len(sinks)), "routing-sink")
         self._changed = threading.Condition()
@@ -60,8 +65,6 @@ class Dispatcher:
         self._closed = False
         self._under_way = 0
         self._tasks: set[asyncio.Task[Ack]] = set()
-        self.ignored: Counter[str] = Counter()
-        """Count by sink of writes that it failed and that succeeded anyway."""
 
     def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         """Do the same as `LogWriter.append`, and send to sinks. `Ack.each` has the outcome of each of several operations.
@@ -204,7 +207,7 @@ class Dispatcher:
                 if not isinstance(said, MillstreamError):
                     succeeded[sink] = dict(said)
                 elif sink in self._ignore_errors:
-                    self.ignored[sink] += 1
+                    self._count_ignored(sink)
                     ignored[sink] = said
                 else:
                     failed[sink] = said

@@ -6,8 +6,6 @@ force and the rows, except for the counts of rows by target.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -89,22 +87,26 @@ class Router:
         partitions: Mapping[str, PartitionTemplate] | None = None,
         ring: ShardRouter | None = None,
         era: int = 0,
+        count: Callable[[str, int], None] | None = None,
     ) -> None:
         self.rules = rules
         self.era = era
         self.ring = ring
-        self._counting = threading.Lock()
-        self.counts: Counter[str] = Counter()
-        """Rows by destination: `shard:N`, or a sink's name."""
+        self._count = count
         self._shard_of_table = shard_of_table
         self._partitions = dict(partitions or {})
         self._known: dict[tuple[TableId, SchemaVersion, str], _TableRules] = {}
 
     def with_ring(self, ring: ShardRouter, *, era: int) -> Router:
         """Return a router with the same rules and another ring."""
-        other = Router(self.rules, shard_of_table=self._shard_of_table, partitions=self._partitions, ring=ring, era=era)
-        other.counts, other._counting = self.counts, self._counting
-        return other
+        return Router(
+            self.rules,
+            shard_of_table=self._shard_of_table,
+            partitions=self._partitions,
+            ring=ring,
+            era=era,
+            count=self._count,
+        )
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
         """Return the rows' entries: for the log by shard and partition, then for sinks (`TableRows.sink`).
@@ -122,7 +124,8 @@ class Router:
         entries = list(self._entries(schema, rows, plan.shards))
         for sink, at in plan.sinks.items():
             own = rows if at is None else _taken(rows, at)
-            self._count(sink, own.num_rows)
+            if self._count is not None:
+                self._count(sink, own.num_rows)
             if sink != DEVNULL and own.num_rows:
                 entries.append(TableRows(schema, own, sink=sink))
         return tuple(entries)
@@ -156,10 +159,6 @@ class Router:
         whole = rows.take(pa.array(np.lexsort(numbers)))
         found = self._entries(schema, whole, self.plan(schema, whole).shards)
         return found if partition is None else [replace(entry, partition=partition) for entry in found]
-
-    def _count(self, target: str, rows: int) -> None:
-        with self._counting:
-            self.counts[target] += rows
 
     # --- places --------------------------------------------------------------------------------------------------
 
@@ -322,12 +321,10 @@ class Router:
                 codes = _in_stretches(schema, rows, codes, len(numbers) * len(names))
         count = len(numbers) * len(names)
         if count == 1:
-            self._count(f"shard:{numbers[0]}", rows.num_rows)
             return [TableRows(schema, rows, ShardId(numbers[0]), names[0], self.era)]
         found = []
         for code, at in _groups(schema, codes):
             shard, name = numbers[code % count // len(names)], names[code % len(names)]
-            self._count(f"shard:{shard}", len(at))
             own = rows if len(at) == rows.num_rows else _taken(rows, at)
             found.append(TableRows(schema, own, ShardId(shard), name, self.era))
         return found

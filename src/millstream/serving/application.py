@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -19,6 +21,7 @@ from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.home.config_mapping import place_compiled_code
 from millstream.ingest.lines import warm
 from millstream.ingest.uninterruptible import made_elsewhere
+from millstream.measures import HTTP_REQUEST_SECONDS
 from millstream.model.access import Right
 from millstream.serving.access import Access, allow
 from millstream.serving.health import Health
@@ -31,7 +34,7 @@ from millstream.serving.problems import MEDIA_TYPE, plain_problem, response_of, 
 from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem
-from millstream.serving.writes import Writes, is_rows_path
+from millstream.serving.writes import ROWS_PATH, Writes, is_rows_path
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.serve")
 
 _TITLE: Final = "Millstream"
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _ABOUT: Final = "An ordered, durable change log: rows in over HTTP, and how the home does."
 
 
@@ -90,13 +94,12 @@ class Application:
         rows, lines, origins = self._writes, self._of_paths, self._origins
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http":
-                try:
-                    origins.check(scope["headers"])
-                except (AccessError, UsageError) as error:
-                    await answer_problem(send, error)
-                    return
-            if scope["type"] == "http" and scope["method"] == "POST":
+            try:
+                origins.check(scope["headers"])
+            except (AccessError, UsageError) as error:
+                await answer_problem(send, error)
+                return
+            if scope["method"] == "POST":
                 path = scope["raw_path"]
                 if is_rows_path(path):
                     await rows(scope, receive, send)
@@ -106,7 +109,31 @@ class Application:
                     return
             await others(scope, receive, send)
 
-        return application
+        async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+            began_s, status = time.perf_counter(), "none"
+
+            async def noting(message: MutableMapping[str, Any]) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = str(message["status"])
+                await send(message)
+
+            try:
+                await application(scope, receive, noting)
+            finally:
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                HTTP_REQUEST_SECONDS.observe(time.perf_counter() - began_s, method, self._route_of(scope), status)
+
+        return timed
+
+    def _route_of(self, scope: Scope) -> str:
+        """Return a request's path with names for its variable parts; `other` for an unknown path."""
+        path = scope["raw_path"]
+        if scope["method"] == "POST" and is_rows_path(path):
+            return ROWS_PATH
+        if path in self._of_paths:
+            return str(path.decode())
+        return str(getattr(scope.get("route"), "path", "other"))
 
     def make_fastapi(self) -> FastAPI:
         """Return the part for everything except writes."""
@@ -215,7 +242,7 @@ class Application:
             return JSONResponse({**facts, "version": VERSION.decode()}, 200 if ready else 503, influx)
 
         # A path that takes writes reports its methods to other requests.
-        app.router.routes.append(Route("/v1/streams/{stream}/tables/{table}", self._writes, methods=["POST"]))
+        app.router.routes.append(Route(ROWS_PATH, self._writes, methods=["POST"]))
         for path, endpoint in self._of_paths.items():
             app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
         described = app.openapi

@@ -1,14 +1,21 @@
-"""Prometheus metrics: a home's status as gauges, collected on request."""
+"""Prometheus metrics, collected on request: a home's status as gauges, its processes' counters and histograms.
+
+Positions in the log are gauges: a restored or cut log has smaller ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from millstream.measures import MEASURES, Counter, Histogram
 
 _PARTS: Final = ("owner", "pipeline", "serve")
 """The parts that should always run."""
@@ -23,8 +30,9 @@ class _Status(Collector):
     def __init__(self, collect: Callable[[], dict[str, Any]]) -> None:
         self._collect = collect
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         status = self._collect()
+        yield from _measured(status)
         up = GaugeMetricFamily("millstream_up", "Whether a part runs.", labels=["part"])
         for part in _PARTS:
             up.add_metric([part], float(status["processes"].get(part) is not None))
@@ -53,9 +61,40 @@ class _Status(Collector):
         yield from _sources(streams)
         yield from _held(streams)
         yield from _retention(streams)
-        yield from _sinks(streams)
         yield _tables(streams)
         yield from _each_table(streams)
+
+
+def _measured(status: dict[str, Any]) -> Iterable[Metric]:
+    """Yield what each process has counted and timed itself, with the process as a label.
+
+    A sum over processes would fall when one of them ends.
+    """
+    for measure in MEASURES:
+        labels = ["process", *measure.labels]
+        if isinstance(measure, Histogram):
+            bounds = [*map(str, measure.bounds_s), "+Inf"]
+            durations = HistogramMetricFamily(measure.name, measure.text, labels=labels)
+            for values, one in _series(status, measure):
+                durations.add_metric(values, list(zip(bounds, accumulate(one["counts"]), strict=True)), one["sum_s"])
+            yield durations
+        else:
+            count = CounterMetricFamily(measure.name, measure.text, labels=labels)
+            for values, one in _series(status, measure):
+                count.add_metric(values, one["value"])
+            yield count
+
+
+def _series(status: dict[str, Any], measure: Counter | Histogram) -> Iterable[tuple[list[str], dict[str, Any]]]:
+    """Yield the series of a measure with the values of their labels, without those of other homes' streams."""
+    names = {stream["id"]: stream["name"] for stream in status["streams"] if stream.get("id")}
+    for process, series in status["measures"].items():
+        for one in series.get(measure.name, ()):
+            own = dict(zip(measure.labels, one["labels"], strict=True))
+            if "stream" in own:
+                own["stream"] = names.get(own["stream"])
+            if None not in own.values():
+                yield [process, *own.values()], one
 
 
 def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
@@ -115,27 +154,27 @@ def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
         yield family
 
 
-def _sources(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+def _sources(streams: list[dict[str, Any]]) -> Iterable[Metric]:
     """Yield metrics of streams that are captured now."""
-    for name, text, key in (
-        ("millstream_slot_held_bytes", "WAL that the slot keeps at the source.", "slot_holds_bytes"),
-        (
-            "millstream_slot_spilled_bytes",
-            "What decoding has put on the source's disk for want of memory.",
-            "spilled_bytes",
-        ),
-    ):
-        yield _gauge(streams, name, text, partial(_of_source, key))
+    yield _gauge(
+        streams,
+        "millstream_slot_held_bytes",
+        "WAL that the slot keeps at the source.",
+        lambda s: s["source"]["slot_holds_bytes"],
+    )
+    spilled = CounterMetricFamily(
+        "millstream_slot_spilled_bytes", "Bytes that decoding has spilled to the source's disk.", labels=["stream"]
+    )
+    for stream in streams:
+        if stream["source"]["spilled_bytes"] is not None:
+            spilled.add_metric([stream["name"]], float(stream["source"]["spilled_bytes"]))
+    yield spilled
     yield _gauge(
         streams,
         "millstream_catching_up",
         "1 while a backlog is read in chunks, 0 while the stream is read.",
         lambda s: None if s["source"]["mode"] is None else s["source"]["mode"] == "catching up",
     )
-
-
-def _of_source(key: str, stream: dict[str, Any]) -> Any:
-    return stream["source"][key]
 
 
 def _replays(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
@@ -172,19 +211,6 @@ def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
             for holder, facts in stream["log"]["held"].items():
                 if facts[key] is not None:
                     family.add_metric([stream["name"], holder, facts["kind"]], float(facts[key]))
-        yield family
-
-
-def _sinks(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Yield counters of sinks since the writer began."""
-    for key, text in (
-        ("rows", "Rows that routing sent to a sink beside the log; of devnull: that it dropped."),
-        ("ignored_errors", "Writes that went on though a sink that may fail didn't take them."),
-    ):
-        family = GaugeMetricFamily(f"millstream_sink_{key}", text, labels=["stream", "sink"])
-        for stream in streams:
-            for sink, facts in stream.get("sinks", {}).items():
-                family.add_metric([stream["name"], sink], float(facts[key]))
         yield family
 
 
@@ -238,8 +264,6 @@ def _tables(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
 _OF_A_TABLE: Final = {
     "fold_lag_s": ("millstream_table_fold_lag_seconds", "How long the oldest record that waits for a fold has waited."),
     "fold_lag_records": ("millstream_table_fold_lag_records", "Records that wait for a fold."),
-    "rows_per_s": ("millstream_table_rows_per_second", "Records landed in history a second, over half a minute."),
-    "landed_rows": ("millstream_table_landed_rows", "Records landed since the pipeline's process began."),
     "live_bytes": ("millstream_table_live_bytes", "Bytes of current's files."),
     "disk_bytes": (
         "millstream_table_disk_bytes",
@@ -302,7 +326,7 @@ def _n(stream: dict[str, Any], which: str) -> int | None:
 
 
 def prometheus_text(collect: Callable[[], dict[str, Any]]) -> bytes:
-    """Return the metrics of a status, in Prometheus's text format."""
+    """Return the metrics of a status (`collect_status`), in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Status(collect))
     return generate_latest(registry)

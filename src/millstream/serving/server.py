@@ -18,6 +18,7 @@ from millstream.home.home import Home
 from millstream.private_files import make_folder
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
+from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected
 from millstream.serving.certificates import LOOK_EVERY_S, Renewal, telling_certificates
@@ -169,16 +170,12 @@ def _shipping(home: Home) -> Iterator[Shipping | None]:
 @contextlib.contextmanager
 def _told(home: Home, shipping: Shipping | None) -> Iterator[None]:
     """Run the server's control socket; and end shipping while followers' links are still up."""
-    if shipping is None:
-        yield
-        return
-    from millstream.processes.control import ControlServer
-
     try:
-        with ControlServer(home, "serve", {"replication": shipping.facts}):
+        with ControlServer(home, "serve", {} if shipping is None else {"replication": shipping.facts}):
             yield
     finally:
-        shipping.end()
+        if shipping is not None:
+            shipping.end()
 
 
 @contextlib.contextmanager

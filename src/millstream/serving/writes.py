@@ -55,7 +55,7 @@ LINES_TYPES: Final = frozenset(
 )
 JSON_TYPE: Final = "application/json"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
-_TEMPLATE: Final = "/v1/streams/{stream}/tables/{table}"
+ROWS_PATH: Final = "/v1/streams/{stream}/tables/{table}"
 _LARGE_BYTES: Final = 256 << 10
 """Size in bytes from which bodies are parsed on a thread of their own, so that other requests are answered
 at the same time."""
@@ -90,7 +90,7 @@ class Writes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request as an ASGI application."""
         if not is_rows_path(scope["raw_path"]):  # `%2F` separates no path
-            await answer_problem(send, unknown_path(scope["path"], [_TEMPLATE]))
+            await answer_problem(send, unknown_path(scope["path"], [ROWS_PATH]))
             return
         try:
             appended = await self._append(scope, receive)

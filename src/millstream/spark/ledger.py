@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from millstream import measures
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.lake.layout import TableCommit
@@ -149,13 +150,14 @@ class Ledger:
 
     def appended(self, commits: Iterable[TableCommit], versions: Mapping[TableId, SchemaVersion]) -> None:
         """Record what a batch appended, and the schema version of each table's last record."""
-        now = time.monotonic()
+        now, stream = time.monotonic(), str(self._config.stream_id)
         with self._lock:
             for commit in commits:
                 entry = self._entry(commit.table_id, commit.name)
                 entry.version = versions[commit.table_id]
                 entry.written_s = now
                 entry.rows += commit.rows
+                measures.LANDED_ROWS.add(commit.rows, stream, entry.name)
                 entry.rate.add(commit.rows, now)
                 entry.waiting.append((commit.n, commit.rows))
                 self.rows += commit.rows

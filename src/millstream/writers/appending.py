@@ -325,7 +325,7 @@ class _OwnWriter:
             opened.callback(server.close)
             opened.callback(self._let_go)  # first: it answers the callers that the server waits for
             acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
-            opened.enter_context(ControlServer(home, writer_role(writer), {"status": self.facts}, acts))
+            opened.enter_context(ControlServer(home, writer_role(writer), {}, acts))
             self._opened = opened.pop_all()
         threading.Thread(target=self._step_aside, name="append-steps-aside", daemon=True).start()
 
@@ -370,12 +370,6 @@ class _OwnWriter:
             if found is None:
                 found = uninterruptible(lambda: self._open(stream))
             return found[1]
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts for `millstream status`, from memory: the `routing` of each stream."""
-        return {
-            "streams": {name: {"routing": writer.routing.facts()} for name, (_, writer) in list(self._streams.items())}
-        }
 
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:

@@ -302,7 +302,6 @@ class OwnedStream:
             "progress": None if progress is None else dataclasses.asdict(progress),
             "buffer": self._buffer_facts(),
             "writer": None if writer is None else dataclasses.asdict(writer.log.stats()),
-            "routing": None if writer is None else writer.routing.facts(),
             "outcome": self.facts_at_end,
             "error": None if self.error is None else self.error.as_dict(),
             "gave_up": self.gave_up,

@@ -18,6 +18,7 @@ from millstream import failpoints
 from millstream.catalog.eras import RingEra, RingEras
 from millstream.errors import ConfigError, MillstreamError, ReshardRefused
 from millstream.home.config_mapping import shard_of
+from millstream.measures import SINK_ROWS
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -25,7 +26,6 @@ from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import (
-    SHARD_PREFIX,
     HashRing,
     Matcher,
     RoutingConfig,
@@ -92,8 +92,10 @@ def templates_of(config: StreamConfig) -> dict[str, PartitionTemplate]:
     return {plain_name(table): PartitionTemplate.parse(text) for table, text in config.partitions.items()}
 
 
-def router_of(config: StreamConfig, first: ShardId, era: RingEra | None) -> Router:
-    """Return the router of a stream under the ring of an era, over that ring's columns."""
+def router_of(
+    config: StreamConfig, first: ShardId, era: RingEra | None, count: Callable[[str, int], None] | None = None
+) -> Router:
+    """Return the router of a stream under the ring of an era, over that ring's columns; `count` as for `Router`."""
     ring = None if era is None else ring_router(era)
     rules = rules_of(config, first)
     if era is not None and isinstance(rules, ShardConfig):
@@ -104,6 +106,7 @@ def router_of(config: StreamConfig, first: ShardId, era: RingEra | None) -> Rout
         partitions=templates_of(config),
         ring=ring,
         era=0 if era is None else era.number,
+        count=count,
     )
 
 
@@ -163,8 +166,6 @@ class StreamRouting:
         self._eras = RingEras(catalog, stream)
         self._stream, self._name, self._config, self._log = stream, name, config, log
         self._is_shared = is_shared
-        self.ignored: Mapping[str, int] = {}
-        """Number of writes that went on although a sink failed, by sink."""
         _refuse_captured(catalog, stream, name, config)
         era = None
         if ring_of(config.routing) is not None:
@@ -183,17 +184,8 @@ class StreamRouting:
                     "a hash ring is in force", stream=name, shards=era.shards, behind=int(era.cut), era=era.number
                 )
         self._era = era
-        self.router = router_of(config, first_shard, era)
-
-    def facts(self) -> dict[str, Any]:
-        """Return for each sink, including `devnull`, its `rows` and its `ignored_errors`; JSON-able."""
-        rows = {to: count for to, count in self.router.counts.copy().items() if not to.startswith(SHARD_PREFIX)}
-        return {
-            "sinks": {
-                sink: {"rows": rows.get(sink, 0), "ignored_errors": self.ignored.get(sink, 0)}
-                for sink in sorted({*rows, *self.ignored})
-            }
-        }
+        label = str(stream)
+        self.router = router_of(config, first_shard, era, lambda sink, rows: SINK_ROWS.add(rows, label, sink))
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
         """Place rows as `Router.place`, by the ring in force."""

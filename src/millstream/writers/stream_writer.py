@@ -16,6 +16,7 @@ from millstream.ingest.buffer_consumer import OperationTaker
 from millstream.ingest.schemas import TableRules
 from millstream.leadership.promotion_check import hear_of_promotions
 from millstream.leadership.roles import Roles
+from millstream.measures import SINK_IGNORED_ERRORS
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
 from millstream.processes.locks import LOCK_PATIENCE_S
@@ -118,7 +119,7 @@ def stream_writer(
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         rules, buffer = _table_rules(config, routing, first_shard), config.buffer
         if buffer is None:
-            to = _with_sinks(home, name, config, log, routing, open_other, opened)
+            to = _with_sinks(home, name, config, log, stream, open_other, opened)
             appender = Appender(catalog, stream, to, writer=writer, rules=rules)
         elif buffer.role == "writes":
             to_buffer = opened.enter_context(open_buffer(home, name, buffer))
@@ -162,7 +163,7 @@ def _with_sinks(
     name: str,
     config: StreamConfig,
     log: LogWriter,
-    routing: StreamRouting,
+    stream: StreamId,
     open_other: OpenOther,
     opened: contextlib.ExitStack,
 ) -> ApplicationLog:
@@ -170,9 +171,16 @@ def _with_sinks(
     sinks = sinks_of(home, name, config, open_other)
     if not sinks or config.routing is None:
         return log
-    dispatcher = Dispatcher(log, sinks, ignore_errors=frozenset(config.routing.ignore_errors))
+    label = str(stream)
+    for sink in config.routing.ignore_errors:
+        SINK_IGNORED_ERRORS.add(0, label, sink)  # `increase()` sees the first one
+    dispatcher = Dispatcher(
+        log,
+        sinks,
+        ignore_errors=frozenset(config.routing.ignore_errors),
+        count_ignored=lambda sink: SINK_IGNORED_ERRORS.add(1, label, sink),
+    )
     opened.callback(dispatcher.close)
-    routing.ignored = dispatcher.ignored
     return dispatcher
 
 

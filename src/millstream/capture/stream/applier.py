@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from millstream import measures
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.stream.barrier import StreamHold, cut
 from millstream.capture.stream.receiver import Item, Position, Receiver, Run, Spilled, StreamedRelation
@@ -65,6 +66,8 @@ class _InFlight:
     end: Lsn
     records: int
     done: Callable[[], None] | None
+    began_s: float = 0.0
+    """When it was submitted, on the monotonic clock."""
 
 
 class Applier:
@@ -101,6 +104,7 @@ class Applier:
         before_each: Callable[[], None] = lambda: None,
     ) -> None:
         self._receiver = receiver
+        self._label = str(directory.stream)
         self._log = log
         self._directory = directory
         self._catalog = catalog
@@ -282,7 +286,7 @@ class Applier:
             ops = replace(ops, behind={self.source: self._submitted})
         future = self._log.submit(ops)
         self._submitted = max(self._submitted, end)
-        self._in_flight.append(_InFlight(future, end, ops.row_count, done))
+        self._in_flight.append(_InFlight(future, end, ops.row_count, done, time.monotonic()))
         future.add_done_callback(self._on_done)
 
     def _on_done(self, _: Future[Ack]) -> None:
@@ -335,7 +339,10 @@ class Applier:
                 self._stored = max(self._stored, entry.end)
             self._in_flight.popleft()
             self._durable = max(self._durable, entry.end)
-            self.records += entry.records
+            if entry.records:
+                self.records += entry.records
+                measures.CAPTURED_RECORDS.add(entry.records, self._label)
+                measures.CAPTURE_COMMIT_SECONDS.observe(time.monotonic() - entry.began_s, self._label)
             settled = True
             if entry.done is not None:
                 entry.done()

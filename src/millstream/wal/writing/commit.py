@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from millstream import failpoints
@@ -42,6 +41,7 @@ from millstream.wal.mark import MarkFile
 from millstream.wal.mending.repair import set_tail_aside
 from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
+from millstream.wal.writing.counts import CommitCounts
 from millstream.wal.writing.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, continue_shards, next_header
@@ -53,18 +53,6 @@ from millstream.wal.writing.times import GroupTimes
 from millstream.wal.writing.visibility import ShownMarks, show_all
 
 _Found = TypeVar("_Found")
-
-
-@dataclass(slots=True)
-class CommitCounts:
-    """Counts since the open."""
-
-    groups: int = 0
-    operations: int = 0
-    records: int = 0
-    bytes_written: int = 0
-    segments_sealed: int = 0
-    recovered_cut_bytes: int = 0
 
 
 class GroupCommitter:
@@ -109,7 +97,7 @@ class GroupCommitter:
         """For each source, the commit end LSN up to which the durable log has everything."""
         self.failure: MillstreamError | None = None
         """Reason why nothing more is taken; None while the writer works."""
-        self.counts = CommitCounts(recovered_cut_bytes=recovered.cut_bytes)
+        self.counts = CommitCounts(identity.stream, recovered_cut_bytes=recovered.cut_bytes)
 
     @classmethod
     def open(
@@ -255,6 +243,7 @@ class GroupCommitter:
         if count == 0:
             self.reached = reached
             return [Ack({}, SeqRange(Seq(self._numbers.newest + 1), 0)) for _ in submitted]
+        began_ns = self._clock.monotonic_ns()
         self._check_disk()
         self._open_segments()
         given = self._allocate(count)
@@ -282,13 +271,17 @@ class GroupCommitter:
             self._sync(touched)
             failpoints.hit("wal.after_fsync")
             self._confirm(facts.shards)
-            self._show(touched, facts, given)
+            written = self._show(touched, facts, given)
         except Exception as error:
             if self.failure is None:
                 raise self.poison("making a group durable failed", error) from error
             raise
-        self.counts.records += count
-        self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group)
+        self.counts.add_group(
+            operations=sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group),
+            records=count,
+            bytes_written=written,
+            seconds=(self._clock.monotonic_ns() - began_ns) / 1e9,
+        )
         return acks_of(submitted, given.first, starts)
 
     def _confirm(self, touched: frozenset[ShardId]) -> None:
@@ -470,14 +463,10 @@ class GroupCommitter:
         except OSError as error:
             raise self.poison("an fsync of the log failed", error) from error
 
-    def _show(self, touched: Sequence[OpenSegment], facts: GroupFacts, given: SeqRange) -> None:
-        """Show the group to readers: it is durable on all its shards, so it belongs to the log."""
-        for segment in touched:
-            before = segment.byte_end
-            segment.keep()
-            self.counts.bytes_written += segment.byte_end - before
+    def _show(self, touched: Sequence[OpenSegment], facts: GroupFacts, given: SeqRange) -> int:
+        """Show the group to readers: it is durable on all its shards, so it belongs to the log. Return its bytes."""
+        written = sum(segment.keep() for segment in touched)
         self.group = facts.group
-        self.counts.groups += 1
         self._numbers.finish(given)
         self.persisted_upto = self._numbers.position
         self.reached = facts.reached
@@ -485,6 +474,7 @@ class GroupCommitter:
             self._move_marks()
         except OSError as error:
             raise self.poison("the mark of what is durable couldn't be moved", error) from error
+        return written
 
     def _undo(self, segments: Sequence[OpenSegment], error: Exception) -> None:
         """Cut back a group that wasn't written whole. Raises if the disk is at fault, or if the cut fails too."""

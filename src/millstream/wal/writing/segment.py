@@ -8,6 +8,7 @@ their group is durable everywhere. Staged frames can be cut back.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from millstream.codec.log_segment import (
     TableEntry,
 )
 from millstream.errors import DiskFull
+from millstream.measures import FSYNC_SECONDS
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.schema import TableSchema
@@ -129,6 +131,7 @@ class OpenSegment:
     def __init__(self, file: WritableFile, path: str, header: SegmentHeader) -> None:
         self.path = path
         self.header = header
+        self._label = str(header.stream)
         self.byte_end = SEGMENT_HEADER_SIZE
         """Exclusive end, in bytes, of the kept frames."""
         self.end_offset = header.base_offset
@@ -248,10 +251,12 @@ class OpenSegment:
 
     def sync(self) -> None:
         """Make what is staged durable."""
+        began_s = time.perf_counter()
         self._file.sync()
+        FSYNC_SECONDS.observe(time.perf_counter() - began_s, self._label)
 
-    def keep(self) -> None:
-        """Keep what was staged: the group is durable everywhere, so it belongs to the log.
+    def keep(self) -> int:
+        """Keep what was staged: the group is durable everywhere, so it belongs to the log. Return its bytes.
 
         Raises:
             OSError: the file was removed or replaced: no reader finds the group, and it is gone
@@ -260,10 +265,12 @@ class OpenSegment:
         check_is_at(self._file, self.path)
         for entry, head in self._staged:
             self._kept.add(entry, head)
+        written = self._staged_end - self.byte_end
         self.end_offset = self.staged_offset
         self.byte_end = self._staged_end
         self._schemas |= self._staged_schemas
         self._forget_staged()
+        return written
 
     def cut_back(self) -> None:
         """Durably remove what was staged; raises `OSError` if that fails."""
