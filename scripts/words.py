@@ -39,9 +39,7 @@ OPENING: Final = re.compile(
     r"(?:\A|[.:;!?]\s+|\n[ \t]*\n\s*|\n[ \t]*[-*] )(Who|What|Whoever|Whose|Of)\b(?=[^?]*?(?:[.:;]|\Z|\n\s*\n))"
 )
 WORD: Final = re.compile(rf"\b({'|'.join(UNPLAIN)})\b", re.IGNORECASE)
-NOT_YET: Final = (
-    "docs/reference/errors.md",
-)
+NOT_YET: Final = ("docs/reference/errors.md",)
 """Beginnings of paths that are left out: pages made from option and error texts."""
 
 
