@@ -25,7 +25,7 @@ from millstream.wal.lag import Backlogs
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import Loss, inspect, ls, stats, verify
 from millstream.wal.mending.repair import AcceptedRange, plan_repair, repair
-from millstream.wal.place import REPLACED
+from millstream.wal.misplacement import REPLACED
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.shipping import ShipSource
 from millstream.wal.retain import drop_segments

@@ -27,7 +27,7 @@ class TableWords:
     @cached_property
     def _names(self) -> dict[TableId, str]:
         from millstream.wal.files import RealFiles
-        from millstream.wal.survey import KnownSchemas
+        from millstream.wal.salvage import KnownSchemas
 
         return KnownSchemas(RealFiles(), self._folder).names()
 

@@ -33,7 +33,7 @@ from millstream.replication.object_layout import Layout, group_of, listed_in, me
 from millstream.replication.objects import Objects
 from millstream.wal.layout import list_segments, segment_path, shard_folder
 from millstream.wal.replica.verify import ArrivingShard
-from millstream.wal.scan import reader_of
+from millstream.wal.segment_scan import reader_of
 
 _PIECE_BYTES: Final = 8 << 20
 

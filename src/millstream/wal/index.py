@@ -23,9 +23,18 @@ from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.mark import read_dropped
-from millstream.wal.place import REPLACED, misplacement
-from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
-from millstream.wal.walk import UNREADABLE_HEADER, Loss, header_of, walk_segment
+from millstream.wal.misplacement import REPLACED, misplacement
+from millstream.wal.segment_scan import (
+    UNREADABLE_HEADER,
+    Loss,
+    ScannedFrame,
+    Window,
+    header_of,
+    read_frame,
+    reader_of,
+    scan_frames,
+    scan_segment,
+)
 from millstream.wal.writing.segment import entry_of
 
 OnDamage: TypeAlias = Callable[[CorruptWal], None]
@@ -425,7 +434,7 @@ class ShardIndex:
         following = (other.base_offset for other in self.segments(mark) if other.base_offset > segment.base_offset)
         end = min(following, default=mark.durable_offset)
         entries = []
-        for found in walk_segment(self._files, self._shard, segment, end=end, payload=False):
+        for found in scan_segment(self._files, self._shard, segment, end=end, payload=False):
             if isinstance(found, ScannedFrame):
                 if (segment.base_offset, found.end) <= (mark.base_offset, mark.byte_end):
                     entries.append(entry_of(found.header, found.position, found.length, None))

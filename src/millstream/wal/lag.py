@@ -14,7 +14,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.index import ShardIndex, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import read_mark
-from millstream.wal.scan import Window, commit_times, read_frame, reader_of
+from millstream.wal.segment_scan import Window, commit_times, read_frame, reader_of
 
 _CACHED_FRAMES_MAX: Final = 50_000
 """Number of frames cached for segments that a bound splits; others aren't cached. About 25 MiB."""

@@ -19,9 +19,8 @@ from millstream.ports import Files
 from millstream.wal.index import OnDamage
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
-from millstream.wal.scan import ScannedFrame
-from millstream.wal.walk import walk_segment
-from millstream.wal.whole import marks_of_whole_groups
+from millstream.wal.segment_scan import ScannedFrame, scan_segment
+from millstream.wal.whole_groups import marks_of_whole_groups
 
 
 class LogExtent:
@@ -173,7 +172,7 @@ class LogExtent:
     def _frames(self, shard: ShardId, segments: Iterable[SegmentFile]) -> Iterator[FrameHeader]:
         """Yield the heads of a shard's readable frames, in order."""
         for segment in segments:
-            for found in walk_segment(self._files, shard, segment, end=None, payload=False):
+            for found in scan_segment(self._files, shard, segment, end=None, payload=False):
                 if isinstance(found, ScannedFrame):
                     yield found.header
 

@@ -36,7 +36,7 @@ from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.mark import writer_cuts
 from millstream.wal.merging import Place, by_shard_or_group, group_records
 from millstream.wal.readable_range import LogExtent
-from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
+from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_reader import (
     GroupSize,
     LogSpan,
@@ -49,7 +49,7 @@ from millstream.wal.segment_reader import (
     whole_before,
     within_offsets,
 )
-from millstream.wal.survey import KnownSchemas
+from millstream.wal.segment_scan import ScannedFrame, Window, commit_times, read_frame, reader_of
 from millstream.wal.truncation_watch import HistoryWatch, Meanwhile
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]

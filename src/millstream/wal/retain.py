@@ -34,8 +34,8 @@ from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_readable
-from millstream.wal.place import REPLACED
-from millstream.wal.scan import reader_of
+from millstream.wal.misplacement import REPLACED
+from millstream.wal.segment_scan import reader_of
 from millstream.wal.shards import folder_lock
 from millstream.wal.writing.session_file import covered_upto
 

@@ -29,9 +29,8 @@ from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
-from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
-from millstream.wal.survey import KnownSchemas
-from millstream.wal.walk import NO_STREAM, loss_at
+from millstream.wal.salvage import KnownSchemas
+from millstream.wal.segment_scan import NO_STREAM, ScannedFrame, Window, loss_at, read_frame, reader_of
 
 _RUN_FRAMES_MAX: Final = 256
 _RUN_BYTES_MAX: Final = 1 << 20

@@ -16,7 +16,7 @@ from millstream.errors import CatalogOlder, MillstreamError
 from millstream.model.positions import Offset
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import segments_and_strays, shard_folder, shards_and_strays
-from millstream.wal.survey import schemas_in
+from millstream.wal.salvage import schemas_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection

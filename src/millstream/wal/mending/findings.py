@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from millstream.codec.log_directory import Numbering
 from millstream.model.ids import Epoch, GroupNumber, ShardId, TableId
 from millstream.model.positions import SEQ_MAX, Offset, Seq
-from millstream.wal.walk import Loss
+from millstream.wal.segment_scan import Loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,22 @@ from millstream.wal.layout import (
 from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
 from millstream.wal.mending.findings import FrameInfo, LogStats, PartitionStats, SegmentInfo, TableStats, Verification
 from millstream.wal.mending.plan import footer_hash_of
-from millstream.wal.place import REPLACED, misplacement, split_misplaced, stream_of
-from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
-from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
-from millstream.wal.walk import Loss, ends_of, footer_of, header_of, losses_around, scan_like, walk_segment
-from millstream.wal.whole import marks_of_whole_groups
+from millstream.wal.misplacement import REPLACED, misplacement, split_misplaced, stream_of
+from millstream.wal.salvage import CheckedFrame, KnownSchemas, accepted_loss, salvage_segment
+from millstream.wal.segment_scan import (
+    Loss,
+    ScannedFrame,
+    Window,
+    commit_times,
+    ends_of,
+    footer_of,
+    header_of,
+    losses_around,
+    reader_of,
+    scan_like,
+    scan_segment,
+)
+from millstream.wal.whole_groups import marks_of_whole_groups
 
 __all__ = [
     "FrameInfo", "LogStats", "Loss", "PartitionStats", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",
@@ -87,7 +98,7 @@ def inspect(
         marks = mark, read_readable(files, shard_folder(folder, shard))
         header = header_of(files, segment)
         schemas: dict[tuple[TableId, SchemaVersion], ScannedFrame] = {}
-        for found in walk_segment(files, shard, segment, end=end):
+        for found in scan_segment(files, shard, segment, end=end):
             if isinstance(found, Loss):
                 if not _is_beyond(found, segment, mark):
                     yield found
@@ -163,7 +174,7 @@ def stats(folder: str, *, files: Files | None = None, partitions: bool = False) 
         counted.segments += 1
         counted.size_bytes += files.size(segment.path)
         header = header_of(files, segment)
-        for found in walk_segment(files, shard, segment, end=end, payload=False):
+        for found in scan_segment(files, shard, segment, end=end, payload=False):
             if isinstance(found, Loss):
                 if not _is_beyond(found, segment, mark):
                     counted.losses.append(found)
@@ -389,9 +400,9 @@ def _verify_segment(
     torn_group = GroupNumber(0)
     behind: list[ScannedFrame] = []
     """… and the frames after that."""
-    for found in survey_segment(files, shard, segment, elsewhere, end=checking.end):
+    for found in salvage_segment(files, shard, segment, elsewhere, end=checking.end):
         loss = found if isinstance(found, Loss) else None if found.is_whole else found.loss(segment)
-        if isinstance(found, Checked):
+        if isinstance(found, CheckedFrame):
             header = found.frame.header
             group = GroupNumber(header.group + (0 if header.more or loss is not None else 1))
             if torn and mark is None and header.group > torn_group:
@@ -403,16 +414,16 @@ def _verify_segment(
                 behind.append(found.frame)
                 continue
         if loss is None:
-            assert isinstance(found, Checked)
+            assert isinstance(found, CheckedFrame)
             reached, byte_end = _add(files, segment, found.frame, report, readable), found.frame.end
         elif is_open and (mark is None or _is_beyond(loss, segment, mark)):
             torn_group = torn_group if torn else group
             torn.append(loss)
-            if isinstance(found, Checked):
+            if isinstance(found, CheckedFrame):
                 with_heads.append((loss, found.frame.header.group))
         else:
             report.losses.append(loss)
-            if isinstance(found, Checked) and loss.tables is not None:
+            if isinstance(found, CheckedFrame) and loss.tables is not None:
                 assert loss.offset_from is not None
                 assert loss.offset_to is not None
                 report.readable_in_part.setdefault(shard, []).append((loss.offset_from, loss.offset_to))

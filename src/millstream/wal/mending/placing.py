@@ -13,8 +13,8 @@ from millstream.model.positions import Offset
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, list_segments, segment_path, shard_folder
 from millstream.wal.mark import read_dropped, read_mark
-from millstream.wal.place import split_misplaced
-from millstream.wal.walk import footer_of, header_of
+from millstream.wal.misplacement import split_misplaced
+from millstream.wal.segment_scan import footer_of, header_of
 
 _ASIDE: Final = "-misplaced"
 

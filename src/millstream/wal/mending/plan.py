@@ -20,10 +20,9 @@ from millstream.wal.files import RealFiles
 from millstream.wal.layout import SegmentFile, list_shards, segment_path, shard_folder
 from millstream.wal.mark import missing_shards, read_dropped, read_mark
 from millstream.wal.mending.placing import Move, place_segments
-from millstream.wal.place import stream_of
-from millstream.wal.scan import Window, read_frame, reader_of
-from millstream.wal.survey import Checked, KnownSchemas, Surveyed, survey_segment
-from millstream.wal.walk import NO_STREAM, Loss, ends_of, footer_of, header_of
+from millstream.wal.misplacement import stream_of
+from millstream.wal.salvage import CheckedFrame, KnownSchemas, Salvaged, salvage_segment
+from millstream.wal.segment_scan import NO_STREAM, Loss, Window, ends_of, footer_of, header_of, read_frame, reader_of
 
 _RANGE: Final = re.compile(r"(?:(seq|\d+):)?(\d+)-(\d+)")
 
@@ -74,7 +73,7 @@ class SegmentPlan:
     path: str
     base_offset: Offset
     header: SegmentHeader
-    pieces: list[Surveyed] = field(default_factory=list)
+    pieces: list[Salvaged] = field(default_factory=list)
     is_there: bool = True
     """False for a segment that is made in place of missing ones."""
     sealed: bool = True
@@ -216,7 +215,7 @@ def _plan_shard(
             plan.mends.append(Loss(segment.path, 0, why, None, None, shard))
         _survey(files, segment, made, plan, elsewhere, mark, end, is_last=segment is found[-1])
         if made.header_lost:
-            frame = next((piece.frame.header for piece in made.pieces if isinstance(piece, Checked)), None)
+            frame = next((piece.frame.header for piece in made.pieces if isinstance(piece, CheckedFrame)), None)
             directory = DIRECTORIES[Numbering.BATCH if frame is None else frame.numbering]
             made.header = replace(made.header, directory=directory)
         expected = max(expected, made.end_offset)
@@ -276,13 +275,13 @@ def _survey(
     footer = footer_of(files, segment)
     is_open = is_last and not isinstance(footer, SegmentFooter)
     made.sealed = not is_open
-    waiting: list[Surveyed] = []
+    waiting: list[Salvaged] = []
     """In an open segment: what a crash may have left."""
     torn_group = group = GroupNumber(0)
-    for found in survey_segment(files, made.shard, segment, elsewhere, end=end):
-        is_whole = isinstance(found, Checked) and found.is_whole
-        position = found.frame.position if isinstance(found, Checked) else found.byte
-        if isinstance(found, Checked):
+    for found in salvage_segment(files, made.shard, segment, elsewhere, end=end):
+        is_whole = isinstance(found, CheckedFrame) and found.is_whole
+        position = found.frame.position if isinstance(found, CheckedFrame) else found.byte
+        if isinstance(found, CheckedFrame):
             header = found.frame.header
             if made.header_lost:
                 made.header = replace(made.header, epoch=header.epoch, region=header.region)
@@ -308,9 +307,9 @@ def _survey(
         plan.mends.append(Loss(segment.path, made.footer_from, why, None, None, made.shard))
 
 
-def _take_stock(segment: SegmentFile, made: SegmentPlan, piece: Surveyed, plan: RepairPlan) -> None:
+def _take_stock(segment: SegmentFile, made: SegmentPlan, piece: Salvaged, plan: RepairPlan) -> None:
     """Count a piece, or what is lost of it."""
-    if isinstance(piece, Checked) and piece.is_whole:
+    if isinstance(piece, CheckedFrame) and piece.is_whole:
         header = piece.frame.header
         made.end_offset = Offset(header.first_offset + header.count)
         return
@@ -322,17 +321,17 @@ def _take_stock(segment: SegmentFile, made: SegmentPlan, piece: Surveyed, plan: 
     (plan.losses if loss.offset_to > loss.offset_from else plan.mends).append(loss)
 
 
-def position_of(piece: Surveyed) -> int:
+def position_of(piece: Salvaged) -> int:
     """Return the piece's position in its file."""
     return piece.byte if isinstance(piece, Loss) else piece.frame.position
 
 
-def _end_of(pieces: Sequence[Surveyed], size: int) -> int:
+def _end_of(pieces: Sequence[Salvaged], size: int) -> int:
     """Return where the bytes of the last piece end."""
     if not pieces:
         return SEGMENT_HEADER_SIZE
     last = pieces[-1]
-    if isinstance(last, Checked):
+    if isinstance(last, CheckedFrame):
         return last.frame.end
     return size if last.byte_to is None else last.byte_to
 

@@ -36,10 +36,9 @@ from millstream.wal.mark import MarkFile
 from millstream.wal.mending.placing import move_segments
 from millstream.wal.mending.plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
 from millstream.wal.mending.rewrite import Rewriter
-from millstream.wal.scan import ScannedFrame
+from millstream.wal.salvage import CheckedFrame, KnownSchemas
+from millstream.wal.segment_scan import Loss, ScannedFrame
 from millstream.wal.shards import folder_lock, lock_shards
-from millstream.wal.survey import Checked, KnownSchemas
-from millstream.wal.walk import Loss
 
 logger = logging.getLogger("millstream.wal")
 
@@ -122,7 +121,7 @@ def set_tail_aside(
     for segments in plan.segments.values():
         for made in segments:
             for place, piece in enumerate(made.pieces):
-                if not isinstance(piece, Checked) or piece.frame.header.kind is FrameKind.LOSS:
+                if not isinstance(piece, CheckedFrame) or piece.frame.header.kind is FrameKind.LOSS:
                     continue
                 # Cut their schema frames too: a frame after the log's end must name the previous
                 # group.
@@ -180,7 +179,7 @@ def _accepted_before(plan: RepairPlan) -> Iterator[ScannedFrame]:
         for made in segments:
             for piece in made.pieces:
                 if (
-                    isinstance(piece, Checked)
+                    isinstance(piece, CheckedFrame)
                     and piece.frame.header.kind is FrameKind.LOSS
                     and piece.frame.header.count
                 ):
@@ -224,7 +223,11 @@ def _check_readable(
     drop_readable: bool,
 ) -> None:
     for place, piece in enumerate(made.pieces):
-        if not isinstance(piece, Checked) or not piece.is_whole or piece.frame.header.kind is not FrameKind.RECORDS:
+        if (
+            not isinstance(piece, CheckedFrame)
+            or not piece.is_whole
+            or piece.frame.header.kind is not FrameKind.RECORDS
+        ):
             continue
         whole = _loss_of(made, piece.frame, "dropped with what was lost")
         _, start, end = span_of(whole)

@@ -25,9 +25,8 @@ from millstream.wal.files import replacing
 from millstream.wal.layout import SegmentFile
 from millstream.wal.mark import MarkFile, read_mark, read_shown
 from millstream.wal.mending.plan import RepairPlan, SegmentPlan, footer_hash_of, position_of
-from millstream.wal.scan import ScannedFrame, commit_times, read_filled, reader_of
-from millstream.wal.survey import Checked, KnownSchemas, Surveyed
-from millstream.wal.walk import Loss
+from millstream.wal.salvage import CheckedFrame, KnownSchemas, Salvaged
+from millstream.wal.segment_scan import Loss, ScannedFrame, commit_times, read_filled, reader_of
 from millstream.wal.writing.segment import FrameLog, entry_of
 
 _COPY_BYTES: Final = 1 << 20
@@ -49,7 +48,7 @@ class Rewriter:
         for segments in self.plan.segments.values():
             for made in segments:
                 for piece in made.pieces:
-                    if isinstance(piece, Checked):
+                    if isinstance(piece, CheckedFrame):
                         yield piece.frame.header
 
     def write(self, shard: ShardId, shard_dir: str, mark_file: MarkFile) -> None:
@@ -82,11 +81,11 @@ class Rewriter:
             else:
                 segment = SegmentFile(made.base_offset, made.path)
                 previous_hash = footer_hash_of(self.files, segment)
-            before = next((p.frame.header for p in reversed(made.pieces) if isinstance(p, Checked)), before)
+            before = next((p.frame.header for p in reversed(made.pieces) if isinstance(p, CheckedFrame)), before)
 
     @staticmethod
     def _following(segments: Sequence[SegmentPlan]) -> FrameHeader | None:
-        return next((p.frame.header for made in segments for p in made.pieces if isinstance(p, Checked)), None)
+        return next((p.frame.header for made in segments for p in made.pieces if isinstance(p, CheckedFrame)), None)
 
 
 class _Writing:
@@ -173,7 +172,7 @@ class _Writing:
 
     # --- pieces ----------------------------------------------------------------------------------------------------
 
-    def _write_piece(self, file: WritableFile, place: int, piece: Surveyed) -> None:
+    def _write_piece(self, file: WritableFile, place: int, piece: Salvaged) -> None:
         if isinstance(piece, Loss):
             self._write_loss(file, place, piece)
             return
@@ -229,7 +228,7 @@ class _Writing:
             self._write_new(file, encode_schema_frame(bare, schema))
             self._brought.add(key)
 
-    def _write_parts(self, file: WritableFile, piece: Checked, lost: set[tuple[TableId, SchemaVersion]]) -> None:
+    def _write_parts(self, file: WritableFile, piece: CheckedFrame, lost: set[tuple[TableId, SchemaVersion]]) -> None:
         """Write a frame without its lost parts, after a note that records the loss, in as many bytes as it had."""
         frame = piece.frame
         position = frame.position + len(frame.head)
@@ -252,7 +251,7 @@ class _Writing:
         count = loss.offset_to - loss.offset_from
         if not count:
             return  # a schema, which is written again before its first use
-        following = next((p.frame.header for p in self._made.pieces[place + 1 :] if isinstance(p, Checked)), None)
+        following = next((p.frame.header for p in self._made.pieces[place + 1 :] if isinstance(p, CheckedFrame)), None)
         header = replace(self._loss_header(following, loss), first_offset=loss.offset_from, count=count)
         room = 0 if loss.byte_to is None else min(loss.byte_to, self._size) - self._position
         self._write_new(file, encode_loss_frame(header, self._facts(loss, count), length=max(room, 0)))

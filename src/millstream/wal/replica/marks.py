@@ -21,7 +21,7 @@ from millstream.ports import Files
 from millstream.wal.layout import segment_path
 from millstream.wal.mark import common_cut, left_behind, stream_cut
 from millstream.wal.replica.verify import ArrivingShard
-from millstream.wal.scan import Window, reader_of, scan_frames
+from millstream.wal.segment_scan import Window, reader_of, scan_frames
 
 NOBODY = WriterId(0)
 """Writer of a shard's mark before its first own one came."""

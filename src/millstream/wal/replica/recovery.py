@@ -22,9 +22,9 @@ from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
-from millstream.wal.place import REPLACED
+from millstream.wal.misplacement import REPLACED
 from millstream.wal.replica.verify import ArrivingShard, WholeFrame
-from millstream.wal.scan import Window, read_frame, reader_of
+from millstream.wal.segment_scan import Window, read_frame, reader_of
 
 _COPY_BYTES: Final = 1 << 20
 

@@ -32,8 +32,8 @@ from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header, unreadable
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import missing_shards, read_dropped, read_mark, read_marks, stream_cut
-from millstream.wal.place import REPLACED
-from millstream.wal.scan import reader_of
+from millstream.wal.misplacement import REPLACED
+from millstream.wal.segment_scan import reader_of
 
 BYTES_MAX: Final = 4 << 20
 _OVERLAP_BYTES: Final = 4096

@@ -22,7 +22,7 @@ from millstream.ports import Files
 from millstream.wal.layout import segment_path
 from millstream.wal.mark import MarkFile, read_shown
 from millstream.wal.replica.marks import NOBODY, is_newer, moves
-from millstream.wal.scan import Window, reader_of, scan_frames
+from millstream.wal.segment_scan import Window, reader_of, scan_frames
 
 _AHEAD_BYTES: Final = 1 << 16
 """Read-ahead in bytes for heads of frames; one read per shipment suffices."""

@@ -45,8 +45,8 @@ from millstream.wal.files import NO_SPACE, put_in_place, replacing
 from millstream.wal.index import damage, unreadable
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import read_dropped, read_mark
-from millstream.wal.place import REPLACED, misplacement
-from millstream.wal.scan import (
+from millstream.wal.misplacement import REPLACED, misplacement
+from millstream.wal.segment_scan import (
     ScannedFrame,
     Window,
     commit_times,

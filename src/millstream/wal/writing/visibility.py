@@ -26,7 +26,7 @@ from millstream.ports import Files
 from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.mark import MarkFile, common_cut, read_dropped, read_mark, read_shown
 from millstream.wal.replica.marks import NOBODY
-from millstream.wal.scan import reader_of
+from millstream.wal.segment_scan import reader_of
 from millstream.wal.writing.recover import Recovered
 
 HIDDEN_MAX: Final = 1024

@@ -20,9 +20,18 @@ from millstream.ports import Files
 from millstream.wal.index import OnDamage, damage
 from millstream.wal.layout import SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import stream_cut
-from millstream.wal.place import split_misplaced, stream_of
-from millstream.wal.scan import ScannedFrame, Window, lost_groups, read_frame, reader_of
-from millstream.wal.walk import NO_STREAM, Loss, header_of, walk_segment
+from millstream.wal.misplacement import split_misplaced, stream_of
+from millstream.wal.segment_scan import (
+    NO_STREAM,
+    Loss,
+    ScannedFrame,
+    Window,
+    header_of,
+    lost_groups,
+    read_frame,
+    reader_of,
+    scan_segment,
+)
 
 
 @dataclass(slots=True)
@@ -181,7 +190,7 @@ def _end(
     bad: GroupNumber | None = None
     """The group of the first unreadable bytes."""
     whole: list[ScannedFrame] = []
-    for found in walk_segment(files, shard, segments[-1], end=None):
+    for found in scan_segment(files, shard, segments[-1], end=None):
         if isinstance(found, Loss):
             before = whole[-1] if whole else end.sealed_last
             if bad is None:

@@ -27,13 +27,12 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
-from millstream.wal.place import stream_of
-from millstream.wal.scan import ScannedFrame
-from millstream.wal.walk import Loss, footer_of, header_of, walk_segment
+from millstream.wal.misplacement import stream_of
+from millstream.wal.segment_scan import Loss, ScannedFrame, footer_of, header_of, scan_segment
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedFrame:
     """A frame with a valid head."""
 
     frame: ScannedFrame
@@ -65,7 +64,7 @@ class Checked:
         )
 
 
-Surveyed: TypeAlias = Checked | Loss
+Salvaged: TypeAlias = CheckedFrame | Loss
 
 
 class KnownSchemas:
@@ -118,7 +117,7 @@ def schemas_in(files: Files, shard: ShardId, segment: SegmentFile) -> Iterator[T
     else:
         places = [
             (frame.position, frame.length)
-            for frame in walk_segment(files, shard, segment, end=None, payload=False)
+            for frame in scan_segment(files, shard, segment, end=None, payload=False)
             if isinstance(frame, ScannedFrame) and frame.header.kind is FrameKind.SCHEMA
         ]
     for position, length in places:
@@ -128,19 +127,19 @@ def schemas_in(files: Files, shard: ShardId, segment: SegmentFile) -> Iterator[T
                 yield frame.schema
 
 
-def survey_segment(
+def salvage_segment(
     files: Files, shard: ShardId, segment: SegmentFile, elsewhere: KnownSchemas, *, end: Offset | None
-) -> Iterator[Surveyed]:
-    """Yield a segment's frames, each checked to its last row, and the losses between them; see `walk_segment`."""
+) -> Iterator[Salvaged]:
+    """Yield a segment's frames, each checked to its last row, and the losses between them; see `scan_segment`."""
     header = header_of(files, segment)
     schemas = SchemaSet() if header is None else SchemaSet(header.directory)
-    for found in walk_segment(files, shard, segment, end=end, payload=False):
+    for found in scan_segment(files, shard, segment, end=end, payload=False):
         yield found if isinstance(found, Loss) else _check(files, segment, found, schemas, elsewhere)
 
 
 def _check(
     files: Files, segment: SegmentFile, found: ScannedFrame, schemas: SchemaSet, elsewhere: KnownSchemas
-) -> Surveyed:
+) -> Salvaged:
     header = found.header
 
     def read_payload(position: int, length: int) -> bytes:
@@ -154,9 +153,9 @@ def _check(
     try:
         frame = decode_frame(found.head, schemas, read_payload=read_payload)
     except CorruptFrame as error:
-        return Checked(found, header.parts, str(error))
+        return CheckedFrame(found, header.parts, str(error))
     if not isinstance(frame, RecordsFrame):
-        return Checked(found)
+        return CheckedFrame(found)
     lost: list[PayloadPart] = []
     why = ""
     for part in header.parts:
@@ -166,7 +165,7 @@ def _check(
         except CorruptFrame as error:
             lost.append(part)
             why = why or str(error)
-    return Checked(found, tuple(lost), why)
+    return CheckedFrame(found, tuple(lost), why)
 
 
 def accepted_loss(files: Files, segment: SegmentFile, found: ScannedFrame) -> Loss:

@@ -13,7 +13,7 @@ from millstream.model.ids import ShardId, StreamId
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
 from millstream.wal.mark import read_mark
-from millstream.wal.walk import header_of
+from millstream.wal.segment_scan import header_of
 
 REPLACED = "it doesn't follow on the segment before it: one of them was replaced"
 
