@@ -61,7 +61,7 @@ SHARED_MARK = struct.Struct(f"{MARK.format}q?")  # of a writer that shares its s
 SHOWN = struct.Struct(f"{MARK.format}q??")
 PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]
 SCHEMA, RECORDS, LOSS = 1, 2, 3  # kinds of frames
-MORE, OPERATION_NUMBERS, NO_BATCH_NUMBERS = 1, 2, 4  # flags of frames
+MORE = 1  # a flag of frames
 COPY_CHUNK, MESSAGE = 2, 4  # kinds of operations
 CRC_TABLE = list(range(256))
 for _ in range(8):
@@ -158,13 +158,8 @@ class Segment:
         check(layout.size <= head.head_length <= head.length <= self.size - position, f"{where}: no frame")
         data = self.read(position, head.head_length)
         check(head.crc == crc32c(data[:4], data[8:]), f"{where}: the head fails its checksum")
-        numbering = head.flags & ~MORE
-        check(
-            head.version in {1, 2}
-            and numbering in {0, OPERATION_NUMBERS, OPERATION_NUMBERS | NO_BATCH_NUMBERS}
-            and head.kind in {SCHEMA, RECORDS, LOSS},
-            f"{where}: unknown version",
-        )
+        known = head.version in {1, 2} and not head.flags & ~MORE and head.kind in {SCHEMA, RECORDS, LOSS}
+        check(known, f"{where}: unknown version")
         own = (self.header.region, self.header.shard, self.header.epoch, offset)
         check((head.region, head.shard, head.epoch, head.offset) == own, f"{where}: it doesn't follow on")
         parts, behind = [], position + head.head_length
@@ -317,16 +312,12 @@ def lines_of_frame(
     times = table.column("commit_ts").cast(pa.int64()).to_pylist()
     operations, batches = table.select(["kind", "source", "commit_lsn", "xid"]).to_pylist(), entries.to_pylist()
     check(sum(batch["count"] for batch in batches) == frame.head.count, f"{segment.path}: a directory is wrong")
-    by_index = frame.head.flags & NO_BATCH_NUMBERS
-    if by_index:  # each batch takes its operation's number
-        of_operations = table.column("seq").to_pylist()
-        batches = [batch | {"first_seq": of_operations[batch["operation"]]} for batch in batches]
     for part, data in frame.parts:
         schema = schemas[part.table, part.version]
         facts = json.loads(schema.metadata[b"millstream.table"])
         rows = ipc.read_record_batch(pa.py_buffer(data), schema)
         mine = [b for b in batches if (b["table_id"], b["schema_version"]) == (part.table, part.version)]
-        numbers = [(b["operation"], b["first_seq"] + (0 if by_index else i)) for b in mine for i in range(b["count"])]
+        numbers = [(b["operation"], b["first_seq"] + i) for b in mine for i in range(b["count"])]
         check(len(numbers) == rows.num_rows == part.rows, f"{segment.path}: rows of table {part.table} are missing")
         is_raw, is_message, names = (
             facts["kind"] == "raw",
@@ -336,10 +327,9 @@ def lines_of_frame(
         name = None if is_message else f"{quoted(facts['namespace'])}.{quoted(facts['name'])}"
         values = list(zip(*(texts(column, utf8=is_message) for column in rows.columns[len(PREFIX) :]), strict=True))
         prefixes = zip(*(rows.column(column).to_pylist() for column in PREFIX), strict=True)
-        for at, ((of, number_of_row), (offset, index, code, unchanged, exact, before)) in enumerate(
+        for at, ((of, seq), (offset, index, code, unchanged, exact, before)) in enumerate(
             zip(numbers, prefixes, strict=True)
         ):
-            seq = number_of_row + (index if by_index else 0)
             kind, source, lsn, xid = operations[of].values()
             number = None if kind in {COPY_CHUNK, MESSAGE} else index
             op = "raw" if is_raw else chr(code)

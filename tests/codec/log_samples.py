@@ -13,10 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.log_directory import DIRECTORIES, Directory, Numbering
-from millstream.codec.log_frame import FrameHeader, FrameKind, encode_records_frame, encode_schema_frame
+from millstream.codec.log_directory import BATCH_SCHEMA
+from millstream.codec.log_frame import (
+    BATCH_HEADER_VERSIONS,
+    FrameHeader,
+    FrameKind,
+    encode_records_frame,
+    encode_schema_frame,
+)
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
-from millstream.model.operations import OperationKind
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op, log_row_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
@@ -84,10 +90,6 @@ class Sample:
     seqs: dict[int, list[int]]
     """The numbers that readers must give to each table's rows, in the rows' order."""
 
-    @property
-    def directory(self) -> Directory:
-        return DIRECTORIES[self.header.numbering]
-
     def buffers(self) -> list[Bytes]:
         return encode_records_frame(self.header, self.operations, self.batches, self.payload)
 
@@ -99,15 +101,14 @@ def schema_header(of: FrameHeader) -> FrameHeader:
     """Return the header of the schema frame that goes with a records frame."""
     return FrameHeader(
         FrameKind.SCHEMA, of.first_offset, 0, Seq(0), Seq(0), of.group_last_seq, of.group, of.epoch, of.region, of.shard,
-        of.writer, of.other_shards, of.reserved_to, of.hybrid_time, of.reached, more=True, numbering=of.numbering,
+        of.writer, of.other_shards, of.reserved_to, of.hybrid_time, of.reached, more=True, version=of.version,
     )  # fmt: skip
 
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """Draw frames of 1 to 6 operations over 1 to 3 tables, some of them partitioned, under any numbering."""
-    numbering = draw(st.sampled_from(Numbering))
-    directory = DIRECTORIES[numbering]
+    """Draw frames of 1 to 6 operations over 1 to 3 tables, some of them partitioned, with headers of any version."""
+    version = draw(st.sampled_from(BATCH_HEADER_VERSIONS))
     tables = tuple(draw(schemas(table_id=number)) for number in range(1, draw(st.integers(1, 3)) + 1))
     n_ops = draw(st.integers(1, 6))
     operations = [draw(operation_rows()) for _ in range(n_ops)]
@@ -119,7 +120,7 @@ def samples(draw: st.DrawFn) -> Sample:
     rows: dict[int, list[dict[str, Any]]] = {t.table_id: [] for t in tables}
     seqs: dict[int, list[int]] = {t.table_id: [] for t in tables}
     for ordinal in range(n_ops):
-        number = operations[ordinal]["seq"] = seq
+        number = seq
         made: list[tuple[int, dict[str, Any]]] = []
         touched = draw(batches)
         for table, partition in sorted(touched, key=lambda t: t[0].table_id):
@@ -142,7 +143,7 @@ def samples(draw: st.DrawFn) -> Sample:
         indexes = draw(st.permutations(range(len(made))))
         for place, (index, (table_id, row)) in enumerate(zip(indexes, made, strict=True)):
             rows[table_id].append(row | {"__index": index})
-            seqs[table_id].append(number + (index if numbering is Numbering.OPERATION else place))
+            seqs[table_id].append(number + place)
     payload = tuple(
         (table, pa.RecordBatch.from_pylist(rows[table.table_id], schema=log_row_schema(table)))
         for table in tables
@@ -158,8 +159,8 @@ def samples(draw: st.DrawFn) -> Sample:
         group_last_seq=Seq(draw(INT63)),
         group=GroupNumber(draw(INT63)),
         epoch=Epoch(draw(INT63)),
-        region=RegionId(draw(INT32)),
-        shard=ShardId(draw(INT32)),
+        region=RegionId(draw(INT32) if version > 1 else 0),
+        shard=ShardId(draw(INT32) if version > 1 else 0),
         writer=WriterId(draw(INT32)),
         other_shards=tuple(ShardId(s) for s in draw(st.lists(INT32, max_size=3))),
         reserved_to=Seq(draw(INT63)),
@@ -169,13 +170,13 @@ def samples(draw: st.DrawFn) -> Sample:
             for s, p in draw(st.dictionaries(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), max_size=2)).items()
         },
         more=draw(st.booleans()),
-        numbering=numbering,
+        version=version,
     )
     return Sample(
         header,
         tables,
-        pa.RecordBatch.from_pylist(operations, schema=directory.operations),
-        pa.RecordBatch.from_pylist(entries, schema=directory.batches),
+        pa.RecordBatch.from_pylist(operations, schema=OPERATION_SCHEMA),
+        pa.RecordBatch.from_pylist(entries, schema=BATCH_SCHEMA),
         payload,
         seqs,
     )
@@ -202,16 +203,12 @@ def operation_rows(draw: st.DrawFn) -> dict[str, Any]:
 KEPT: Final = 100
 
 
-def kept_samples(*numberings: Numbering) -> st.SearchStrategy[Sample]:
+def kept_samples() -> st.SearchStrategy[Sample]:
     """Draw one of a hundred kept samples.
 
     To draw a new one takes ten times as long as a test does with it, so all tests use the same hundred.
-
-    Args:
-        numberings: only samples under one of these; under any if none is given.
     """
-    wanted = numberings or tuple(Numbering)
-    return st.deferred(lambda: st.sampled_from([s for s in _kept() if s.header.numbering in wanted]))
+    return st.deferred(lambda: st.sampled_from(_kept()))
 
 
 @cache

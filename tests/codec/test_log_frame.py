@@ -10,12 +10,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.codec.header_v1 import as_header_v1
 from tests.codec.log_samples import Sample, kept_samples
 
-from millstream.codec.arrow_ipc import ColumnPicker, decode_schema, encode_batch, encode_schema
+from millstream.codec.arrow_ipc import ColumnPicker, encode_batch
 from millstream.codec.checksums import crc32c
-from millstream.codec.log_directory import DIRECTORIES, Directory, Numbering
 from millstream.codec.log_frame import (
     FRAME_HEADER_MIN,
     RecordsFrame,
@@ -38,7 +36,7 @@ def joined(sample: Sample) -> bytes:
 
 
 def schemas_of(sample: Sample) -> SchemaSet:
-    known = SchemaSet(sample.directory)
+    known = SchemaSet()
     for buffers in sample.schema_frames():
         frame = decode_frame(b"".join(bytes(b) for b in buffers), known)
         assert isinstance(frame, SchemaFrame)
@@ -69,7 +67,7 @@ def test_a_records_frame_gives_back_every_field(sample: Sample) -> None:
 
 FIELDS = (
     "kind", "first_offset", "count", "first_seq", "last_seq", "group_last_seq", "group", "epoch", "region", "shard",
-    "writer", "other_shards", "reserved_to", "hybrid_time", "reached", "more", "numbering",
+    "writer", "other_shards", "reserved_to", "hybrid_time", "reached", "more", "version",
 )  # fmt: skip
 
 
@@ -202,63 +200,25 @@ def test_a_table_is_read_without_the_bytes_of_the_others(sample: Sample) -> None
 
 
 @given(kept_samples())
-def test_a_head_of_version_1_reads_as_region_0_and_shard_0(sample: Sample) -> None:
-    here = replace(sample, header=replace(sample.header, region=RegionId(0), shard=ShardId(0)))
-    known = schemas_of(here)
-    whole = joined(here)
-    old = b"".join(bytes(b) for b in as_header_v1(here.buffers()))
-    assert (old[12], whole[12]) == (1, 2)
-    assert len(whole) - 8 <= len(old) <= len(whole)
-    frames = [decode_frame(data, known) for data in (old, whole)]
-    assert frames[0].header == frames[1].header
+def test_a_head_of_version_1_lacks_region_and_shard_and_reads_as_0(sample: Sample) -> None:
+    header = replace(sample.header, region=RegionId(0), shard=ShardId(0), version=2)
+    newer, older = (replace(sample, header=replace(header, version=version)) for version in (2, 1))
+    frames = [decode_frame(joined(each), schemas_of(sample)) for each in (newer, older)]
     assert isinstance(frames[0], RecordsFrame)
     assert isinstance(frames[1], RecordsFrame)
-    for table, _ in here.payload:
+    assert replace(frames[1].header, version=2) == frames[0].header
+    assert 0 <= len(joined(newer)) - len(joined(older)) <= 8
+    for table, _ in sample.payload:
         for one, other in zip(frames[0].records(table.table_id), frames[1].records(table.table_id), strict=True):
             assert one[1].equals(other[1])
-
-
-@given(kept_samples(Numbering.OPERATION), st.data())
-def test_by_an_operations_number_a_record_finds_its_own_inside_of_the_frames_bounds_or_the_frame_is_damaged(
-    sample: Sample, data: st.DataObject
-) -> None:
-    table, rows = sample.payload[0]
-    index = rows.column("__index").to_pylist()
-    at = data.draw(st.integers(0, len(index) - 1))
-    index[at] = data.draw(st.sampled_from([-1, -(2**63), 2**63 - 1, sample.header.count]))
-    column = rows.schema.get_field_index("__index")
-    changed = rows.set_column(column, rows.schema.field(column), pa.array(index, pa.int64()))
-    lied = replace(sample, payload=((table, changed), *sample.payload[1:]))
-    frame = decode_frame(joined(lied), schemas_of(sample))
-    assert isinstance(frame, RecordsFrame)
-    if all(
-        sample.header.first_seq <= number + i <= sample.header.last_seq
-        for number, i in zip(numbers_of_operations(sample, table.table_id), index, strict=True)
-    ):
-        return  # a gap that other operations' numbers fill: the frame can't show otherwise
-    with pytest.raises(CorruptFrame):
-        list(frame.records(table.table_id))
-
-
-def numbers_of_operations(sample: Sample, table: int) -> list[int]:
-    """Return the number of its operation for each of a table's rows."""
-    numbers = sample.operations.column("seq").to_pylist()
-    mine = [entry for entry in sample.batches.to_pylist() if entry["table_id"] == table]
-    return [numbers[entry["operation"]] for entry in mine for _ in range(entry["count"])]
-
-
-@given(kept_samples(Numbering.BOTH, Numbering.OPERATION))
-def test_a_frame_of_another_numbering_than_its_segments_is_damaged(sample: Sample) -> None:
-    for numbering in set(Numbering) - {sample.header.numbering}:
-        written = decode_schema(encode_schema(DIRECTORIES[numbering].operations))
-        with pytest.raises(CorruptFrame):
-            decode_frame(joined(sample), SchemaSet(Directory(written, DIRECTORIES[numbering].batches)))
+    with pytest.raises(AssertionError, match="neither region nor shard"):
+        replace(sample, header=replace(header, version=1, shard=ShardId(1))).buffers()
 
 
 @given(kept_samples())
 def test_a_flag_that_isnt_known_is_refused_as_a_newer_format(sample: Sample) -> None:
     head = bytearray(bytes(sample.buffers()[0]))
-    for flags in (4, 8, 1 << 15):
+    for flags in (2, 4, 8, 1 << 15):
         head[14:16] = struct.pack("<H", flags)
         head[4:8] = struct.pack("<I", crc32c(bytes(head[:4]), bytes(head[8:])))
         with pytest.raises(UnsupportedFormat):

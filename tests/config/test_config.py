@@ -63,6 +63,13 @@ def test_a_delay_of_commit_groups_is_off_unless_it_is_asked_for_and_in_milliseco
     assert "group_commit_delay_ms" in str(wrong)
 
 
+def test_headers_of_frames_are_of_version_2_unless_the_older_one_is_asked_for(tmp_path: Path) -> None:
+    plain = load(tmp_path, "[streams.shop.log]\n").config
+    older = load(tmp_path, "[streams.shop.log]\nframe_version = 1\n").config
+    found = [log_options(one.streams["shop"], one.replication).frame_version for one in (plain, older)]
+    assert found == [2, 1]
+
+
 def test_values_come_from_file_environment_and_defaults_and_say_so(tmp_path: Path) -> None:
     loaded = load(tmp_path, GOOD, ENVIRON | {"MILLSTREAM_SPARK__MASTER": "local[2]", "MILLSTREAM_HOME": "/x"})
     config = loaded.config
@@ -126,6 +133,9 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[streams.shop.source]\ndsn = 'x'\nlake.format='excel'", 3, "streams.shop.source.lake", "unknown key"),
         ("[streams.shop]\nsource.dsn = 'x'\nlake.format='excel'", 3, "streams.shop.lake.format", "'delta', 'iceberg'"),
         ("[streams.shop]\nsource = {dsn = 'x'}\n[streams.shop.shards]\n'public.a' = 1", 4, 'streams.shop.shards."public.a"', "shards 0 to 0"),
+        ("[streams.shop]\nregion = 1\nlog.frame_version = 1", 3, "streams.shop.log.frame_version", "must be 2"),
+        ("[streams.shop.log]\nshards = 2\nframe_version = 1", 3, "streams.shop.log.frame_version", "must be 2"),
+        ("[writer]\nname = 'a'\n[streams.shop.log]\nframe_version = 1", 4, "streams.shop.log.frame_version", "must be 2"),
         ("[streams.Shop]\nsource.dsn = 'x'\n", 1, "streams.Shop", "can't name a stream"),
         ("[streams.shop]\nsource.dsn = 'x'\nsource.tables=['a b']", 3, "streams.shop.source.tables", "not a pattern"),
         ("[streams.shop]\nsource.dsn = 'x'\ntypes.'public.o.t'='int'", 3, 'streams.shop.types."public.o.t"', "is not a type"),

@@ -20,7 +20,6 @@ from tests.app.homes import run
 from tests.export.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
 
 from millstream.catalog import Catalog
-from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty, UsageError
 from millstream.export.log_export import EXPORT_FILE, export_arrow, file_facts, read_export
 from millstream.export.log_import import import_log
@@ -212,13 +211,13 @@ def test_what_was_exported_and_imported_is_the_same_log(filled: Home, exported: 
     assert (again.returncode, "error[stream_not_empty]" in again.stderr) == (1, True)
 
 
-def test_a_log_of_every_numbering_is_exported_and_imported_with_a_number_for_each_record(tmp_path: Path) -> None:
+def test_an_imported_log_has_a_number_for_each_record(tmp_path: Path) -> None:
     home, per_session = home_at(tmp_path / "old"), 5
     with home.open_catalog() as catalog:
         stream = known_stream(catalog, ORDERS, ITEMS)
         xid = 10
-        for numbering in (Numbering.OPERATION, Numbering.BOTH, Numbering.BATCH):
-            with writer_of(home, catalog, stream, LogOptions(numbering=numbering)) as log:
+        for _ in range(3):
+            with writer_of(home, catalog, stream, LogOptions()) as log:
                 for _ in range(per_session):
                     xid += 1
                     orders = [row(0, Op.CREATE, id=10 * xid + n, **NOTHING) for n in range(3)]
@@ -235,7 +234,6 @@ def test_a_log_of_every_numbering_is_exported_and_imported_with_a_number_for_eac
     found: dict[int, list[int]] = {}
     for records in reader.read_between(Seq(0), reader.persisted_upto()):
         found.setdefault(records.schema.table_id, []).extend(records.batch.column("__seq").to_pylist())
-    # Also the operations whose frames carried only the operation's number.
     assert [len(numbers) for numbers in found.values()] == [3 * 3 * per_session, 3 * 2 * per_session]
     assert all(numbers == sorted(numbers) for numbers in found.values())
     assert len({seq for numbers in found.values() for seq in numbers}) == 3 * 5 * per_session

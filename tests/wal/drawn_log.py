@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from tests.wal.truth import SMALL, Truth
 
-from millstream.codec.log_directory import Numbering
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles, keep_any, lose_all
 from millstream.wal.writing.options import LogOptions
@@ -55,7 +54,6 @@ class DrawnLog:
             segment_bytes=self.chance.choice([3_000, 9_000, 30_000]),
             frame_bytes_max=self.chance.choice([300, 1_500, 1 << 20]),
             disk_used_max=1.0,
-            numbering=self.chance.choice(list(Numbering)),
         )
 
     def _ops(self) -> object:

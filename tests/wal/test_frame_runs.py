@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.codec.log_directory import Numbering
 from millstream.errors import CorruptWal
 from millstream.model.operations import TableRows
 from millstream.model.positions import Seq
@@ -100,14 +99,11 @@ GROUPS = st.lists(
 @given(
     groups=GROUPS,
     data=st.data(),
-    numbering=st.sampled_from(Numbering),
     frame_bytes_max=st.sampled_from([100, 300, 1 << 20]),
     offsets=st.booleans(),
 )
-def test_runs_give_what_frames_give(
-    groups: Any, data: st.DataObject, numbering: Numbering, frame_bytes_max: int, offsets: bool
-):
-    files = filled(groups, numbering=numbering, frame_bytes_max=frame_bytes_max)
+def test_runs_give_what_frames_give(groups: Any, data: st.DataObject, frame_bytes_max: int, offsets: bool):
+    files = filled(groups, frame_bytes_max=frame_bytes_max)
     reader = StreamReader(FOLDER, files=files)
     one_by_one = StreamReader(FOLDER, files=files, on_damage=no_damage)
     end = int(reader.persisted_upto())

@@ -10,7 +10,6 @@ from uuid import UUID
 
 import pytest
 
-from millstream.codec.log_directory import Numbering
 from millstream.export.record_reading import read_records
 from millstream.export.records_json import Cat
 from millstream.model.appends import AppendOp
@@ -27,8 +26,8 @@ SHARDS = 4
 THREADS, CALLS = 8, 60
 
 
-@pytest.fixture(scope="module", params=list(Numbering))
-def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StreamReader:
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> StreamReader:
     """Yield a log to which eight threads appended at once: rows of two tables, on four shards."""
     folder = str(tmp_path_factory.mktemp("wal") / "shop")
     writer = LogWriter.open(
@@ -37,7 +36,7 @@ def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         shards=range(SHARDS),
         epoch=1,
         reservations=MemoryReservations(),
-        options=LogOptions(disk_used_max=1.0, numbering=request.param, segment_bytes=200_000),
+        options=LogOptions(disk_used_max=1.0, segment_bytes=200_000),
     )
 
     def append(who: int) -> None:

@@ -1,21 +1,21 @@
-"""Sequence numbers by table batch, by operation, or both: no way of reading loses one, and a rollback is safe."""
+"""Sequence numbers: no way of reading loses one, whatever version the frames' headers have."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, groupby
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.wal.operation_numbers import Found, Refused, read_log
 from tests.wal.truth import FOLDER, SHARDS, SMALL, STREAM
 
-from millstream.codec.log_directory import Numbering
-from millstream.errors import ExportUnusable
+from millstream.errors import UsageError
 from millstream.export.log_export import export_arrow
 from millstream.export.log_import import import_log
 from millstream.home.home import Home
@@ -27,7 +27,6 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_operations, plain_rows, plain_table
 from millstream.wal.files import RealFiles
-from millstream.wal.layout import list_segments, list_shards, shard_folder
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_reader import TableRecords
 from millstream.wal.writing.commit import GroupCommitter
@@ -43,12 +42,16 @@ Batch = tuple[int, str | None]
 Operation = tuple[Batch, ...]
 """An operation: the batch of each of its records, by index."""
 
-batches = st.tuples(st.sampled_from(sorted(TABLES)), st.sampled_from([None, "a", "b"]))
-operations = st.lists(batches, min_size=1, max_size=8).map(tuple)
-groups = st.lists(st.lists(operations, min_size=1, max_size=3) | operations, min_size=1, max_size=4)
-"""Commit groups. Each is a list of operations that go together, or one operation that goes through a spill file."""
-lives = st.lists(st.tuples(st.sampled_from(Numbering), groups), min_size=1, max_size=3)
-"""The groups that each writer writes, and their numbering."""
+
+def groups_of(*tables: int) -> st.SearchStrategy[list[Any]]:
+    """Draw commit groups: each is a list of operations that go together, or one that goes through a spill file."""
+    batches = st.tuples(st.sampled_from(tables), st.sampled_from([None, "a", "b"]))
+    operations = st.lists(batches, min_size=1, max_size=8).map(tuple)
+    return st.lists(st.lists(operations, min_size=1, max_size=3) | operations, min_size=1, max_size=4)
+
+
+lives = st.lists(groups_of(*TABLES), min_size=1, max_size=3)
+"""The groups that each writer writes."""
 
 
 @dataclass
@@ -58,7 +61,6 @@ class Written:
     operations: dict[int, tuple[Operation, SeqRange]] = field(default_factory=dict)
     """By xid: the operation, and the numbers that it was given."""
     group_ends: list[Seq] = field(default_factory=list)
-    numberings: dict[int, Numbering] = field(default_factory=dict)
 
     def numbers(self) -> dict[int, list[int]]:
         return {xid: list(range(seqs.first, seqs.last + 1)) for xid, (_, seqs) in self.operations.items()}
@@ -97,16 +99,15 @@ def spilled(xid: int, operation: Operation, at_once: int = 3) -> SpilledOp:
     return SpilledOp(plain_operations([xid]), counts, lambda: iter(chunks), {SourceId(1): Lsn(10 * xid + 8)})
 
 
-def write(
-    files: Files, folder: str, given: Sequence[tuple[Numbering, Sequence[object]]], options: LogOptions
-) -> Written:
-    """Run one writer after the other, each under its numbering."""
+def write(files: Files, folder: str, given: Sequence[Sequence[object]], *options: LogOptions) -> Written:
+    """Run one writer after the other, on all shards, or on the first if their frames name no shard."""
+    shards = SHARDS[:1] if any(one.frame_version == 1 for one in options) else SHARDS
     written, reservations, xid = Written(), MemoryReservations(), 0
-    for epoch, (numbering, some) in enumerate(given, 1):
+    for epoch, (some, of_writer) in enumerate(zip(given, cycle(options), strict=False), 1):
         reservations.epoch = Epoch(epoch)
         log = GroupCommitter.open(
-            folder, WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(epoch)), SHARDS, numbers=BlockNumbers(reservations, Epoch(epoch)),
-            files=files, clock=ManualClock(), options=replace(options, numbering=numbering), side_by_side=False,
+            folder, WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(epoch)), shards, numbers=BlockNumbers(reservations, Epoch(epoch)),
+            files=files, clock=ManualClock(), options=of_writer, side_by_side=False,
         )  # fmt: skip
         for group in some:
             together = group if isinstance(group, list) else [group]
@@ -120,7 +121,6 @@ def write(
             number = ack.seqs.first
             for each, operation in zip(xids, together, strict=True):
                 written.operations[each] = (operation, SeqRange(number, len(operation)))
-                written.numberings[each] = numbering
                 number = Seq(number + len(operation))
             assert number == ack.seqs.last + 1
             written.group_ends.append(ack.seqs.last)
@@ -167,13 +167,11 @@ def judge(reader: StreamReader, written: Written) -> None:
     expected = written.numbers()
     by_batch = decoded(reader)
     assert {xid: sorted(n for some in of.values() for n in some) for xid, of in by_batch.items()} == expected
-    for xid, (operation, seqs) in written.operations.items():
+    for xid, (operation, _) in written.operations.items():
         hit = {batch: [i for i, other in enumerate(operation) if other == batch] for batch in operation}
         assert {batch: len(numbers) for batch, numbers in by_batch[xid].items()} == {b: len(i) for b, i in hit.items()}
-        for batch, numbers in by_batch[xid].items():
+        for numbers in by_batch[xid].values():
             assert numbers == sorted(numbers)
-            if written.numberings[xid] is Numbering.OPERATION:
-                assert numbers == [seqs.first + index for index in hit[batch]]
     replayed = list(reader.read_between(begin, upto))
     assert numbers_by_xid(replayed) == expected
     last: dict[int, int] = {}
@@ -201,9 +199,7 @@ def judge(reader: StreamReader, written: Written) -> None:
 
 @given(lives, st.sampled_from([300, 1 << 20]))
 @settings(max_examples=60)
-def test_every_number_is_there_when_decoded_and_after_replay_whatever_the_frames_carry(
-    given: list[tuple[Numbering, list[object]]], frame_bytes: int
-) -> None:
+def test_every_number_is_there_by_every_way_of_reading(given: list[list[object]], frame_bytes: int) -> None:
     files = MemoryFiles()
     options = replace(SMALL, disk_used_max=1.0, frame_bytes_max=frame_bytes)
     written = write(files, FOLDER, given, options)
@@ -213,7 +209,7 @@ def test_every_number_is_there_when_decoded_and_after_replay_whatever_the_frames
 @given(lives, st.sampled_from([300, 1 << 20]))
 @settings(max_examples=15, deadline=None)
 def test_a_number_inside_an_operation_stands_for_the_last_whole_one(
-    given: list[tuple[Numbering, list[object]]], frame_bytes: int
+    given: list[list[object]], frame_bytes: int
 ) -> None:
     files = MemoryFiles()
     written = write(files, FOLDER, given, replace(SMALL, disk_used_max=1.0, frame_bytes_max=frame_bytes))
@@ -224,119 +220,54 @@ def test_a_number_inside_an_operation_stands_for_the_last_whole_one(
             assert reader.whole_upto(Seq(n)) == begins.get(n, n)
 
 
-def old_reading(files: MemoryFiles) -> list[Found]:
-    folders = {shard: shard_folder(FOLDER, shard) for shard in list_shards(files, FOLDER)}
-    # A new writer begins a segment that is still empty.
-    paths = {
-        folder: [s.path for s in list_segments(files, folder) if files.size(s.path) > 4096]
-        for folder in folders.values()
-    }
-    return read_log(paths, lambda path: files.read(path, 0, files.size(path)))
-
-
-@given(groups, groups, groups)
-@settings(max_examples=60)
-@pytest.mark.siege
-def test_a_reader_of_operations_numbers_only_reads_what_is_written_in_the_transition_so_that_a_roll_back_is_safe(
-    before: list[object], during: list[object], after: list[object]
-) -> None:
-    """The old program writes, then the new one under `both`, then the old one again.
-
-    Each reads everything, to the same cuts.
-    """
-    files = MemoryFiles()
-    given = [(Numbering.OPERATION, before), (Numbering.BOTH, during), (Numbering.OPERATION, after)]
-    written = write(files, FOLDER, given, replace(SMALL, disk_used_max=1.0, frame_bytes_max=300))
-    found = old_reading(files)
-    by_xid: dict[int, list[Found]] = {}
-    for record in found:
-        by_xid.setdefault(record.facts["xid"], []).append(record)
-    assert list(by_xid) == sorted(written.operations), "operations don't stand in their order"
-    for xid, (operation, seqs) in written.operations.items():
-        records = by_xid[xid]
-        assert {record.operation for record in records} == {seqs.first}
-        assert [(record.index, record.table, record.facts["text"]) for record in records] == [
-            (index, table, f"{xid}") for index, (table, _) in enumerate(operation)
-        ]
-        assert [record.seq for record in records] == list(range(seqs.first, seqs.last + 1))
-    reader = StreamReader(FOLDER, files=files)
-    judge(reader, written)
-    cut = Seq(0)
-    for end in written.group_ends:  # both give the same up to the same token
-        old = {(r.facts["xid"], r.table) for r in found if cut < r.seq <= end}
-        new = {
-            (xid, records.schema.table_id)
-            for records in reader.read_between(cut, end)
-            for xid in records.batch.column("__xid").to_pylist()
-        }
-        assert old == new
-        cut = end
-
-
-def test_the_same_reader_refuses_frames_whose_numbers_are_by_batch_only() -> None:
-    files = MemoryFiles()
-    write(files, FOLDER, [(Numbering.BATCH, [[((1, None),)]])], SMALL)
-    with pytest.raises(Refused):
-        old_reading(files)
-
-
-def test_records_whose_indexes_have_gaps_are_refused_where_frames_carry_operations_numbers() -> None:
-    gap = plain_rows(TABLES[1], [(0, 1, "x")])
-    ops = WriteOps(plain_operations([1]), (TableRows(TABLES[1], gap),), {})
-    for numbering in (Numbering.BOTH, Numbering.OPERATION):
-        files = MemoryFiles()
-        log = GroupCommitter.open(
-            FOLDER, WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(1)), SHARDS, numbers=BlockNumbers(MemoryReservations(), Epoch(1)),
-            files=files, clock=ManualClock(), options=LogOptions(disk_used_max=1.0, numbering=numbering), side_by_side=False,
-        )  # fmt: skip
-        with pytest.raises(AssertionError):
-            log.commit([ops])
-        assert StreamReader(FOLDER, files=files).persisted_upto() == 0
-        log.close()
-
-
 # --- export and import -------------------------------------------------------------------------------------------------
 
 
-def home_at(path: Path, numbering: str) -> Home:
-    path.mkdir()
-    log = f'[streams.shop.log]\nsequence_numbers = "{numbering}"\n'
-    (path / "millstream.toml").write_text(f'[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n{log}')
-    home = Home(path)
-    home.prepare()
-    return home
-
-
-@given(lives, st.sampled_from(["batch", "both"]))
+@given(lives)
 @settings(max_examples=10)
-def test_every_number_is_there_after_export_and_import(given: list[tuple[Numbering, list[object]]], under: str) -> None:
+def test_every_number_is_there_after_export_and_import(given: list[list[object]]) -> None:
     with tempfile.TemporaryDirectory() as place:
         written = write(
             RealFiles(), f"{place}/wal", given, LogOptions(segment_bytes=9_000, frame_bytes_max=300, disk_used_max=1.0)
         )
         reader = StreamReader(f"{place}/wal")
         export_arrow(reader, Path(place) / "out", stream="shop", after=Seq(0), upto=reader.persisted_upto())
-        home = home_at(Path(place) / "home", under)
+        home = Home(Path(place) / "home")
+        home.prepare()
         assert import_log(home, "shop", Path(place) / "out") == sum(len(of) for of, _ in written.operations.values())
         imported = StreamReader(str(home.wal_folder("shop")))
         as_imported, number = Written(group_ends=[imported.persisted_upto()]), 1
         for xid, (operation, _) in written.operations.items():
             as_imported.operations[xid] = (operation, SeqRange(Seq(number), len(operation)))
-            as_imported.numberings[xid] = Numbering(under)
             number += len(operation)
         judge(imported, as_imported)
-        found = [frame for group in imported.read_groups(Seq(0), imported.persisted_upto()) for frame in group]
-        assert {frame.header.numbering for frame in found} == {Numbering(under)}
 
 
-def test_an_export_of_some_tables_is_not_imported_where_frames_are_to_carry_operations_numbers(tmp_path: Path) -> None:
-    options = LogOptions(disk_used_max=1.0)
-    write(RealFiles(), f"{tmp_path}/wal", [(Numbering.BATCH, [[((1, None), (2, None))]])], options)
-    reader = StreamReader(f"{tmp_path}/wal")
-    some = frozenset((TableId(2),))
-    export_arrow(reader, tmp_path / "out", stream="shop", after=Seq(0), upto=reader.persisted_upto(), tables=some)
-    home = home_at(tmp_path / "both", "both")
-    with pytest.raises(ExportUnusable, match="sequence_numbers"):
-        import_log(home, "shop", tmp_path / "out")
-    assert not home.wal_folder("shop").exists()
-    assert import_log(home_at(tmp_path / "batch", "batch"), "shop", tmp_path / "out") == 1
+# --- older headers of frames -------------------------------------------------------------------------------------------
+
+
+@given(groups_of(1, 3), groups_of(1, 3), groups_of(1, 3))
+@settings(max_examples=15)
+def test_a_log_with_headers_of_version_1_goes_on_in_version_2_and_back(
+    before: list[object], during: list[object], after: list[object]
+) -> None:
+    """The first and the last writer stand for a program that writes only version 1."""
+    files = MemoryFiles()
+    versions = (1, 2, 1)
+    options = [replace(SMALL, disk_used_max=1.0, frame_bytes_max=300, frame_version=version) for version in versions]
+    written = write(files, FOLDER, [before, during, after], *options)
+    judge(reader := StreamReader(FOLDER, files=files), written)
+    frames = [frame for group in reader.read_groups(Seq(0), reader.persisted_upto()) for frame in group]
+    assert [version for version, _ in groupby(frame.header.version for frame in frames)] == list(versions)
+
+
+def test_headers_of_version_1_name_neither_region_nor_shard_so_others_are_refused() -> None:
+    options = replace(SMALL, disk_used_max=1.0, frame_version=1)
+    for region, shards in ((0, SHARDS[:2]), (1, SHARDS[:1])):
+        files = MemoryFiles()
+        with pytest.raises(UsageError, match="version 1"):
+            GroupCommitter.open(
+                FOLDER, WriterIdentity(STREAM, RegionId(region), WriterId(1), Epoch(1)), shards,
+                numbers=BlockNumbers(MemoryReservations(), Epoch(1)), files=files, clock=ManualClock(), options=options,
+                side_by_side=False,
+            )  # fmt: skip

@@ -202,7 +202,7 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
                     f"{Path(found.path).name}@{found.position}: {found.kind}, {found.length} bytes, group {found.group}"
                     f"{' (goes on)' if found.more else ''}, offsets [{found.first_offset}, {found.first_offset + found.count}),"
                     f" seq {found.first_seq}-{found.last_seq}"
-                    f"{'' if found.numbering == 'batch' else f' by {found.numbering}'}, tables "
+                    ", tables "
                     + ", ".join(f"{words(t)} v{v}: {rows} rows, {size} B" for t, v, rows, size in found.tables)
                     + ("" if found.durable else " (not durable yet)")
                     + (" (not shown yet)" if found.durable and not found.shown else "")

@@ -29,14 +29,7 @@ import pyarrow as pa
 
 from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
-from millstream.codec.log_directory import (
-    NUMBERING_FLAGS,
-    NUMBERING_OF_FLAGS,
-    Announced,
-    Numbering,
-    check_directory,
-    decode_directory,
-)
+from millstream.codec.log_directory import Announced, check_directory, decode_directory
 from millstream.codec.log_records import log_columns, records_of
 from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
@@ -46,8 +39,9 @@ from millstream.model.records import LOG_ROW_PREFIX
 from millstream.model.schema import TableSchema
 
 BATCH_HEADER_VERSION: Final = 2
+"""The version that is written unless a writer's options name another."""
 BATCH_HEADER_VERSIONS: Final = (1, 2)
-"""Versions that can be read. Version 1 had neither region nor shard: they read as 0."""
+"""Versions that can be read and written. Version 1 has neither region nor shard: they read as 0."""
 FRAME_HEADER_MIN: Final = 16
 """Bytes that determine a frame's extent: length, crc, head length, version, kind, flags."""
 
@@ -67,7 +61,6 @@ _NO_TABLE: Final = TableId(0)
 _NO_VERSION: Final = SchemaVersion(0)
 _NEVER_NULL: Final = tuple(field.name for field in LOG_ROW_PREFIX if not field.nullable)
 _FLAG_MORE: Final = 1
-_KNOWN_FLAGS: Final = _FLAG_MORE | NUMBERING_FLAGS
 FRAME_SIZE_MAX: Final = 2**32 - 8
 _COUNT_MAX: Final = 2**40
 """Maximum number of records in a frame, a thousand times what its bytes can hold. Sums of smaller
@@ -113,7 +106,7 @@ class FrameHeader:
     count: int
     first_seq: Seq
     last_seq: Seq
-    """With `first_seq`, the least and greatest number in this frame, whichever numbering; (0, 0) if it has none."""
+    """With `first_seq`, the least and greatest number in this frame; (0, 0) if it has none."""
     group_last_seq: Seq
     """The value of `persisted_upto` once the group is durable on all its shards."""
     group: GroupNumber
@@ -130,8 +123,8 @@ class FrameHeader:
     """For each source, the commit end LSN up to which the log has everything once this group is durable."""
     more: bool = False
     """Whether the group continues in this shard's next frame."""
-    numbering: Numbering = Numbering.BATCH
-    """The numbers that the directory of this frame, and of all others of its segment, has."""
+    version: int = BATCH_HEADER_VERSION
+    """One of `BATCH_HEADER_VERSIONS`."""
     parts: tuple[PayloadPart, ...] = ()
     """Filled in by the encoder."""
 
@@ -167,7 +160,7 @@ class RecordsFrame:
     header: FrameHeader
     operations: pa.RecordBatch
     batches: pa.RecordBatch
-    """`BATCH_SCHEMA` by name; see `decode_directory` for batches without numbers of their own."""
+    """`BATCH_SCHEMA` by name."""
     schemas: SchemaSet
     read_payload: Callable[[int, int], Bytes]
     """Returns payload bytes at (position behind the head, length)."""
@@ -213,8 +206,7 @@ class RecordsFrame:
         for part in self.header.parts:
             if part.table_id == table_id:
                 schema = self.schemas.find(part.table_id, part.schema_version)
-                by_index = self.header.numbering is Numbering.OPERATION
-                needed = log_columns(schema, columns, offsets=offsets, by_index=by_index)
+                needed = log_columns(schema, columns, offsets=offsets)
                 rows = self._read_part(part, position, needed, threads=columns is None)
                 yield schema, self.as_records(schema, rows, columns=columns, offsets=offsets, moments=moments)
             position += part.length
@@ -229,29 +221,19 @@ class RecordsFrame:
         moments: bool = False,
     ) -> pa.RecordBatch:
         """Return one part's log rows as records, in their order; see `records_of`."""
-        by_index = self.header.numbering is Numbering.OPERATION
-        directory = (self.operations, self.batches)
-        records = records_of(
-            schema, rows, *directory, columns=columns, by_index=by_index, offsets=offsets, moments=moments
+        return records_of(
+            schema, rows, self.operations, self.batches, columns=columns, offsets=offsets, moments=moments
         )
-        if by_index and records.num_rows:
-            seqs = records.column("__seq").to_numpy()
-            if int(seqs.min()) < self.header.first_seq or int(seqs.max()) > self.header.last_seq:
-                raise CorruptFrame(f"records of table {schema.table_id} have numbers that the frame's header hasn't")
-        return records
 
     def numbers_of(self, table_id: TableId, version: SchemaVersion) -> tuple[Seq, Seq]:
-        """Return bounds of a part's numbers, from the directory alone: exact if batches have their own."""
+        """Return the least and the greatest of a part's numbers, from the directory alone."""
         tables, versions, firsts, counts = (
             self.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "first_seq", "count")
         )
         mine = (tables == table_id) & (versions == version)
         if not mine.any():
             raise CorruptFrame(f"a frame's directory doesn't name its rows of table {table_id}")
-        first = int(firsts[mine].min())
-        if self.header.numbering is Numbering.OPERATION:
-            return Seq(max(first, self.header.first_seq)), self.header.last_seq
-        return Seq(first), Seq(int((firsts + counts)[mine].max()) - 1)
+        return Seq(int(firsts[mine].min())), Seq(int((firsts + counts)[mine].max()) - 1)
 
     def _read_part(
         self, part: PayloadPart, position: int, columns: frozenset[str] | None = None, *, threads: bool = True
@@ -298,8 +280,8 @@ def encode_records_frame(
 
     Args:
         header: its `parts` are filled in here.
-        operations: `OPERATION_SCHEMA`, with the columns that `header.numbering` needs (`DIRECTORIES`).
-        batches: `BATCH_SCHEMA`, likewise; entries of one (table, version) are in the order of that part's rows.
+        operations: `OPERATION_SCHEMA`.
+        batches: `BATCH_SCHEMA`; entries of one (table, version) are in the order of that part's rows.
         payload: one (schema, rows in `log_row_schema`) for every table and schema version, each at most once.
     """
     parts = []
@@ -328,10 +310,13 @@ def without_parts(head: bytes, lost: Collection[tuple[TableId, SchemaVersion]]) 
 
 
 def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations: Bytes, batches: Bytes) -> bytes:
+    place = (header.region, header.shard)
+    if header.version == 1 and any(place):
+        raise AssertionError("batch header version 1 has neither region nor shard")
     pieces: list[bytes] = [
-        _FIXED.pack(
+        _FIXED_OF_VERSION[header.version].pack(
             header.first_offset, header.count, header.first_seq, header.last_seq, header.group_last_seq,
-            header.reserved_to, header.group, header.epoch, header.hybrid_time, header.region, header.shard,
+            header.reserved_to, header.group, header.epoch, header.hybrid_time, *(place if header.version > 1 else ()),
             header.writer, len(header.other_shards), len(header.reached), len(parts), len(operations), len(batches),
         )
     ]  # fmt: skip
@@ -345,8 +330,7 @@ def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations
     length = head_length + sum(part.length for part in parts)
     if length > FRAME_SIZE_MAX:
         raise AssertionError("a frame can't exceed 4 GiB: the writer splits what is larger")
-    flags = header.numbering.flags | (_FLAG_MORE if header.more else 0)
-    start = _START.pack(length, 0, head_length, BATCH_HEADER_VERSION, header.kind, flags)
+    start = _START.pack(length, 0, head_length, header.version, header.kind, _FLAG_MORE if header.more else 0)
     crc = crc32c(start[:4], start[8:], body)
     return b"".join((start[:4], struct.pack("<I", crc), start[8:], body))
 
@@ -372,8 +356,7 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
     fixed = _FIXED_OF_VERSION.get(version, _FIXED_V1)
     if not _START.size + fixed.size <= head_length <= length:
         raise CorruptFrame("a frame's lengths contradict each other")
-    known = not flags & ~_KNOWN_FLAGS and flags & NUMBERING_FLAGS in NUMBERING_OF_FLAGS
-    if version not in BATCH_HEADER_VERSIONS or not known:
+    if version not in BATCH_HEADER_VERSIONS or flags & ~_FLAG_MORE:
         raise UnsupportedFormat(f"batch header version {version} with flags {flags:#x} is unknown", version=version)
     return FrameExtent(head_length, length, _KINDS[kind])
 
@@ -424,7 +407,7 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
         hybrid_time=hybrid_time,
         reached={SourceId(s): Lsn(lsn) for s, lsn in _REACHED.iter_unpack(view[shards_end:reached_end])},
         more=bool(flags & _FLAG_MORE),
-        numbering=NUMBERING_OF_FLAGS[flags & NUMBERING_FLAGS],
+        version=version,
         parts=tuple(map(_PART_OF, _PART.iter_unpack(view[reached_end:parts_end]))),
     )
     if extent.head_length + header.payload_length != extent.length:
@@ -489,8 +472,8 @@ def records_frame(
 
     Raises `CorruptFrame` as `decode_frame`.
     """
-    found = decode_directory(schemas.directory, header.numbering, operations, batches)
-    check_directory(header.numbering, *found, np.zeros(1, np.int64), announced([header]))
+    found = decode_directory(schemas.directory, operations, batches)
+    check_directory(*found, np.zeros(1, np.int64), announced([header]))
     return RecordsFrame(header, *found, schemas, read_payload)
 
 

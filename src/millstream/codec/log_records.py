@@ -32,9 +32,7 @@ _LETTER_OF_CODE[[int(op) for op in Op]] = range(len(Op))
 
 
 @lru_cache(maxsize=4096)  # called for every part of a frame
-def log_columns(
-    table: TableSchema, columns: frozenset[str] | None, *, offsets: bool, by_index: bool = False
-) -> frozenset[str]:
+def log_columns(table: TableSchema, columns: frozenset[str] | None, *, offsets: bool) -> frozenset[str]:
     """Return the columns of `log_row_schema(table)` that records of these columns are made of; all of them with None.
 
     `__op` is always among them, because its values are verified.
@@ -42,7 +40,7 @@ def log_columns(
     wanted = set(record_schema(table, offsets=offsets).names)
     if columns is not None:
         wanted &= columns | {RECORD_OFFSET.name}
-    if "__commit_index" in wanted or by_index:
+    if "__commit_index" in wanted:
         wanted.add("__index")
     return frozenset(wanted & set(log_row_schema(table).names) | {"__op"})
 
@@ -54,7 +52,6 @@ def records_of(
     batches: pa.RecordBatch,
     *,
     columns: frozenset[str] | None = None,
-    by_index: bool = False,
     offsets: bool = False,
     moments: bool = False,
 ) -> pa.RecordBatch:
@@ -67,8 +64,6 @@ def records_of(
         operations: the frame's operations.
         batches: the frame's batch entries, of all tables.
         columns: only these and `__seq`; names that the table lacks are ignored. None: all.
-        by_index: a record's number is its operation's plus its index in the operation, instead of its batch's plus
-            its place in the batch: see `log_directory`.
         offsets: put `__offset` first.
         moments: give copied rows the moment at which they were read as `__commit_ts`, instead of null. A copy's
             marker (`t`) has none, because its time is of another clock than the source's.
@@ -102,8 +97,7 @@ def records_of(
         return _null_where(fact("commit_ts"), copied & (letters == _TRUNCATE) if moments else copied)
 
     def seq() -> pa.Array:
-        found = np.repeat(firsts, counts) + rows.column("__index").to_numpy() if by_index else _spread(firsts, counts)
-        return pa.array(found, type=pa.int64())
+        return pa.array(_spread(firsts, counts), type=pa.int64())
 
     made: dict[str, Callable[[], pa.Array]] = {
         "__op": lambda: pc.take(_LETTERS, pa.array(letters)),

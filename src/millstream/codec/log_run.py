@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.log_directory import Ints, Numbering, check_directory, decode_directories
+from millstream.codec.log_directory import Ints, check_directory, decode_directories
 from millstream.codec.log_frame import FrameHeader, PayloadPart, announced, check_rows, verify_part
 from millstream.codec.log_records import first_seqs, log_columns, of_part, records_of
 from millstream.codec.log_schemas import SchemaSet
@@ -52,7 +52,7 @@ class RunRecords:
 
 
 class FrameRun:
-    """Frames of one segment, whose batches have numbers of their own.
+    """Frames of one segment.
 
     Args:
         heads: heads of records frames, in order.
@@ -69,7 +69,7 @@ class FrameRun:
         )
         starts = np.flatnonzero(np.diff(self._frame, prepend=-1))
         headers = [head.header for head in heads]
-        check_directory(Numbering.BATCH, self._operations, self._batches, starts, announced(headers))
+        check_directory(self._operations, self._batches, starts, announced(headers))
         self._frames = len(heads)
         self._first = first_seqs(self._operations, self._batches)
 

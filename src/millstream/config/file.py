@@ -438,6 +438,11 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
             )
         if log.retention_interval_s <= 0:
             yield (*at, "log", "retention_interval"), "must be longer than nothing"
+        if log.frame_version == 1 and (stream.region or log.shards > 1 or config.writer.name is not None):
+            yield (
+                (*at, "log", "frame_version"),
+                "must be 2 for a stream with a region, several shards or several writers",
+            )
         for table, shard in stream.shards.items():
             if not 0 <= shard < stream.log.shards:
                 yield (

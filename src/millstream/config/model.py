@@ -212,11 +212,12 @@ class LogConfig(Section):
     )
     segment_bytes: Size = Field(default="64MiB", description="Size at which a segment is sealed.")
     segment_age: Duration = Field(default="1h", description="Age of the first record at which a segment is sealed.")
-    sequence_numbers: Literal["batch", "both"] = Field(
-        default="batch",
-        description="Sequence numbers in the log's frames. `batch` writes one range for every table's batch of an operation. "
-        "`both` writes the operation's range too, so that an older version that only reads operation ranges can "
-        "still open the log. Both forms are always readable.",
+    frame_version: int = Field(
+        default=2,
+        ge=1,
+        le=2,
+        description="Version of the headers of the log's frames. Both versions are always readable. Version 1 is for going back "
+        "to a program that reads nothing newer. It requires `region` 0, one shard and one writer.",
     )
     queue_bytes: Size = Field(
         default="64MiB",

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import ipc
 
-from millstream.codec.log_directory import Numbering
+from millstream.codec.log_frame import BATCH_HEADER_VERSION
 from millstream.errors import ExportUnusable, StreamNotEmpty
 from millstream.export.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
 from millstream.home.home import Home
@@ -43,7 +43,6 @@ _RECORDS_AT_ONCE: Final = 20_000
 """Number of records up to which operations are appended together; a larger operation goes in pieces."""
 Position = tuple[int, int]
 """(batch, row in it)"""
-_CheckIndexes = Callable[[Sequence[Mapping[str, Any]], pa.RecordBatch], None]
 
 
 @dataclass(slots=True)
@@ -98,8 +97,7 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         folder: written by `export_arrow`.
 
     Raises:
-        ExportUnusable: the export is incomplete, or of another version; or of some tables only, for a
-            stream whose frames must have operations' numbers. Nothing was changed.
+        ExportUnusable: the export is incomplete, or of another version. Nothing was changed.
         StreamNotEmpty: the stream has records.
         HomeBusy: another process writes the home.
         ReadOnly, Fenced: another node leads the stream.
@@ -121,18 +119,16 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         durable = catalog.reservations(stream_id)
         reservations = _Reservations(durable.reserved())
         shards = sorted({ShardId(0), *(file.shard for file in files)})
-        options = LogOptions(numbering=_numbering(home, stream))
         with LogWriter.open(
             str(staging),
             stream=stream_id,
             shards=shards,
             epoch=epoch,
             reservations=reservations,
-            options=options,
+            options=LogOptions(frame_version=_frame_version(home, stream)),
             region=_region(home, stream),
         ) as log:
-            check = (lambda *_: None) if options.numbering is Numbering.BATCH else _check_indexes
-            records = _append(log, folder, files, sources, _reached(facts, sources), check)
+            records = _append(log, folder, files, sources, _reached(facts, sources))
             failure = log.failure()
         if failure is not None:
             raise failure
@@ -149,10 +145,10 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
     return records
 
 
-def _numbering(home: Home, stream: str) -> Numbering:
-    """Return the stream's configured numbering, or the default."""
+def _frame_version(home: Home, stream: str) -> int:
+    """Return the stream's configured version of frames' headers, or the default."""
     configured = home.config.streams.get(stream) if home.config_file.exists() else None
-    return Numbering.BATCH if configured is None else Numbering(configured.log.sequence_numbers)
+    return BATCH_HEADER_VERSION if configured is None else configured.log.frame_version
 
 
 def _region(home: Home, stream: str) -> RegionId:
@@ -264,7 +260,6 @@ def _append(
     files: list[_File],
     sources: Mapping[int, SourceId],
     reached: Mapping[SourceId, Lsn],
-    check: _CheckIndexes,
 ) -> int:
     """Append all operations in order; return how many records they had."""
     done = 0
@@ -274,7 +269,7 @@ def _append(
     def flush(*, last: bool = False) -> None:
         nonlocal done, waiting, size
         if waiting:
-            done += _append_some(log, files, waiting, sources, reached if last else {}, check)
+            done += _append_some(log, files, waiting, sources, reached if last else {})
         waiting, size = [], 0
 
     held: dict[str, Any] | None = None
@@ -302,7 +297,6 @@ def _append_some(
     operations: Sequence[dict[str, Any]],
     sources: Mapping[int, SourceId],
     reached: Mapping[SourceId, Lsn],
-    check: _CheckIndexes,
 ) -> int:
     first, last = operations[0]["number"], operations[-1]["number"]
     facts = pa.RecordBatch.from_pylist(
@@ -314,7 +308,6 @@ def _append_some(
         counts: dict[tuple[ShardId, TableId], int] = {}
         for place, file in enumerate(files):
             for batch, end in file.rows(file.at, last):
-                check(operations, batch)
                 key = (file.shard, file.schema.table_id)
                 counts[key] = counts.get(key, 0) + batch.num_rows
                 ends[place] = end
@@ -326,7 +319,6 @@ def _append_some(
     for file in files:
         pieces = []
         for batch, end in file.rows(file.at, last):
-            check(operations, batch)
             pieces.append(_as_appended(batch, file.schema, first))
             file.at = end
         if pieces:
@@ -340,17 +332,6 @@ def _append_some(
     ops = WriteOps(facts, tuple(in_key_order(tables)), reached)
     log.append(ops)
     return ops.row_count
-
-
-def _check_indexes(operations: Sequence[Mapping[str, Any]], batch: pa.RecordBatch) -> None:
-    """Raise `ExportUnusable` if records in an operation have gaps; only operations' numbers require that."""
-    counts = np.array([_records(operation) for operation in operations])
-    of_row = batch.column("__operation").to_numpy() - operations[0]["number"]
-    if (batch.column("__index").to_numpy() >= counts[of_row]).any():
-        raise ExportUnusable(
-            'the export lacks records of its operations, and sequence_numbers = "both" needs whole ones',
-            hint='Export all tables, or import under sequence_numbers = "batch".',
-        )
 
 
 def _chunks(files: Sequence[tuple[_File, Position]], ordinal: int) -> Callable[[], Iterator[tuple[TableRows, ...]]]:

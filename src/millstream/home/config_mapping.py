@@ -88,7 +88,6 @@ def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
 
 def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOptions:
     """Return the options for writing a stream's log."""
-    from millstream.codec.log_directory import Numbering
     from millstream.config.replication_checks import reach_of
     from millstream.model.replication import AckLevel
     from millstream.wal.writing.writer import LogOptions
@@ -100,7 +99,7 @@ def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOpti
         queue_bytes_max=size_bytes(log.queue_bytes),
         group_commit_delay_s=log.group_commit_delay_ms / 1000,
         disk_used_max=log.disk_used_max,
-        numbering=Numbering(log.sequence_numbers),
+        frame_version=log.frame_version,
         acks=AckLevel.parse(stream.acks),
         reach=reach_of(replication),
     )

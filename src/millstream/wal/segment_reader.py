@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.log_directory import Numbering
 from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, RecordsFrame, records_frame
 from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FrameHead, FramePart, FrameRun
@@ -226,7 +225,7 @@ class SegmentSource:
         With `by_table`, tables come one after the other, whatever the order of their frames.
         """
         found: list[TableRecords] | None = None
-        if len(run) > 1 and all(scanned.header.numbering is Numbering.BATCH for scanned in run):
+        if len(run) > 1:
             # If it fails, the frames are read one by one, which shows the damaged one.
             with suppress(CorruptFrame, TruncatedFrame):
                 found = self._decode_run(
@@ -372,9 +371,6 @@ def _table_records(
     mine = of_part(frame.batches, schema)
     operation, count = (frame.batches.column(name).to_numpy()[mine] for name in ("operation", "count"))
     of_row = np.repeat(operation, count)
-    if frame.header.numbering is Numbering.OPERATION:  # partitions of a table stand one after the other
-        order = np.argsort(batch.column("__seq").to_numpy(), kind="stable")
-        batch, of_row = batch.take(pa.array(order)), of_row[order]
     times_ns = pa.array(np.full(len(of_row), frame.header.hybrid_time, np.int64))
     return _piece(frame.header, schema, batch, pa.array(first[of_row]), times_ns)
 

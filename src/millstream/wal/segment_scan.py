@@ -18,7 +18,6 @@ from uuid import UUID
 import numpy as np
 
 from millstream.codec.checksums import Bytes, crc32c
-from millstream.codec.log_directory import DIRECTORIES
 from millstream.codec.log_frame import (
     BATCH_HEADER_VERSIONS,
     FRAME_HEADER_MIN,
@@ -369,8 +368,7 @@ def scan_like(
 
 def header_like(frame: FrameHeader) -> SegmentHeader:
     """Return what a lost header must have had, except the stream, which frames don't name."""
-    directory = DIRECTORIES[frame.numbering]
-    return SegmentHeader(NO_STREAM, frame.region, frame.shard, frame.epoch, frame.first_offset, directory=directory)
+    return SegmentHeader(NO_STREAM, frame.region, frame.shard, frame.epoch, frame.first_offset)
 
 
 def _scan_by_footer(

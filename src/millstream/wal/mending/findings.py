@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millstream.codec.log_directory import Numbering
 from millstream.model.ids import Epoch, GroupNumber, ShardId, TableId
 from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.wal.segment_scan import Loss
@@ -55,8 +54,6 @@ class FrameInfo:
     """Least and greatest commit time in it."""
     tables: tuple[tuple[TableId, int, int, int], ...]
     """(table id, schema version, rows, bytes)"""
-    numbering: Numbering
-    """Kind of sequence numbers in its directory."""
     durable: bool
     """Whether it lies before the shard's mark."""
     shown: bool

@@ -300,7 +300,6 @@ def _frame_info(
         last_seq=head.last_seq,
         commit_ts_us=times,
         tables=tuple((p.table_id, int(p.schema_version), p.rows, p.length) for p in head.parts),
-        numbering=head.numbering,
         durable=mark is None or place <= (mark.base_offset, mark.byte_end),
         shown=shown is None or place <= (shown.base_offset, shown.byte_end),
     )
@@ -500,7 +499,7 @@ def _count(
 
 def _count_partitions(counted: LogStats, header: SegmentHeader, found: ScannedFrame) -> None:
     """Count the numbers of each table and partition of a frame, from its directory. Raises `CorruptFrame`."""
-    _, batches = decode_directory(header.directory, found.header.numbering, found.operations, found.batches)
+    _, batches = decode_directory(header.directory, found.operations, found.batches)
     spans = pa.table(
         {
             "table": batches.column("table_id"),

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, LogError, TruncatedFrame, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
@@ -214,10 +213,6 @@ def _plan_shard(
             why = "it doesn't follow on the segment before it, as its header has it"
             plan.mends.append(Loss(segment.path, 0, why, None, None, shard))
         _survey(files, segment, made, plan, elsewhere, mark, end, is_last=segment is found[-1])
-        if made.header_lost:
-            frame = next((piece.frame.header for piece in made.pieces if isinstance(piece, CheckedFrame)), None)
-            directory = DIRECTORIES[Numbering.BATCH if frame is None else frame.numbering]
-            made.header = replace(made.header, directory=directory)
         expected = max(expected, made.end_offset)
         previous_hash = footer_hash_of(files, segment)
     if mark is not None and mark.durable_offset > expected:

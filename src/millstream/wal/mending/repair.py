@@ -22,7 +22,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
-from millstream.codec.log_directory import Numbering
 from millstream.codec.log_frame import FrameKind, RecordsFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import LossNotAccepted
@@ -264,8 +263,6 @@ def _holds(made: SegmentPlan, frame: ScannedFrame, offered: AcceptedRange) -> bo
     """Return whether a frame has a record with a number in the range; numbers of several tables interleave."""
     found = decode_frame(frame.head, SchemaSet(made.header.directory), read_payload=lambda _position, _length: b"")
     assert isinstance(found, RecordsFrame)
-    if found.header.numbering is Numbering.OPERATION:
-        return True  # only its rows have more detail than its header
     firsts, counts = (found.batches.column(name).to_pylist() for name in ("first_seq", "count"))
     return any(
         first < offered.end and offered.start < first + count for first, count in zip(firsts, counts, strict=True)

@@ -8,6 +8,7 @@ from typing import Final
 
 from millstream.codec.checksums import Bytes
 from millstream.codec.log_frame import (
+    BATCH_HEADER_VERSION,
     FrameHeader,
     FrameKind,
     decode_frame_header,
@@ -284,7 +285,7 @@ class _Writing:
             reserved_to=rewriter.reserved if behind is None else (Seq(0) if before is None else before.reserved_to),
             hybrid_time=0 if before is None else before.hybrid_time,
             reached={} if before is None else before.reached,
-            numbering=made.header.directory.numbering,
+            version=BATCH_HEADER_VERSION if before is None else before.version,
         )
 
     def _empty(self, like: FrameHeader) -> FrameHeader:

@@ -275,8 +275,6 @@ class ArrivingShard:
         follows = header.group == self.group if self.more and header.kind is not FrameKind.LOSS else True
         if header.group < self.group or not follows:
             return f"a frame of group {header.group} follows on group {self.group}"
-        if header.numbering is not of.directory.numbering:
-            return "a frame's numbers are of another kind than its segment's"
         return None
 
     def _take_payload(self, frame: _Frame, data: memoryview, at: int) -> int:

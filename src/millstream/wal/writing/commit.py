@@ -147,7 +147,7 @@ class GroupCommitter:
                 # If the catalog is older than the log, any writer's mark shows it.
                 reserved_to = max(recovered.reserved_to, greatest_known(files, folder) if numbers.shared else Seq(0))
                 numbers.begin(reserved_to=reserved_to, persisted_upto=recovered.persisted_upto)
-                opened = continue_shards(identity, files, folder, recovered, marks, clock, options.numbering)
+                opened = continue_shards(identity, files, folder, recovered, marks, clock, options.frame_version)
                 committer = cls(
                     folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
                 )
@@ -198,7 +198,7 @@ class GroupCommitter:
                 self._folder,
                 shards,
                 header=lambda n: next_header(
-                    self._identity, n, Offset(0), NO_HASH, self._clock, self._options.numbering
+                    self._identity, n, Offset(0), NO_HASH, self._clock, self._options.frame_version
                 ),
                 mark=lambda shard: self._mark(shard, self._shown),
                 spare_bytes=self._options.spare_bytes,
@@ -257,6 +257,7 @@ class GroupCommitter:
             hybrid_time=self.times.next_ns(),
             reached=reached,
             shards=frozenset(shard for ops in group for shard in shards_of(ops)),
+            frame_version=self._options.frame_version,
         )
         touched = [self._shards[shard].segment for shard in sorted(facts.shards)]
         starts = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
@@ -408,22 +409,21 @@ class GroupCommitter:
         base = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
         if isinstance(group[0], SpilledOp):
             assert len(group) == 1
-            self._stage_spilled(group[0], facts, SeqRange(first_seq, group[0].row_count), base)
+            self._stage_spilled(group[0], facts, first_seq, base)
             return
         plans = plan_group(
             [ops for ops in group if isinstance(ops, WriteOps)],
             first_seq=first_seq,
             base=base,
             frame_bytes_max=self._options.frame_bytes_max,
-            numbering=self._options.numbering,
         )
         for shard, frames in plans.items():
             self._shards[shard].segment.stage(facts, frames, more=False)
 
-    def _stage_spilled(self, op: SpilledOp, facts: GroupFacts, own: SeqRange, base: dict[ShardId, Offset]) -> None:
+    def _stage_spilled(self, op: SpilledOp, facts: GroupFacts, first_seq: Seq, base: dict[ShardId, Offset]) -> None:
         """Write one large operation chunk by chunk. One chunk per shard waits until it's known whether more follow."""
         next_seq: dict[tuple[ShardId, TableId], Seq] = {}
-        number = own.first
+        number = first_seq
         for key, count in op.counts.items():
             next_seq[key] = number
             number = Seq(number + count)
@@ -436,8 +436,6 @@ class GroupCommitter:
                 next_seq=next_seq,
                 base=base,
                 frame_bytes_max=self._options.frame_bytes_max,
-                numbering=self._options.numbering,
-                own=own,
             )
             for shard, frames in plans.items():
                 if shard in waiting:
@@ -552,7 +550,12 @@ class GroupCommitter:
                 if sealed.sealed_hash is None:
                     continue
                 header = next_header(
-                    self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock, self._options.numbering
+                    self._identity,
+                    number,
+                    sealed.end_offset,
+                    sealed.sealed_hash,
+                    self._clock,
+                    self._options.frame_version,
                 )
                 try:
                     shard.segment = OpenSegment.create(self._files, shard.folder, header)

@@ -4,7 +4,7 @@ Everything is whole columns: a group may hold tens of thousands of one-row opera
 runs for each. Order:
 
 - `seq`: operation by operation; within an operation, table entry by table entry; within an entry,
-  row by row. An operation's own number, if frames carry it (`Numbering`), is the first of them.
+  row by row.
 - `offset`, per shard: operation by operation; within an operation, by `__index` over all its
   tables.
 
@@ -15,7 +15,7 @@ directory: an operation's batch of one table and partition.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, TypeAlias
@@ -25,10 +25,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.codec.log_directory import BATCH_SCHEMA, OPERATION_SEQ, Numbering, with_numbers, without_batch_numbers
+from millstream.codec.log_directory import BATCH_SCHEMA
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, TableRows, WriteOps
-from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.positions import Offset, Seq
 from millstream.model.records import LOG_ROW_PREFIX, log_row_schema
 from millstream.model.schema import TableSchema
 
@@ -86,7 +86,6 @@ def plan_group(
     first_seq: Seq,
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
-    numbering: Numbering = Numbering.BATCH,
 ) -> dict[ShardId, list[FramePlan]]:
     """Plan the frames of a group of submissions, by shard.
 
@@ -96,11 +95,10 @@ def plan_group(
         base: the next offset of every shard that is touched.
         frame_bytes_max: bytes of rows after which a new frame begins (sizes are estimated by each
             table's mean row).
-        numbering: which numbers the frames carry.
     """
     tables, of_rows = _by_table(group)
     operations = _one_batch([ops.operations for ops in group], OPERATION_SCHEMA)
-    if numbering is Numbering.BATCH and len(tables) == 1:
+    if len(tables) == 1:
         (table,), (of_row,) = tables, of_rows
         small = table.rows.get_total_buffer_size() <= frame_bytes_max
         if small and (plan := _plan_table(operations, table, of_row, first_seq, base[table.shard])) is not None:
@@ -113,27 +111,7 @@ def plan_group(
         firsts[order] = first_seq + np.cumsum(counts) - counts
         return firsts
 
-    if numbering is not Numbering.BATCH:
-        operations = with_numbers(operations, pa.array(_operation_numbers(tables, of_rows, operations, first_seq)))
-    return _plan(operations, tables, of_rows, number, base, frame_bytes_max, numbering)
-
-
-def _operation_numbers(
-    tables: Sequence[TableRows], of_rows: Sequence[Ints], operations: pa.RecordBatch, first_seq: Seq
-) -> Ints:
-    """Return each operation's first number."""
-    of_row = np.concatenate(of_rows)
-    counts = np.bincount(of_row, minlength=operations.num_rows)
-    index = np.concatenate([table.rows.column("__index").to_numpy() for table in tables])
-    _check_indexes(index, counts[of_row])
-    firsts: Ints = first_seq + np.cumsum(counts) - counts
-    return firsts
-
-
-def _check_indexes(index: Ints, counts: Ints | int) -> None:
-    """Check that every record's index is within its operation, so that its number is one of the operation's own."""
-    if (index >= counts).any() or (index < 0).any():
-        raise AssertionError("the records of an operation must be numbered from 0 without gaps")
+    return _plan(operations, tables, of_rows, number, base, frame_bytes_max)
 
 
 def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
@@ -258,14 +236,10 @@ def plan_chunk(
     next_seq: dict[tuple[ShardId, TableId], Seq],
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
-    numbering: Numbering = Numbering.BATCH,
-    own: SeqRange | None = None,
 ) -> dict[ShardId, list[FramePlan]]:
     """Plan the frames of one chunk of a spilled operation.
 
     `next_seq` advances by the chunk's rows of each (shard, table).
-
-    `own` is the range of the whole operation, for frames that carry its number.
     """
     tables = [table for table in tables if table.rows.num_rows]
     if not tables:
@@ -280,12 +254,7 @@ def plan_chunk(
         return firsts
 
     of_rows = [table.rows.column("__operation").to_numpy().astype(np.int64) for table in tables]
-    if numbering is not Numbering.BATCH:
-        assert own is not None
-        for table in tables:
-            _check_indexes(table.rows.column("__index").to_numpy(), own.count)
-        operation = with_numbers(operation, pa.array([int(own.first)], pa.int64()))
-    return _plan(operation, tables, of_rows, number, base, frame_bytes_max, numbering)
+    return _plan(operation, tables, of_rows, number, base, frame_bytes_max)
 
 
 def _plan(
@@ -295,7 +264,6 @@ def _plan(
     number: Callable[[Runs], Ints],
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
-    numbering: Numbering,
 ) -> dict[ShardId, list[FramePlan]]:
     by_shard: dict[ShardId, list[_Entry]] = {}
     for entry in _entries(tables, of_rows, number):
@@ -304,9 +272,7 @@ def _plan(
     for shard, entries in by_shard.items():
         offsets = _offsets(entries, base[shard])
         cuts = _frame_cuts(entries, offsets, base[shard], frame_bytes_max)
-        plans[shard] = [
-            _numbered(_plan_frame(operations, entries, offsets, low, high), numbering) for low, high in pairwise(cuts)
-        ]
+        plans[shard] = [_plan_frame(operations, entries, offsets, low, high) for low, high in pairwise(cuts)]
     return plans
 
 
@@ -423,25 +389,6 @@ def _in_order(pieces: Sequence[pa.RecordBatch], of_rows: Sequence[Ints]) -> pa.R
     if all(before[-1] <= after[0] for before, after in pairwise(of_rows)):
         return whole
     return whole.take(pa.array(np.argsort(np.concatenate(of_rows), kind="stable")))
-
-
-def _numbered(plan: FramePlan, numbering: Numbering) -> FramePlan:
-    """Return the plan under a numbering; its bounds cover all numbers that a reader may give its records."""
-    if numbering is Numbering.BATCH:
-        return plan
-    numbers = []
-    tables, versions, operations, counts = (
-        plan.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "operation", "count")
-    )
-    starts = plan.operations.column(OPERATION_SEQ.name).to_numpy()[operations]
-    for schema, rows in plan.payload:
-        mine = (tables == schema.table_id) & (versions == schema.version)
-        numbers.append(np.repeat(starts[mine], counts[mine]) + rows.column("__index").to_numpy())
-    by_index = np.concatenate(numbers)
-    first, last = Seq(int(by_index.min())), Seq(int(by_index.max()))
-    if numbering is Numbering.BOTH:
-        return replace(plan, first_seq=min(first, plan.first_seq), last_seq=max(last, plan.last_seq))
-    return replace(plan, first_seq=first, last_seq=last, batches=without_batch_numbers(plan.batches))
 
 
 def _with_offsets(table: TableRows, offsets: Ints, start: int, end: int) -> pa.RecordBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.codec.log_directory import Numbering
+from millstream.codec.log_frame import BATCH_HEADER_VERSION
 from millstream.model.replication import LOCAL, AckLevel, Reach
 
 _MIB: Final = 1 << 20
@@ -33,8 +33,10 @@ class LogOptions:
     """Share of the disk above which appends get `DiskFull`."""
     frame_bytes_max: int = 16 * _MIB
     """Bytes of rows in a frame; further rows of a group go into further frames."""
-    numbering: Numbering = Numbering.BATCH
-    """Numbers that frames carry. `BOTH` allows a downgrade to a version that reads only operation numbers."""
+    frame_version: int = BATCH_HEADER_VERSION
+    """Version of frames' headers. 1 keeps the log readable to programs that know no newer one; it needs
+    region 0, and shard 0 alone.
+    """
     acks: AckLevel = LOCAL
     """Minimum level that an append needs before it is acknowledged. With any level except `local`,
     readers see it only then, too.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_segment import SegmentHeader
+from millstream.errors import UsageError
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset
@@ -38,30 +38,29 @@ class OwnShard:
 
 
 def next_header(
-    identity: WriterIdentity, shard: ShardId, base: Offset, previous_hash: bytes, clock: Clock, numbering: Numbering
+    identity: WriterIdentity, shard: ShardId, base: Offset, previous_hash: bytes, clock: Clock, frame_version: int
 ) -> SegmentHeader:
-    """Return the header of a shard's next segment."""
-    return SegmentHeader(
-        identity.stream,
-        identity.region,
-        shard,
-        identity.epoch,
-        base,
-        previous_hash,
-        clock.now_ns(),
-        DIRECTORIES[numbering],
-    )
+    """Return the header of a shard's next segment.
+
+    Raises `UsageError` if the segment's frames can't have headers of that version.
+    """
+    if frame_version == 1 and (identity.region or shard):
+        raise UsageError(
+            f"frames of region {identity.region}, shard {shard} can't have headers of version 1, which name neither",
+            hint="Write frame_version 2, or a log of region 0 with one shard.",
+        )
+    return SegmentHeader(identity.stream, identity.region, shard, identity.epoch, base, previous_hash, clock.now_ns())
 
 
 def continue_shards(
     identity: WriterIdentity, files: Files, folder: str, recovered: Recovered, marks: Mapping[ShardId, MarkFile], clock: Clock,
-    numbering: Numbering,
+    frame_version: int,
 ) -> dict[ShardId, OwnShard]:  # fmt: skip
     """Begin a new segment behind each recovered shard, and make marks agree that a kill left behind. Raises `OSError`."""
     opened = {}
     for shard, end in recovered.shards.items():
         shard_dir = shard_folder(folder, shard)
-        header = next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, numbering)
+        header = next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, frame_version)
         opened[shard] = OwnShard(shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header))
     for shard, mark in left_behind(recovered.marks):
         marks[shard].move(mark)

@@ -55,6 +55,8 @@ class GroupFacts:
     reached: Mapping[SourceId, Lsn]
     shards: frozenset[ShardId]
     """All shards that the group touches."""
+    frame_version: int
+    """Version of the frames' headers."""
 
     def header(
         self, kind: FrameKind, of: SegmentHeader, *, more: bool, offset: Offset, plan: FramePlan | None
@@ -77,7 +79,7 @@ class GroupFacts:
             hybrid_time=self.hybrid_time,
             reached=self.reached,
             more=more,
-            numbering=of.directory.numbering,
+            version=self.frame_version,
         )
 
 

@@ -1,6 +1,6 @@
-"""Write the golden segments of each numbering (`segment-numbers-*.wal`) and of batch header v1, and their contents.
+"""Write segment-header-v1.wal and segment-header-v1.json: a segment whose frames have headers of version 1.
 
-Run again only to add files: old golden files stay as they are, for ever.
+Run once, when the format was fixed: golden files stay as they are, for ever.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from uuid import UUID
 
 import pyarrow as pa
-from tests.codec.header_v1 import as_header_v1
 from tests.golden.make_segment_v2 import ORDERS
 from tests.golden.sealed import MOMENT, write_golden
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.log_directory import DIRECTORIES, Numbering
+from millstream.codec.log_directory import BATCH_SCHEMA
 from millstream.codec.log_frame import (
     FrameHeader,
     FrameKind,
@@ -32,7 +31,7 @@ from millstream.model.ids import (
     TableId,
     WriterId,
 )
-from millstream.model.operations import OperationKind
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op, log_row_schema
 from millstream.model.schema import Column, PgType, TableSchema
@@ -51,9 +50,9 @@ ITEMS = TableSchema(
 )
 OPERATIONS = [
     {"kind": OperationKind.TRANSACTION, "source": 1, "commit_lsn": 0x16B374D848, "commit_end_lsn": 0x16B374D900, "xid": 771,
-     "commit_ts": MOMENT, "seq": 5001},
+     "commit_ts": MOMENT},
     {"kind": OperationKind.TRANSACTION, "source": 1, "commit_lsn": 0x16B374DA00, "commit_end_lsn": 0x16B374DA30, "xid": 772,
-     "commit_ts": MOMENT, "seq": 5005},
+     "commit_ts": MOMENT},
 ]  # fmt: skip
 BATCHES = [
     {"operation": 0, "table_id": 3, "schema_version": 2, "partition": "2026-11-20", "first_seq": 5001, "count": 1},
@@ -68,17 +67,16 @@ ROWS = {
 """(offset behind the base, index, id)"""
 
 
-def frames(numbering: Numbering, shard: ShardId) -> list[list[Bytes]]:
+def frames() -> list[list[Bytes]]:
     """Two schema frames and one with two transactions: the first hits two tables, and two partitions of one of them."""
     facts = {
-        "group_last_seq": Seq(5005), "group": GroupNumber(42), "epoch": Epoch(7), "region": RegionId(0), "shard": shard,
-        "writer": WriterId(1), "reserved_to": Seq(1_000_000), "reached": {SourceId(1): Lsn(0x16B374DA30)}, "numbering": numbering,
+        "group_last_seq": Seq(5005), "group": GroupNumber(42), "epoch": Epoch(7), "region": RegionId(0), "shard": ShardId(0),
+        "writer": WriterId(1), "reserved_to": Seq(1_000_000), "reached": {SourceId(1): Lsn(0x16B374DA30)}, "version": 1,
     }  # fmt: skip
     of_schema = FrameHeader(FrameKind.SCHEMA, Offset(BASE), 0, Seq(0), Seq(0), more=True, **facts)
     of_records = FrameHeader(FrameKind.RECORDS, Offset(BASE), 5, Seq(5001), Seq(5005), **facts)
-    directory = DIRECTORIES[numbering]
-    operations = pa.RecordBatch.from_pylist(OPERATIONS, schema=directory.operations)
-    batches = pa.RecordBatch.from_pylist(BATCHES, schema=directory.batches)
+    operations = pa.RecordBatch.from_pylist(OPERATIONS, schema=OPERATION_SCHEMA)
+    batches = pa.RecordBatch.from_pylist(BATCHES, schema=BATCH_SCHEMA)
     payload = [
         (schema, pa.RecordBatch.from_pylist(
             [{"__offset": BASE + at, "__index": index, "__op": Op.CREATE, "id": key} for at, index, key in rows],
@@ -93,22 +91,12 @@ def frames(numbering: Numbering, shard: ShardId) -> list[list[Bytes]]:
     ]
 
 
-def header(numbering: Numbering, shard: ShardId) -> SegmentHeader:
-    """Return the header of a segment whose frames have this numbering."""
+def main() -> None:
+    """Write both files."""
     stream = StreamId(UUID("5f0c21aa-0d5e-4b7e-9c1e-0123456789ab"))
     created_ns = 1_795_178_096_789_000_000
-    return SegmentHeader(
-        stream, RegionId(0), shard, Epoch(7), Offset(BASE), bytes(range(32)), created_ns, DIRECTORIES[numbering]
-    )
-
-
-def main() -> None:
-    """Write all files."""
-    for numbering in Numbering:
-        shard = ShardId(1)
-        write_golden(f"segment-numbers-{numbering}", header(numbering, shard), frames(numbering, shard))
-    old, shard = Numbering.OPERATION, ShardId(0)
-    write_golden("segment-header-v1", header(old, shard), map(as_header_v1, frames(old, shard)))
+    header = SegmentHeader(stream, RegionId(0), ShardId(0), Epoch(7), Offset(BASE), bytes(range(32)), created_ns)
+    write_golden("segment-header-v1", header, frames())
 
 
 if __name__ == "__main__":
