@@ -16,7 +16,7 @@ from millstream.config.file import LoadedConfig, load_config
 from millstream.config.interpolation import interpolate, interpolate_dsn
 from millstream.config.quantities import duration_s, size_bytes
 from millstream.config.toml_lines import key_lines
-from millstream.errors import ConfigError, LakeFormatUnsupported
+from millstream.errors import ConfigError
 from millstream.home.config_mapping import log_options
 from millstream.model.addresses import mask_address
 
@@ -131,7 +131,8 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[streams.shop.source]\ntables = ['a']\n", 1, "streams.shop.source.dsn", "is required"),
         ("[streams.shop.source]\ndsn = 'x'\n[streams.shop.log]\nretention_age='7'", 4, "streams.shop.log.retention_age", "not a duration"),
         ("[streams.shop.source]\ndsn = 'x'\nlake.format='excel'", 3, "streams.shop.source.lake", "unknown key"),
-        ("[streams.shop]\nsource.dsn = 'x'\nlake.format='excel'", 3, "streams.shop.lake.format", "'delta', 'iceberg'"),
+        ("[streams.shop]\nsource.dsn = 'x'\nlake.format='excel'", 3, "streams.shop.lake.format", "'delta' or 'postgres'"),
+        ("[streams.shop]\nsource.dsn = 'x'\nlake.engine='auto'", 3, "streams.shop.lake.engine", "unknown key"),
         ("[streams.shop]\nsource = {dsn = 'x'}\n[streams.shop.shards]\n'public.a' = 1", 4, 'streams.shop.shards."public.a"', "shards 0 to 0"),
         ("[streams.shop]\nregion = 1\nlog.frame_version = 1", 3, "streams.shop.log.frame_version", "must be 2"),
         ("[streams.shop.log]\nshards = 2\nframe_version = 1", 3, "streams.shop.log.frame_version", "must be 2"),
@@ -194,15 +195,6 @@ def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None
 def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
     error = mistake(tmp_path, "[spark]\nmaster = ['${SHOP_PASSWORD}']\n")
     assert "s3cret" not in str(error.as_dict())
-
-
-@pytest.mark.parametrize("kind", ["iceberg", "parquet"])
-def test_a_lake_format_that_is_not_built_is_an_error_of_its_own(tmp_path: Path, kind: str) -> None:
-    text = f"[streams.shop.source]\ndsn = 'x'\n[streams.shop.lake]\nformat = '{kind}'\n"
-    with pytest.raises(LakeFormatUnsupported) as caught:
-        load(tmp_path, text)
-    assert caught.value.details["line"] == 4
-    assert "delta" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from millstream.config.replication_checks import clashes_of_level
 from millstream.config.routing_checks import clashes_of_routing
 from millstream.config.serving_model import HttpConfig
 from millstream.config.toml_lines import KeyPath, key_lines
-from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
+from millstream.errors import ConfigError, MillstreamError, UsageError
 from millstream.libpq import is_address
 from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import check_stream_name
@@ -128,7 +128,6 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
     Raises:
         ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong;
             details: file, line, key of the first mistake, and `mistakes`, all of them.
-        LakeFormatUnsupported: it asks for a lake format (or its writer) that this version doesn't have.
     """
     environ = os.environ if environ is None else environ
     text = _read(file)
@@ -217,7 +216,6 @@ class _Loader:
         if self._mistakes:
             raise _config_error(self._file, list(self._mistakes.values()))
         assert config is not None
-        self._refuse_what_is_not_built(config)
         origins = {path: f"{self._file.name}:{line}" for path, line in self._lines.items()}
         origins |= {path: f"env {name}" for path, name in self._variables.items()}
         unset = {path: mistake for path, mistake in self._unset.items() if path not in self._variables}
@@ -289,25 +287,6 @@ class _Loader:
             line = None if setting else nearest
             place = f"env {setting}" if setting else f"{self._file.name}:{nearest or 1}"
         self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line, variable))
-
-    def _refuse_what_is_not_built(self, config: Config) -> None:
-        for name, stream in config.streams.items():
-            for key, value, built in (
-                ("format", stream.lake.format, ("delta", "postgres")),
-                ("engine", stream.lake.engine, ("auto", "delta-rs")),
-            ):
-                if value not in built:
-                    path = ("streams", name, "lake", key)
-                    place = LoadedConfig(
-                        config, self._file, {p: f"{self._file.name}:{n}" for p, n in self._lines.items()}
-                    )
-                    raise LakeFormatUnsupported(
-                        f"{place.origin(path)}: {key_text(path)}: this version has no {value!r}",
-                        hint=f"Set it to {' or '.join(repr(one) for one in built)}.",
-                        file=str(self._file),
-                        line=self._lines.get(path),
-                        key=key_text(path),
-                    )
 
 
 class _Settings(Config, BaseSettings):

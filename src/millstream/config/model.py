@@ -99,10 +99,9 @@ class SourceConfig(Section):
 class LakeConfig(Section):
     """The destination of a stream's tables."""
 
-    format: Literal["delta", "iceberg", "parquet", "postgres"] = Field(
+    format: Literal["delta", "postgres"] = Field(
         default="delta",
-        description="Format of the tables. This version writes `delta` (files in a folder or an object store) and `postgres` "
-        "(tables of a database).",
+        description="Format of the tables: `delta` (files in a folder or an object store), or `postgres` (tables of a database).",
     )
     location: str = Field(
         default="lake",
@@ -128,10 +127,7 @@ class LakeConfig(Section):
         "`<prefix>public.orders` and its events in `<prefix>public_changes.orders`. Two streams in one database "
         "need different prefixes.",
     )
-    engine: Literal["auto", "delta-rs", "spark"] = Field(
-        default="auto",
-        description="Engine that writes the files. `auto` uses `delta-rs`, the only one in this version.",
-    )
+        description="Format of the tables: `delta` (files in a folder or an object store), or `postgres` (tables of a database).",
     history_retention: Duration | None = Field(
         default=None,
         description="Retention of history, in whole days. Older records are dropped once `current` includes them. Unset: "

@@ -62,7 +62,6 @@ from millstream.errors._lake import LakeBehind as LakeBehind
 from millstream.errors._lake import LakeConflict as LakeConflict
 from millstream.errors._lake import LakeError as LakeError
 from millstream.errors._lake import LakeFilesGone as LakeFilesGone
-from millstream.errors._lake import LakeFormatUnsupported as LakeFormatUnsupported
 from millstream.errors._lake import LakeHistoryLost as LakeHistoryLost
 from millstream.errors._lake import LakeInDatabase as LakeInDatabase
 from millstream.errors._lake import LakeSchemaConflict as LakeSchemaConflict

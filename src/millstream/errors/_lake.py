@@ -11,14 +11,6 @@ class LakeError(MillstreamError):
     code = "lake"
 
 
-class LakeFormatUnsupported(LakeError):
-    """The lake format is known but isn't built into this Millstream."""
-
-    code = "lake_format_unsupported"
-    exit_code = 2
-    retry = Retry.OPERATOR
-
-
 class LakeTableForeign(LakeError):
     """A lake table holds data that Millstream didn't write; it is set aside. Details: table, path, version."""
 
