@@ -7,7 +7,6 @@ they meet.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from millstream.errors import MillstreamError, TwoLeaders
 from millstream.leadership.node_calls import state_of_node
 from millstream.leadership.roles import Roles
 from millstream.protocol.replication.roles import Promise, Role
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -67,23 +67,17 @@ def hear_of_promotions(home: Home, stream: str) -> bool:
 @contextmanager
 def hearing_of_promotions(home: Home) -> Iterator[None]:
     """Ask repeatedly during the block, for all streams that are led here."""
-    over = threading.Event()
 
-    def ask() -> None:
-        while not over.wait(_EVERY_S):
-            for stream in home.config.streams:
-                if over.is_set():
-                    return
+    def ask() -> bool:
+        for stream in home.config.streams:
+            if not worker.stopping.is_set():
                 with contextlib.suppress(MillstreamError, OSError):  # it is asked again
                     hear_of_promotions(home, stream)
+        return True
 
-    asking = threading.Thread(target=ask, name="ask-nodes", daemon=True)
-    asking.start()
-    try:
+    worker = Worker("ask-nodes", ask, every_s=_EVERY_S)
+    with worker:
         yield
-    finally:
-        over.set()
-        asking.join()
 
 
 def two_leaders(stream: str, node: str) -> TwoLeaders:

@@ -7,7 +7,6 @@ leads: it is alone. `protocol.replication.roles` defines what the facts mean.
 from __future__ import annotations
 
 import fcntl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.errors import Fenced, ReadOnly, RoleUnreadable
 from millstream.private_files import make_folder, open_private, replace_file
 from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.workers import watching
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -122,21 +122,15 @@ def ending_with_lead(home: Home, lifeline: Lifeline) -> Iterator[None]:
     """End a part of a home once this node loses the lead of a stream; the supervisor restarts the part."""
     roles = Roles(home)
     led = [name for name in home.config.streams if roles.leads_surely(name)]
-    over = threading.Event()
 
-    def watch() -> None:
-        while not over.wait(LOOK_EVERY_S):
-            if not all(roles.leads_surely(name) for name in led):
-                lifeline.stop.set()
-                return
+    def look() -> bool:
+        if all(roles.leads_surely(name) for name in led):
+            return True
+        lifeline.stop.set()
+        return False
 
-    watching = threading.Thread(target=watch, name="lead-watch", daemon=True)
-    watching.start()
-    try:
+    with watching("lead-watch", LOOK_EVERY_S, look):
         yield
-    finally:
-        over.set()
-        watching.join()
 
 
 class Changing:

@@ -51,6 +51,7 @@ from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.wal.files import NO_SPACE
+from millstream.workers import watching
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -313,26 +314,17 @@ class _FollowedStream:
     @contextlib.contextmanager
     def _unless_told_else(self, fact: Callable[[], RoleFact]) -> Iterator[threading.Event]:
         """Yield an event that is set once this node is to stop, promises more than the fact has, or is promoted."""
-        ended, over = threading.Event(), threading.Event()
 
-        def watch() -> None:
-            while not over.is_set() and not self._stop.wait(LOOK_EVERY_S):
-                try:
-                    now = self._roles.of(self._name)
-                except RoleUnreadable:
-                    break
-                if now.role is not Role.FOLLOWS or now.promise > fact().promise:
-                    break
-                if holder(self._home.run_folder, "promote"):
-                    break
-            ended.set()
+        def look() -> bool:
+            try:
+                now = self._roles.of(self._name)
+            except RoleUnreadable:
+                return False
+            stays = now.role is Role.FOLLOWS and now.promise <= fact().promise
+            return stays and not holder(self._home.run_folder, "promote")
 
-        watching = threading.Thread(target=watch, name=f"follow-watch-{self._name}", daemon=True)
-        watching.start()
-        try:
+        with watching(f"follow-watch-{self._name}", LOOK_EVERY_S, look, stop=self._stop) as ended:
             yield ended
-        finally:
-            over.set()  # the follower sees it at its next look; no wait is needed
 
 
 def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -72,6 +71,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.promote import prepare_promotion
 from millstream.wal.replica.shipping import durable_marks
+from millstream.workers import watching
 from millstream.writers.stream_writer import resolve_stream, take_over
 
 if TYPE_CHECKING:
@@ -290,16 +290,8 @@ class _Attempt:
             follower = once_let_go(
                 lambda: make_follower(self._home, self._stream, fact, notes=notes, only=node), _STEPS_ASIDE_S
             )
-            stop = threading.Event()
-            watching = threading.Thread(
-                target=_watch_progress, args=(follower, stop), name="promote-watch", daemon=True
-            )
-            watching.start()
-            try:
-                follower.run(stop, until_caught_up=True)
-            finally:
-                stop.set()
-                watching.join()
+            with watching("promote-watch", _TICK_S, _progress_watch(follower)) as silent:
+                follower.run(silent, until_caught_up=True)
         except MillstreamError as error:
             self._tell(f"{node} can't be followed: {error.message}")
             return CatchUpFailed(error)
@@ -380,15 +372,18 @@ class _Attempt:
             return bool(known.writers(stream))
 
 
-def _watch_progress(follower: WalFollower, stop: threading.Event) -> None:
-    """Stop the follower after a long silence: the node that has more is gone too, which the caller learns."""
+def _progress_watch(follower: WalFollower) -> Callable[[], bool]:
+    """Return a check that is False after a long silence: the node that has more is gone too, which the caller learns."""
     had, since_s = (-1, -1), time.monotonic()
-    while not stop.wait(_TICK_S):
+
+    def goes_on() -> bool:
+        nonlocal had, since_s
         has = int(follower.group), follower.lag().size_bytes
         if has != had:
             had, since_s = has, time.monotonic()
-        elif time.monotonic() - since_s > _COMES_WITHIN_S:
-            stop.set()
+        return time.monotonic() - since_s <= _COMES_WITHIN_S
+
+    return goes_on
 
 
 def _report(state: NodeState) -> NodeReport:

@@ -6,7 +6,6 @@ caller, as a server does.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.errors import CatalogReplaced, MillstreamError
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -34,33 +34,27 @@ def watched_catalog(home: Home, lifeline: Lifeline) -> Iterator[None]:
     if home.catalog_address() is not None:
         yield
         return
-    ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(home, lifeline, ended), name="catalog-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _watch(home: Home, lifeline: Lifeline, ended: threading.Event) -> None:
     catalog: Catalog | None = None
+
+    def look() -> bool:
+        nonlocal catalog
+        try:
+            if catalog is not None:
+                catalog.database.check_files()
+            elif home.catalog_file.exists():
+                catalog = home.open_catalog()
+        except CatalogReplaced as error:
+            logger.warning("the catalog was replaced; this process ends", error=error.message, code=error.code)
+            lifeline.fail(error)
+            return False
+        except MillstreamError as error:
+            logger.debug("the catalog can't be watched now", error=error.message, code=error.code)
+        return not worker.stopping.wait(_LOOK_EVERY_S)
+
+    worker = Worker("catalog-watch", look)
     try:
-        while True:
-            try:
-                if catalog is not None:
-                    catalog.database.check_files()
-                elif home.catalog_file.exists():
-                    catalog = home.open_catalog()
-            except CatalogReplaced as error:
-                logger.warning("the catalog was replaced; this process ends", error=error.message, code=error.code)
-                lifeline.fail(error)
-                return
-            except MillstreamError as error:
-                logger.debug("the catalog can't be watched now", error=error.message, code=error.code)
-            if ended.wait(_LOOK_EVERY_S):
-                return
+        with worker:
+            yield
     finally:
         if catalog is not None:
             catalog.close()

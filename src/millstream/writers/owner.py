@@ -40,6 +40,7 @@ from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.regions.holders import expect_followers, merge_needs
 from millstream.regions.region_table import KeptVectors, hear_regions
+from millstream.workers import watching
 from millstream.writers.appending import append_socket
 from millstream.writers.buffer_consumer import BufferTaking
 from millstream.writers.buffered import buffer_name, open_buffer
@@ -363,20 +364,9 @@ def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator
     if not home.config.replication.nodes:
         yield stop
         return
-    roles, ended, over = Roles(home), threading.Event(), threading.Event()
-
-    def watch() -> None:
-        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads_surely(name):
-            continue
-        ended.set()
-
-    watching = threading.Thread(target=watch, name=f"lead-{name}", daemon=True)
-    watching.start()
-    try:
+    roles = Roles(home)
+    with watching(f"lead-{name}", _LOOK_EVERY_S, lambda: roles.leads_surely(name), stop=stop) as ended:
         yield ended
-    finally:
-        over.set()
-        watching.join()
 
 
 def run_owner(

@@ -33,6 +33,7 @@ from millstream.errors import (
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import Announcement
+from millstream.workers import watching
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -423,24 +424,18 @@ def _open_log(
 @contextmanager
 def _kept_alive(numbers: SharedNumbers, lease_s: float) -> Iterator[None]:
     """Renew the lease during the block: recovery of a long log, or the wait for the folder, may outlast it."""
-    done = threading.Event()
 
-    def renew() -> None:
-        while not done.wait(lease_s / _SIGNS_A_LEASE):
-            try:
-                numbers.keep_lease()
-            except StaleEpoch:
-                return
-            except CatalogError:
-                continue
+    def renew() -> bool:
+        try:
+            numbers.keep_lease()
+        except StaleEpoch:
+            return False
+        except CatalogError:
+            pass  # it is renewed again
+        return True
 
-    thread = threading.Thread(target=renew, name="writer-opens", daemon=True)
-    thread.start()
-    try:
+    with watching("writer-opens", lease_s / _SIGNS_A_LEASE, renew):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
