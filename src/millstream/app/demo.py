@@ -36,6 +36,7 @@ from millstream.testing.oracle import (
 )
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.shop import ShopWorkload
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     import psycopg
@@ -148,15 +149,11 @@ def _live_and_die(
     """Keep the shop open while processes are killed; return its transactions."""
     steps: list[StepInfo] = []
     closing = threading.Event()
-    broken: list[BaseException] = []
 
     def live() -> None:
-        try:
-            steps.extend(shop.run(connection, seconds=600, tx_per_second=_TRANSACTIONS_PER_S, stop=closing))
-        except Exception as error:  # noqa: BLE001 - told to the main thread, which raises it
-            broken.append(error)
+        steps.extend(shop.run(connection, seconds=600, tx_per_second=_TRANSACTIONS_PER_S, stop=closing))
 
-    workload = threading.Thread(target=live, name="shop")
+    workload = Worker("shop", live, on_failure=lambda _: None)  # raised at the end
     start = time.monotonic()
     try:
         with _running(folder) as run, connection.cursor() as cursor:
@@ -175,10 +172,8 @@ def _live_and_die(
             _kill(folder, run, "run", "the supervisor, and with it everything", report, say)
     finally:
         closing.set()
-        if workload.is_alive():
-            workload.join()
-    if broken:
-        raise broken[0]
+        workload.join()
+    workload.check()
     report.workload_s = time.monotonic() - start
     report.transactions = sum(1 for step in steps if step.committed)
     report.changes = sum(step.changes for step in steps if step.committed)

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -21,6 +22,7 @@ from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -45,14 +47,12 @@ class StreamPipeline:
         self.progress: PipelineProgress | None = None
         self.outcome: PipelineOutcome | None = None
         self.error: MillstreamError | None = None
-        self.crash: Exception | None = None
-        """A broken invariant: our bug, which ends the process."""
         self._replay_said_s = 0.0
 
     def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
         """Land the stream until told to stop or drained.
 
-        Never raises: `error` and `crash` hold the cause of its end.
+        `error` holds the cause of its end; only a bug is raised, which ends the process.
         """
 
         def on_progress(progress: PipelineProgress) -> None:
@@ -84,11 +84,6 @@ class StreamPipeline:
                 # Another process may do better: the others drain, this one ends, and the supervisor
                 # restarts it.
                 lifeline.stop.set()
-        except Exception as error:
-            # A thread's end must not pass for the end of its work.
-            logger.exception("the pipeline fails", stream=self.name)
-            self.crash = error
-            lifeline.stop.set()
 
     def _say_set_aside(self, now: Mapping[str, str]) -> None:
         """Log each table that was set aside, or that continues, since the last progress."""
@@ -213,22 +208,19 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         # Spark starts while capture is still finding its position; the threads below share the session.
         if not _start_spark(lifeline, lambda: open_session(spark_options(home))):
             return {}
-        threads = [
-            threading.Thread(
-                target=pipeline.run,
-                args=(lifeline, lambda pipeline=pipeline: tell(pipeline)),
-                name=f"pipeline-{pipeline.name}",
-            )
+        workers = [
+            Worker(
+                f"pipeline-{pipeline.name}",
+                partial(pipeline.run, lifeline, partial(tell, pipeline)),
+                on_failure=lambda _: lifeline.stop.set(),
+            ).start()
             for pipeline in pipelines
         ]
-        for thread in threads:
-            thread.start()
         with ending_with_lead(home, lifeline):
-            for thread in threads:
-                thread.join()
-    for pipeline in pipelines:
-        if pipeline.crash is not None:
-            raise pipeline.crash
+            for worker in workers:
+                worker.join()
+    for worker in workers:
+        worker.check()
     outcome = {p.name: _outcome_facts(p.outcome) for p in pipelines if p.outcome is not None}
     lifeline.tell("outcome", {"streams": outcome})
     for pipeline in pipelines:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,7 +52,7 @@ from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.wal.files import NO_SPACE
-from millstream.workers import watching
+from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -166,22 +167,23 @@ def follow_home(
             return {"streams": {name: stream.facts() for name, stream in streams.items()}}
 
         with ControlServer(home, "follow", {"status": facts}), hearing_of_promotions(home):
-            threads = [
-                threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
+            workers = [
+                Worker(
+                    f"follow-{name}",
+                    partial(stream.run, until_caught_up=until_caught_up),
+                    on_failure=lambda _: lifeline.stop.set(),
+                ).start()
                 for name, stream in streams.items()
             ]
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
+            while any(worker.is_alive for worker in workers):
                 lifeline.tell("progress", facts())
                 on_progress(facts())
-                for thread in threads:
-                    thread.join(1.0 / len(threads))
+                for worker in workers:
+                    worker.join(1.0 / len(workers))
         found: dict[str, Any] = facts()["streams"]
     lifeline.tell("outcome", {"streams": found})
-    for stream in streams.values():
-        if stream.crash is not None:
-            raise stream.crash
+    for worker in workers:
+        worker.check()
     for stream in streams.values():
         if stream.error is not None:
             raise stream.error
@@ -200,7 +202,6 @@ class _FollowedStream:
         self._follower: WalFollower | None = None
         self._told: dict[str, Any] = {}
         self.error: MillstreamError | None = None
-        self.crash: Exception | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return the current facts, JSON-able."""
@@ -232,11 +233,6 @@ class _FollowedStream:
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
-            except Exception as error:
-                logger.exception("following fails", stream=self._name)
-                self.crash = error
-                self._stop.set()
-                return
             self._stop.wait(LOOK_EVERY_S)
 
     def _follow_or_fill(self, *, until_caught_up: bool) -> bool:

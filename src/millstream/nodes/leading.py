@@ -44,6 +44,7 @@ from millstream.replication.flight import FlightTransport, FollowRequest
 from millstream.replication.shipper import WalShipper
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.acks import AcksFile
+from millstream.workers import Worker
 from millstream.writers.stream_writer import resolve_stream
 
 if TYPE_CHECKING:
@@ -75,14 +76,14 @@ class Shipping:
         """
         self._hearing.enter_context(hearing_of_promotions(self._home))
         for stream in self._streams.values():
-            stream.thread.start()
+            stream.worker.start()
 
     def end(self) -> None:
         """Ship what is durable now, within the configured time; then end."""
         self._ending.set()
         self._hearing.close()
         for stream in self._streams.values():
-            stream.thread.join(self._within_s + 10)
+            stream.worker.join(self._within_s + 10)
             stream.transport.close()
 
     def facts(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class _StreamShipping:
         self._ending = ending
         self._roles = Roles(home)
         self.transport: Final = FlightTransport(name)
-        self.thread: Final = threading.Thread(target=self._run, name=f"shipping-{name}", daemon=True)
+        self.worker: Final = Worker(f"shipping-{name}", self._run)
         self.candidate_came: Final = threading.Event()
         """Set on a following node when a candidate for leader wants its log."""
         self._shipper: WalShipper | None = None

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from millstream.errors import MillstreamError, Retry
 from millstream.processes.supervise import REPORT_VARIABLE
+from millstream.workers import Worker
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -58,7 +59,7 @@ class Lifeline:
         if self._tell is not None:
             os.set_inheritable(self._tell, False)
             _die_with_parent()
-            threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+            Worker("lifeline", self._listen).start()
         try:
             yield
             if self._failure is not None:

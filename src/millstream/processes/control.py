@@ -10,8 +10,8 @@ import contextlib
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias, get_args
 
@@ -21,6 +21,7 @@ from millstream import measures
 from millstream.errors import MillstreamError, error_of
 from millstream.home.home import Home
 from millstream.processes.locks import Role, WriterRole, holder, writer_roles
+from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.control")
 
@@ -57,8 +58,7 @@ class ControlServer:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(self._path))
         self._socket.listen(8)
-        self._thread = threading.Thread(target=self._serve, name=f"control-{role}", daemon=True)
-        self._thread.start()
+        Worker(f"control-{role}", self._serve).start()
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +89,7 @@ class ControlServer:
             if act is None:
                 connection.close()
             else:
-                threading.Thread(target=_do, args=(connection, *act), name="control-act", daemon=True).start()
+                Worker("control-act", partial(_do, connection, *act)).start()
 
     def _answer(self, connection: socket.socket) -> tuple[Act, Mapping[str, Any]] | None:
         """Answer a call, or return the action to carry out."""

@@ -21,14 +21,15 @@ import os
 import queue
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final, Literal
 
 from millstream.backoff import Backoff
+from millstream.workers import Worker
 
 REPORT_VARIABLE: Final = "MILLSTREAM_REPORT_FD"
 """In a child's environment: the descriptor on which it reports facts; its presence means that it is supervised."""
@@ -182,12 +183,7 @@ class Supervisor:
             os.close(tell)
         running.process, running.state, running.started_s = process, PartState.RUNNING, time.monotonic()
         running.error, running.outcome = None, {}
-        threading.Thread(
-            target=self._listen,
-            args=(running.part.name, process, listen),
-            name=f"hears-{running.part.name}",
-            daemon=True,
-        ).start()
+        Worker(f"hears-{running.part.name}", partial(self._listen, running.part.name, process, listen)).start()
         self._on_event((running.part.name, "started", {"pid": process.pid, "restarts": running.restarts}))
         if running.word is not None:
             _say(process, running.word)

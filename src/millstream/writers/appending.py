@@ -29,6 +29,7 @@ from millstream.leadership.roles import Roles
 from millstream.processes.control import ControlServer, have_done
 from millstream.processes.locks import RoleLock, holder, writer_role
 from millstream.processes.logs import leave_logs_to_application
+from millstream.workers import Worker
 from millstream.writers.stream_writer import stream_writer
 from millstream.writers.writer_facts import refuse_embedded_catalog
 
@@ -327,7 +328,7 @@ class _OwnWriter:
             acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
             opened.enter_context(ControlServer(home, writer_role(writer), {}, acts))
             self._opened = opened.pop_all()
-        threading.Thread(target=self._step_aside, name="append-steps-aside", daemon=True).start()
+        Worker("append-steps-aside", self._step_aside).start()
 
     @property
     def has_ended(self) -> bool:

@@ -29,6 +29,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -56,6 +57,7 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.protocol.buffer_replay import Checkpoint, Part, Replay, fold
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -155,7 +157,7 @@ class BufferTaking:
         self._log = log
         self._taker = taker
         self._scope = facts_scope(stream, name)
-        self._failed: MillstreamError | Exception | None = None
+        self._failed: BaseException | None = None
         self._lock = threading.Lock()
         self._ends: tuple[threading.Event, ...] = ()
         """Events that stop it when set."""
@@ -188,20 +190,27 @@ class BufferTaking:
         ends = {shard: reader.end_offset() if until_caught_up else None for shard, reader in readers.items()}
         for shard, reader in readers.items():
             self.progress.shards[shard] = ShardProgress(replay.place(shard), reader.end_offset())
-        threads = [
-            threading.Thread(
-                target=self._run_shard, args=(reader, replay, ends[shard], stop, ended, tell), name=f"buffer-{shard}"
+
+        def fail(error: BaseException) -> None:
+            self._fail(error)
+            ended.set()
+
+        workers = [
+            Worker(
+                f"buffer-{shard}",
+                partial(self._run_shard, reader, replay, ends[shard], stop, ended, tell),
+                on_failure=fail,
             )
             for shard, reader in readers.items()
         ]
         tell()
-        for thread in threads:
-            thread.start()
+        for worker in workers:
+            worker.start()
         checked_s = time.monotonic()
         try:
-            while any(thread.is_alive() for thread in threads):
-                for thread in threads:
-                    thread.join(_WAIT_S / len(threads))
+            while any(worker.is_alive for worker in workers):
+                for worker in workers:
+                    worker.join(_WAIT_S / len(workers))
                 if time.monotonic() - checked_s > _LOOK_S and not ended.is_set():
                     self._check_identity()
                     if self.progress.held and self._is_asked_again():
@@ -212,8 +221,8 @@ class BufferTaking:
             self._fail(error)
         finally:
             ended.set()
-            for thread in threads:
-                thread.join()
+            for worker in workers:
+                worker.join()
             for reader in readers.values():
                 reader.close()
         if self._failed is not None:
@@ -311,24 +320,17 @@ class BufferTaking:
         ended: threading.Event,
         tell: Callable[[], None],
     ) -> None:
-        try:
-            one = _ShardTaking(self, reader, replay)
-            while not stop.is_set() and not ended.is_set():
-                if end is not None and reader.place >= end:
-                    break
-                if one.step():
-                    tell()
-                one.note_passed()
-            one.settle()
-            one.note_passed(at_once=True)
-        except MillstreamError as error:
-            self._fail(error)
-            ended.set()
-        except Exception as error:  # noqa: BLE001 - our bug: `run` raises it
-            self._fail(error)
-            ended.set()
+        one = _ShardTaking(self, reader, replay)
+        while not stop.is_set() and not ended.is_set():
+            if end is not None and reader.place >= end:
+                break
+            if one.step():
+                tell()
+            one.note_passed()
+        one.settle()
+        one.note_passed(at_once=True)
 
-    def _fail(self, error: MillstreamError | Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._failed is None:
                 self._failed = error

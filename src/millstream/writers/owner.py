@@ -13,6 +13,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -40,7 +41,7 @@ from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.regions.holders import expect_followers, merge_needs
 from millstream.regions.region_table import KeptVectors, hear_regions
-from millstream.workers import watching
+from millstream.workers import Worker, watching
 from millstream.writers.appending import append_socket
 from millstream.writers.buffer_consumer import BufferTaking
 from millstream.writers.buffered import buffer_name, open_buffer
@@ -92,8 +93,6 @@ class OwnedStream:
         self.error: MillstreamError | None = None
         """Why the stream waits or was given up; None while it makes progress."""
         self.gave_up = False
-        self.crash: Exception | None = None
-        """A broken invariant: our bug, which ends the process."""
         self.others_done: Final = threading.Event()
         """Set when no stream captures any longer."""
         self.since_s = time.time()
@@ -140,10 +139,6 @@ class OwnedStream:
             except MillstreamError as error:
                 if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
                     return
-            except Exception as error:  # noqa: BLE001 - a thread's end must not pass for the end of its work
-                self.crash = error
-                stop.set()
-                return
             finally:
                 self.writer = None
 
@@ -431,33 +426,26 @@ def run_owner(
             append_socket(home, home.config.writer.name), lambda stream: _appender_of(by_name, stream)
         )
         stack.callback(server.close)
-        threads = [
-            threading.Thread(
-                target=stream.run,
-                args=(lifeline.stop,),
-                kwargs={
-                    "until_caught_up": until_caught_up,
-                    "tell": lambda stream=stream: tell(stream),
-                    "supervised": lifeline.supervised,
-                },
-                name=f"stream-{stream.name}",
-            )
+        for stream in streams:
+            every_s = stream.config.log.retention_interval_s
+            stack.enter_context(watching(f"retention-{stream.name}", every_s, partial(_keep_retention, stream)))
+        workers = [
+            Worker(
+                f"stream-{stream.name}",
+                partial(
+                    stream.run,
+                    lifeline.stop,
+                    until_caught_up=until_caught_up,
+                    tell=partial(tell, stream),
+                    supervised=lifeline.supervised,
+                ),
+                on_failure=lambda _: lifeline.stop.set(),  # our bug, which ends the process
+            ).start()
             for stream in streams
         ]
-        done = threading.Event()
-        keepers = [
-            threading.Thread(target=_keep_retention, args=(stream, done), name=f"retention-{stream.name}", daemon=True)
-            for stream in streams
-        ]
-        for thread in (*threads, *keepers):
-            thread.start()
-        _wait_for(threads, streams, lifeline)
-        done.set()
-        for keeper in keepers:
-            keeper.join()
-    for stream in streams:
-        if stream.crash is not None:
-            raise stream.crash
+        _wait_for(workers, streams, lifeline)
+    for worker in workers:
+        worker.check()
     failed = [stream.error for stream in streams if stream.gave_up and stream.error is not None]
     outcome = {s.name: s.facts_at_end for s in streams if s.facts_at_end is not None}
     lifeline.tell("outcome", {"streams": outcome})
@@ -485,32 +473,32 @@ def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:
     return writer
 
 
-def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifeline: Lifeline) -> None:
+def _wait_for(workers: list[Worker], streams: list[OwnedStream], lifeline: Lifeline) -> None:
     reported: set[str] = set()
-    capturing = [thread for thread, stream in zip(threads, streams, strict=True) if stream.config.source is not None]
-    while any(thread.is_alive() for thread in threads):
-        if not any(thread.is_alive() for thread in capturing):
+    capturing = [worker for worker, stream in zip(workers, streams, strict=True) if stream.config.source is not None]
+    while any(worker.is_alive for worker in workers):
+        if not any(worker.is_alive for worker in capturing):
             for stream in streams:
                 stream.others_done.set()
-        for thread in threads:
-            thread.join(0.2)
+        for worker in workers:
+            worker.join(0.2)
         for stream in streams:
             # The last stream's error is this process's own, and reported as such.
-            others = any(thread.is_alive() for thread in threads)
+            others = any(worker.is_alive for worker in workers)
             if others and stream.gave_up and stream.error is not None and stream.name not in reported:
                 reported.add(stream.name)
                 lifeline.tell("stream_failed", {"stream": stream.name, **stream.error.as_dict()})
 
 
-def _keep_retention(stream: OwnedStream, done: threading.Event) -> None:
-    while not done.wait(stream.config.log.retention_interval_s):
-        try:
-            stream.drop_old_segments()
-        except MillstreamError as error:
-            logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
-        except Exception:
-            # Our bug. Keeping too much does less harm than ending, and the next round may succeed.
-            logger.exception("retention failed, and is tried again", stream=stream.name)
+def _keep_retention(stream: OwnedStream) -> bool:
+    try:
+        stream.drop_old_segments()
+    except MillstreamError as error:
+        logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
+    except Exception:
+        # Our bug. Keeping too much does less harm than ending, and the next round may succeed.
+        logger.exception("retention failed, and is tried again", stream=stream.name)
+    return True
 
 
 def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 import structlog
@@ -33,7 +34,7 @@ from millstream.errors import (
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import Announcement
-from millstream.workers import watching
+from millstream.workers import Worker, watching
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -196,7 +197,7 @@ class _Caller:
         """The greatest position that any writer has announced."""
         self._done = threading.Event()
         self._called = threading.Event()
-        threading.Thread(target=self._run, name="writer-calls", daemon=True).start()
+        Worker("writer-calls", self._run).start()
 
     def stop(self) -> None:
         """End the thread, when it returns from its wait."""
@@ -264,19 +265,18 @@ class WriterKeeper:
         self._failed_s: dict[str, float] = {}
         """When a writer's shards couldn't be recovered, by writer."""
         self._done = threading.Event()
-        self._heir: threading.Thread | None = None
+        self._heir: Worker | None = None
         """Recovers dead writers' shards, which may take longer than a lease."""
         self._told: dict[str, str] = {}
         """The last message about each writer, so that it is logged once."""
         self._caller = _Caller(log, registration, announcements)
-        self._thread = threading.Thread(target=self._run, name=f"writer-{name}", daemon=True)
-        self._thread.start()
+        self._worker = Worker(f"writer-{name}", self._run).start()
 
     def stop(self) -> None:
         """End the thread, once its current recovery is done."""
         self._done.set()
         self._caller.stop()
-        self._thread.join()
+        self._worker.join()
         if self._heir is not None:
             self._heir.join()
 
@@ -313,9 +313,8 @@ class WriterKeeper:
         self._asked_s = now_s
         self._told.pop("catalog", None)
         self._caller.known_at_most(view.newest)
-        if view.expired and now_s >= self._inherits_from_s and (self._heir is None or not self._heir.is_alive()):
-            self._heir = threading.Thread(target=self._look_after, args=(view.expired,), name=f"heir-{self._name}")
-            self._heir.start()
+        if view.expired and now_s >= self._inherits_from_s and (self._heir is None or not self._heir.is_alive):
+            self._heir = Worker(f"heir-{self._name}", partial(self._look_after, view.expired)).start()
         return True
 
     def _look_after(self, expired: frozenset[int]) -> None:
