@@ -190,14 +190,15 @@ def plain(value: object) -> object:
 
 
 def errors() -> Iterator[str]:
-    """Yield the tree of errors as one table, a parent before its children."""
+    """Yield the tree of errors as one table: a class, its further codes, then its subclasses."""
     from millstream.errors import MillstreamError
 
     def rows(kind: type[MillstreamError], depth: int) -> Iterator[str]:
-        summary = (kind.__doc__ or "").strip().split("\n\n")[0]
-        name = f"{'↳ ' * depth}`{kind.__name__}`"
-        mending = cell(f"{summary} {kind.default_hint}")
-        yield f"| {name} | {code(kind.code)} | {kind.retry.value} | {kind.exit_code} | {mending} |"
+        for name in (kind.code, *vars(kind).get("codes", ())):
+            error = kind("", code=name)
+            shown = "↳ " * depth + (f"`{kind.__name__}`" if name == kind.code else "↳")
+            mending = cell(f"{error.summary} {error.hint}")
+            yield f"| {shown} | {code(name)} | {error.retry.value} | {error.exit_code} | {mending} |"
         for child in kind.__subclasses__():
             if child.__module__.partition("._")[0] == "millstream.errors":
                 yield from rows(child, depth + 1)

@@ -2,43 +2,77 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 
+import millstream
 import millstream.errors as errors_module
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, Retry, codes_of, error_of
+
+Kind = tuple[type[MillstreamError], str]
+KINDS: list[Kind] = [
+    (kind, code) for kind, code in codes_of(MillstreamError) if kind.__module__.startswith(errors_module.__name__)
+]
+CODES = [code for _, code in KINDS]
 
 
-def tree(kind: type[MillstreamError]) -> list[type[MillstreamError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in tree(child))]
-
-
-KINDS = [kind for kind in tree(MillstreamError) if kind.__module__.startswith(errors_module.__name__)]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_error_crosses_a_process_border_whole(kind: type[MillstreamError]) -> None:
-    error = kind("it happened", hint="do this", file="a.wal", byte=7, inner=ValueError("x"))
+@pytest.mark.parametrize("kind", KINDS, ids=CODES)
+def test_an_error_crosses_a_process_border_whole(kind: Kind) -> None:
+    error = kind[0]("it happened", code=kind[1], hint="do this", file="a.wal", byte=7, inner=ValueError("x"))
     copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind
+    assert type(copy) is kind[0]
     assert (copy.message, copy.hint, copy.details["byte"]) == ("it happened", "do this", 7)
+    assert (copy.code, copy.retry, copy.exit_code) == (kind[1], error.retry, error.exit_code)
     facts = json.loads(json.dumps(copy.as_dict()))
-    assert facts["code"] == kind.code
+    assert facts["code"] == kind[1]
     assert facts["details"]["inner"] == "x"
     assert facts["retry"] in {"never", "backoff", "reopen", "operator"}
+    again = error_of(facts)
+    assert (type(again), again.as_dict()) == (kind[0], facts)
+
+
+def test_a_newer_version_s_code_is_an_error_without_a_class() -> None:
+    told = MillstreamError("it happened", hint="do this").as_dict() | {"code": "of_tomorrow"}
+    assert (type(error_of(told)), error_of(told).message) == (MillstreamError, "it happened")
 
 
 def test_codes_are_unique() -> None:
-    codes = [kind.__dict__.get("code") for kind in KINDS]
-    assert None not in codes
-    assert len(set(codes)) == len(codes)
+    assert all("code" in vars(kind) for kind, _ in KINDS)
+    assert len(set(CODES)) == len(CODES)
 
 
-def test_every_error_documents_itself() -> None:
-    assert [kind.__name__ for kind in KINDS if not kind.__doc__] == []
+def test_every_code_documents_itself() -> None:
+    assert [code for kind, code in KINDS if not kind("", code=code).summary] == []
 
 
-def test_the_default_hint_stands_in() -> None:
-    assert "millstream init" in errors_module.HomeNotFound("none").hint
+def test_a_code_s_own_hint_and_retry_stand_in() -> None:
+    slot = errors_module.NoFreeSlot("none")
+    assert (slot.code, "drop an unused slot" in slot.hint) == ("no_free_slot", True)
+    dsn = errors_module.SourceError("it isn't one", code="wal_level_not_logical")
+    assert ("ALTER SYSTEM" in dsn.hint, dsn.retry, type(dsn).retry) == (True, Retry.OPERATOR, Retry.OPERATOR)
+    gone = errors_module.SourceError("no answer", code="source_unreachable")
+    assert (gone.retry, type(gone).retry) == (Retry.BACKOFF, Retry.OPERATOR)
+    with pytest.raises(KeyError):
+        errors_module.SourceError("it happened", code="home_busy")
+
+
+def raised(path: Path) -> list[tuple[str, str, int]]:
+    """Return each class that is called with a constant `code=`, the code, and the line."""
+    return [
+        (node.func.id, word.value.value, node.lineno)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(errors_module, node.func.id)
+        for word in node.keywords
+        if word.arg == "code" and isinstance(word.value, ast.Constant)
+    ]
+
+
+def test_every_code_that_the_source_raises_is_one_of_its_class() -> None:
+    found = [(path, *one) for path in Path(millstream.__file__).parent.rglob("*.py") for one in raised(path)]
+    known = {(kind.__name__, code) for kind, code in KINDS}
+    assert len(found) > 30
+    assert [one for one in found if one[1:3] not in known] == []

@@ -13,7 +13,7 @@ from millstream.app import doctor as doctors
 from millstream.app.doctor import Diagnosis, examine
 from millstream.app.status import held_scope
 from millstream.catalog import TableState
-from millstream.errors import MillstreamError, SlotAhead, TableUndecodable
+from millstream.errors import MillstreamError, SourceError, TableUndecodable
 from millstream.home.home import Home
 from millstream.writers.trouble import forget_given_up, note_given_up
 
@@ -135,7 +135,7 @@ def _of(told: dict[str, Any], check: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("error", "blocks", "code"),
-    [(SlotAhead("the slot is ahead"), "source", 3), (TableUndecodable("a row"), "nothing", 0)],
+    [(SourceError("the slot is ahead", code="slot_ahead"), "source", 3), (TableUndecodable("a row"), "nothing", 0)],
 )
 def test_capture_that_gave_up_is_told_and_wrong_while_somebody_must_decide(
     home: Home, error: MillstreamError, blocks: str, code: int

@@ -14,26 +14,9 @@ from tests.capture.capture_stage import Stage, make_config
 from millstream.capture import CaptureConfig, check_source, doctor_sql, drop_slot, sql_comment
 from millstream.capture import connection as connections
 from millstream.catalog import TableState
-from millstream.errors import (
-    MillstreamError,
-    NoFreeSlot,
-    NoTablesMatch,
-    PublicationMissing,
-    Retry,
-    SlotActive,
-    SlotAhead,
-    SlotLost,
-    SourceAuthenticationFailed,
-    SourceDatabaseMissing,
-    SourceDsnInvalid,
-    SourceError,
-    SourcePrivilegeMissing,
-    SourceReplaced,
-    SourceUnreachable,
-    SourceVersionUnsupported,
-    WalLevelNotLogical,
-)
+from millstream.errors import MillstreamError, NoFreeSlot, PublicationMissing, Retry, SourceError
 from millstream.model.names import quote_ident
+from millstream.testing.errors import code_of, coded
 from millstream.testing.postgres import EmbeddedPostgres
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text)"
@@ -63,7 +46,7 @@ def failing(config: CaptureConfig, stage: Stage) -> MillstreamError:
 
 def test_a_dsn_that_is_none(stage: Stage) -> None:
     for dsn in ("postgresql://u:secret@h:port/x", "nonsense secret", "service=that_is_not_there"):
-        assert isinstance(failing(replace(stage.config, dsn=dsn), stage), SourceDsnInvalid)
+        assert code_of(failing(replace(stage.config, dsn=dsn), stage)) == "source_dsn_invalid"
     assert "secret" not in repr(replace(stage.config, dsn="postgresql://u:secret@h/x"))
 
 
@@ -75,12 +58,13 @@ def test_a_wrong_password_and_a_role_that_is_refused(stage: Stage, poor_server: 
         poor_server.dsn(user="unheard_of"),
     ):
         error = failing(replace(stage.config, dsn=dsn), stage)
-        assert isinstance(error, SourceAuthenticationFailed)
+        assert isinstance(error, SourceError)
+        assert error.code == "source_authentication_failed"
         assert error.retry is Retry.OPERATOR
 
 
 def test_a_database_that_is_not_there(stage: Stage, poor_server: EmbeddedPostgres) -> None:
-    assert isinstance(failing(replace(stage.config, dsn=poor_server.dsn("nowhere")), stage), SourceDatabaseMissing)
+    assert code_of(failing(replace(stage.config, dsn=poor_server.dsn("nowhere")), stage)) == "source_database_missing"
 
 
 def test_a_server_that_does_not_answer(stage: Stage) -> None:
@@ -88,13 +72,14 @@ def test_a_server_that_does_not_answer(stage: Stage) -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]  # reserved, and without a listener
         error = failing(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"), stage)
-    assert isinstance(error, SourceUnreachable)
+    assert isinstance(error, SourceError)
+    assert error.code == "source_unreachable"
     assert error.retry is Retry.BACKOFF
 
 
 def test_wal_that_is_not_logical(stage: Stage, poor_server: EmbeddedPostgres) -> None:
     config = replace(stage.config, dsn=poor_server.dsn())
-    assert isinstance(failing(config, stage), WalLevelNotLogical)
+    assert code_of(failing(config, stage)) == "wal_level_not_logical"
     findings = {finding.code: finding for finding in check_source(config)}
     assert findings["wal_level_not_logical"].blocks == "source"
     assert "ALTER SYSTEM SET wal_level" in doctor_sql(config)
@@ -112,13 +97,13 @@ def test_no_free_slot(stage: Stage, poor_server: EmbeddedPostgres) -> None:
 def test_a_server_that_is_too_old(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.sql(ORDERS)
     monkeypatch.setattr(connections, "VERSION_MIN", 990000)
-    assert isinstance(failing(stage.config, stage), SourceVersionUnsupported)
+    assert code_of(failing(stage.config, stage)) == "source_version_unsupported"
 
 
 def test_patterns_that_match_nothing(stage: Stage) -> None:
     stage.sql(ORDERS)
     config = replace(stage.config, tables=("nowhere.*",))
-    assert isinstance(failing(config, stage), NoTablesMatch)
+    assert code_of(failing(config, stage)) == "no_tables_match"
     assert [f.code for f in check_source(config) if f.blocks == "source"] == ["no_tables_match"]
 
 
@@ -135,7 +120,7 @@ def test_a_role_that_may_not_replicate(stage: Stage, reader: str) -> None:
     role = f"reader_{stage.config.slot}"
     stage.sql(f"ALTER ROLE {role} NOREPLICATION")
     config = replace(stage.config, dsn=reader)
-    assert isinstance(failing(config, stage), SourcePrivilegeMissing)
+    assert code_of(failing(config, stage)) == "source_privilege_missing"
     assert any(f'ALTER ROLE "{role}" REPLICATION' in f.sql for f in check_source(config))
 
 
@@ -179,7 +164,7 @@ def test_no_script_is_made_for_a_source_that_does_not_answer(stage: Stage) -> No
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        with pytest.raises(SourceUnreachable):
+        with pytest.raises(SourceError, check=coded("source_unreachable")):
             doctor_sql(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"))
 
 
@@ -249,11 +234,12 @@ def test_a_slot_that_is_gone_invalidated_or_recreated_is_never_a_silent_gap(stag
     slot = stage.config.slot
     stage.sql(f"SELECT pg_drop_replication_slot('{slot}')", "INSERT INTO orders VALUES (2, 'missed')")
     lost = failing(stage.config, stage)
-    assert isinstance(lost, SlotLost)
+    assert isinstance(lost, SourceError)
+    assert lost.code == "slot_lost"
     assert "slot drop" in lost.hint
 
     stage.sql(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
-    assert isinstance(failing(stage.config, stage), SlotAhead)
+    assert code_of(failing(stage.config, stage)) == "slot_ahead"
 
     stage.sql("DELETE FROM orders WHERE id = 1")
     assert drop_slot(stage.config, stage.catalog) is not None
@@ -271,16 +257,16 @@ def test_a_slot_of_something_else_is_left_alone(stage: Stage) -> None:
 def test_another_system_or_database_under_the_same_dsn(stage: Stage, poor_server: EmbeddedPostgres) -> None:
     stage.sql(ORDERS)
     stage.catch_up()
-    assert isinstance(failing(replace(stage.config, dsn=poor_server.dsn()), stage), SourceReplaced)
+    assert code_of(failing(replace(stage.config, dsn=poor_server.dsn()), stage)) == "source_replaced"
     other = stage.dsn.replace(f"/{stage.config.slot}?", "/postgres?")
-    assert isinstance(failing(replace(stage.config, dsn=other), stage), SourceReplaced)
+    assert code_of(failing(replace(stage.config, dsn=other), stage)) == "source_replaced"
 
 
 def test_a_slot_in_use_cannot_be_dropped(stage: Stage) -> None:
     stage.sql(ORDERS)
     running = stage.start()
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "the slot is in use")
-    with pytest.raises(SlotActive):
+    with pytest.raises(SourceError, check=coded("slot_active")):
         drop_slot(stage.config)
     running.stop()
     assert drop_slot(stage.config) is not None

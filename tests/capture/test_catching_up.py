@@ -27,7 +27,7 @@ from tests.capture.test_streaming import ORDERS, stream_positions
 from millstream.capture import CaptureProgress
 from millstream.capture.stream import chunks, receiver
 from millstream.catalog import Catalog, TableState
-from millstream.errors import SlotAhead
+from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Lsn, Seq
 from millstream.protocol.catching_up import CatchUp, Mode
@@ -398,7 +398,8 @@ def test_somebody_elses_reading_of_the_slot_is_noticed(stage: Stage) -> None:
     stage.log.gate.set()
     wait_until(lambda: running.ended or len(stage.log.replay().get("public.orders", ())) == 2001, "it ends, or has all")
     if running.ended:
-        assert isinstance(running.error, SlotAhead)
+        assert isinstance(running.error, SourceError)
+        assert running.error.code == "slot_ahead"
     else:
         running.stop()
         whole_once(stage, "orders")

@@ -16,7 +16,7 @@ from tests.capture.test_copying import copied_rows
 
 from millstream.app.tables import copy_table
 from millstream.catalog import TableState
-from millstream.errors import SourceUnreachable
+from millstream.errors import SourceError
 
 TABLE = "public.rows_"
 
@@ -66,7 +66,7 @@ def test_every_prefix_does_so_where_capture_breaks_down_at_any_chunk(stage: Stag
             chunks = copied_rows(stage, "rows_")
             wait_until(lambda chunks=chunks: copied_rows(stage, "rows_") > chunks or streams(stage), "a chunk enters")
             failures = stage.log.failures
-            stage.log.fail_with = SourceUnreachable("cut")
+            stage.log.fail_with = SourceError("cut", code="source_unreachable")
             wait_until(lambda failures=failures: stage.log.failures > failures, "an append fails")
             breaks += 1
     running.end()

@@ -29,7 +29,7 @@ from millstream.capture.copying import whole as copy_whole
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.stream.spill import SpillFolder
 from millstream.catalog import Catalog, TableState
-from millstream.errors import SourceUnreachable
+from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Seq
 from millstream.protocol.catching_up import CatchUp, Mode
@@ -106,7 +106,7 @@ def test_every_prefix_does_so_where_capture_breaks_down_at_any_moment(stage: Sta
             least = len(stage.log.entries) + chance.randrange(1, 60)
             wait_until(lambda least=least: len(stage.log.entries) >= least or holds(stage), "changes enter")
             failures = stage.log.failures
-            stage.log.fail_with = SourceUnreachable("cut")
+            stage.log.fail_with = SourceError("cut", code="source_unreachable")
             wait_until(lambda failures=failures: stage.log.failures > failures, "an append fails")
         wait_until(lambda: streams(stage), "the copy is whole")
     running.end()

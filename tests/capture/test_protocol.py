@@ -13,8 +13,9 @@ from tests.capture.capture_stage import Stage
 from tests.capture.test_streaming import ORDERS, stream_positions
 
 from millstream.catalog import TableState
-from millstream.errors import SourceVersionUnsupported
+from millstream.errors import SourceError
 from millstream.model.operations import SpilledOp
+from millstream.testing.errors import coded
 
 
 def streams_everything(stage: Stage) -> None:
@@ -273,7 +274,7 @@ def test_what_another_system_wrote_here_is_captured_too(stage: Stage) -> None:
         )
         stage.sql("INSERT INTO orders VALUES (4, 'ours', 1, now())")  # in a session without that origin
         if version < 160000:
-            with pytest.raises(SourceVersionUnsupported, match="16 and newer"):
+            with pytest.raises(SourceError, check=coded("source_version_unsupported"), match="16 and newer"):
                 stage.catch_up()
             return
         stage.catch_up()

@@ -17,7 +17,7 @@ from tests.capture.test_timelines import Servers, make_servers
 from millstream.capture import check_source, doctor_sql, drop_slot
 from millstream.capture.connection import connect_replication
 from millstream.catalog import TableState
-from millstream.errors import SlotLost
+from millstream.errors import SourceError
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import wait_for_replay
 
@@ -51,7 +51,8 @@ def test_a_slot_that_lost_its_wal_is_a_stop_and_its_way_on_works(servers: Server
     stage.sql("DELETE FROM orders WHERE id < 50", "INSERT INTO orders VALUES (1000, 'never sent')")
     wait_until(lambda: fill_wal(servers.primary) or is_lost(servers.primary), "the slot is invalidated")
     error = servers.refused()
-    assert isinstance(error, SlotLost)
+    assert isinstance(error, SourceError)
+    assert error.code == "slot_lost"
     assert "millstream slot drop" in error.hint
     assert "slot_lost" in {finding.code for finding in check_source(stage.config) if finding.blocks == "source"}
 
@@ -71,7 +72,8 @@ def test_a_slot_that_loses_its_wal_under_a_stalled_log_ends_capture_with_the_rea
     wait_until(lambda: fill_wal(servers.primary) or is_lost(servers.primary), "the slot is invalidated")
     stage.log.gate.set()
     wait_until(lambda: running.ended, "capture gives up")
-    assert isinstance(running.error, SlotLost)
+    assert isinstance(running.error, SourceError)
+    assert running.error.code == "slot_lost"
 
 
 @pytest.mark.parametrize("mode", ["fast", "immediate", "kill"])

@@ -19,7 +19,7 @@ from tests.capture.test_timelines import Servers, copy_slot, make_servers
 
 from millstream.app.tables import copy_table
 from millstream.catalog import TableState
-from millstream.errors import PublicationMissing, SourceBehind, SourceOnStandby
+from millstream.errors import PublicationMissing, SourceError
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import promote, wait_for_replay
 
@@ -149,7 +149,7 @@ def test_a_standby_that_lags_behind_the_log_is_waited_for(tmp_path: Path) -> Non
             with capture_logs() as said:
                 running = stage.start()
                 wait_until(
-                    lambda: running.ended or any(line.get("code") == SourceBehind.code for line in said),
+                    lambda: running.ended or any(line.get("code") == "source_behind" for line in said),
                     "it waits for the standby",
                 )
             assert not running.ended
@@ -163,7 +163,8 @@ def test_a_standby_that_cannot_decode_is_refused(tmp_path: Path) -> None:
     with make_servers(15, tmp_path) as servers:
         servers.point_at(servers.standby())
         error = servers.refused()
-        assert isinstance(error, SourceOnStandby)
+        assert isinstance(error, SourceError)
+        assert error.code == "source_on_standby"
         assert "primary" in error.hint
 
 
@@ -175,7 +176,8 @@ def test_a_standbys_copy_of_the_slot_is_not_read_there(tmp_path: Path) -> None:
         wait_for_replay(servers.primary, standby)
         servers.point_at(standby)
         error = servers.refused()
-        assert isinstance(error, SourceOnStandby)
+        assert isinstance(error, SourceError)
+        assert error.code == "source_on_standby"
         assert "slot" in error.hint
 
 

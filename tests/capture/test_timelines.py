@@ -15,8 +15,9 @@ from millstream.capture import drop_slot
 from millstream.capture.timeline import parse_history, shared_upto
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
-from millstream.errors import MillstreamError, SlotAhead, SlotLost, SourceError, SourceReplaced
+from millstream.errors import MillstreamError, SourceError
 from millstream.model.positions import Lsn
+from millstream.testing.errors import code_of
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.testing.standby import archiving, back_up, make_standby, promote, recover_to, wait_for_replay
 
@@ -172,11 +173,12 @@ def test_a_standby_that_lacks_what_the_log_has_is_refused_and_can_be_begun_anew(
     servers.point_at(standby)
     stage.sql("INSERT INTO orders VALUES (1000, 'the other')", "INSERT INTO orders VALUES (1001, 'x')")
     error = servers.refused()
-    assert isinstance(error, SourceReplaced)
+    assert isinstance(error, SourceError)
+    assert error.code == "source_replaced"
     assert "branched off at" in error.message
     assert "slot drop" in error.hint
     assert servers.timelines() == [1], "nothing is noted down of what isn't followed"
-    assert isinstance(servers.refused(), SourceReplaced)
+    assert code_of(servers.refused()) == "source_replaced"
 
     assert drop_slot(stage.config, stage.catalog) is not None
     stage.catch_up()
@@ -196,7 +198,8 @@ def test_a_promoted_standby_without_the_slot_is_refused_and_the_old_primary_may_
     promote(standby)
     servers.point_at(standby)
     error = servers.refused()
-    assert isinstance(error, SlotLost)
+    assert isinstance(error, SourceError)
+    assert error.code == "slot_lost"
     assert "slot drop" in error.hint
     servers.point_at(servers.primary)
     stage.sql("INSERT INTO orders VALUES (1000, 'x')")
@@ -216,7 +219,7 @@ def test_after_a_new_timeline_the_old_primary_is_no_source_any_more(servers: Ser
     stage.catch_up()
     servers.point_at(servers.primary)
     stage.sql("INSERT INTO orders VALUES (1000, 'split')")
-    assert isinstance(servers.refused(), SourceReplaced)
+    assert code_of(servers.refused()) == "source_replaced"
     servers.point_at(standby)
     stage.catch_up()
     assert servers.same()
@@ -236,7 +239,7 @@ def test_a_slot_made_by_hand_on_the_standby_counts_by_where_it_stands(servers: S
     promote(standby)
     old_source = stage.dsn
     servers.point_at(standby)
-    assert isinstance(servers.refused(), SlotAhead), "it begins above what the log has"
+    assert code_of(servers.refused()) == "slot_ahead", "it begins above what the log has"
     servers.point_at(servers.primary)
     assert stage.dsn == old_source
     with standby.connect() as connection:
@@ -254,7 +257,8 @@ def test_a_missing_history_file_is_a_stop_that_names_it(servers: Servers) -> Non
     kept = history.read_bytes()
     history.unlink()
     error = servers.refused()
-    assert isinstance(error, SourceReplaced)
+    assert isinstance(error, SourceError)
+    assert error.code == "source_replaced"
     assert "00000002.history" in error.message
     history.write_text("1\tnonsense\n")
     assert type(servers.refused()) is SourceError
@@ -315,7 +319,8 @@ def test_a_restored_backup_is_refused_and_can_be_begun_anew(tmp_path: Path) -> N
         recover_to(backup, archive, recovery_target_name="here")
         servers.point_at(backup)
         error = servers.refused()
-        assert isinstance(error, SourceReplaced)
+        assert isinstance(error, SourceError)
+        assert error.code == "source_replaced"
         assert "slot drop" in error.hint
         assert drop_slot(stage.config, stage.catalog) is None
         stage.catch_up()
@@ -338,13 +343,14 @@ def test_a_disk_put_back_is_never_followed_in_silence_and_can_be_given_a_timelin
         backup.start()
         servers.point_at(backup)
         error = servers.refused()
-        assert isinstance(error, SourceReplaced)
+        assert isinstance(error, SourceError)
+        assert error.code == "source_replaced"
         assert "set back" in error.message
         backup.stop()
         (backup.data_dir / "recovery.signal").touch()
         backup.restart(settings={"restore_command": "false"})
         wait_until(lambda: not in_recovery(backup), "it is on a timeline of its own")
-        assert isinstance(servers.refused(), SourceReplaced)
+        assert code_of(servers.refused()) == "source_replaced"
         assert drop_slot(stage.config, stage.catalog) is not None
         stage.catch_up()
         assert servers.same()

@@ -19,8 +19,9 @@ from millstream.capture.stream import wire as wires
 from millstream.capture.stream._drain import drain
 from millstream.capture.stream.frames import KEEPALIVE
 from millstream.capture.stream.wire import LibpqWire, SocketWire, Wire, start_replication
-from millstream.errors import SlotActive, SlotLost, SourceUnreachable
+from millstream.errors import SourceError
 from millstream.model.positions import Lsn
+from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 
 DEADLINE_S = 30.0
@@ -84,11 +85,14 @@ def test_messages_are_those_of_libpq_whatever_their_size(source: Database, gathe
 
 
 def test_a_refusal_is_the_servers_own(source: Database, way: type):
-    with closing(connect_replication(source.dsn)) as connection, pytest.raises(SlotLost):
+    with closing(connect_replication(source.dsn)) as connection, pytest.raises(SourceError, check=coded("slot_lost")):
         start_replication(connection, COMMAND.format(slot="nobody").encode())
     with closing(start(source, "s")) as first:
         assert isinstance(first, way)
-        with closing(connect_replication(source.dsn)) as connection, pytest.raises(SlotActive):
+        with (
+            closing(connect_replication(source.dsn)) as connection,
+            pytest.raises(SourceError, check=coded("slot_active")),
+        ):
             start_replication(connection, COMMAND.format(slot="s").encode())
 
 
@@ -97,7 +101,7 @@ def test_a_server_process_that_is_ended_ends_the_stream(source: Database, way: t
     with closing(start(source, "s")) as wire, source.connect() as connection:
         assert isinstance(wire, way)
         connection.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = 's'")
-        with pytest.raises(SourceUnreachable):
+        with pytest.raises(SourceError, check=coded("source_unreachable")):
             read_until(wire, lambda _: False, gather_s=gather_s)
 
 

@@ -52,7 +52,7 @@ def test_a_key_of_the_clients_own_is_left_out_where_a_stream_has_several_writers
 @pytest.mark.parametrize("error", [PartialWrite, NoRouteMatches])
 def test_what_routing_says_is_told_and_not_tried_again(error: type[MillstreamError]) -> None:
     """A partial write was sent again until the deadline, also to the sinks that had taken it."""
-    said = Answer(int(status_of(error)), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
+    said = Answer(int(status_of(error(""))), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
     asked, ended = calls_of([said], key=None, deadline_s=30.0)
     assert (len(asked), type(ended)) == (1, error)
 
@@ -61,7 +61,7 @@ def test_what_routing_says_is_told_and_not_tried_again(error: type[MillstreamErr
 def test_who_doesnt_lead_says_who_does(error: type[MillstreamError]) -> None:
     """The server answered 500, after which the outcome of the write is unknown."""
     facts = {"code": error.code, "detail": "no", "details": {"leader": "b"}}
-    said = Answer(int(status_of(error)), PROBLEM, json.dumps(facts).encode())
+    said = Answer(int(status_of(error(""))), PROBLEM, json.dumps(facts).encode())
     asked, ended = calls_of([said], key=None, deadline_s=30.0)
     assert (len(asked), type(ended), ended.details["leader"]) == (1, error, "b")
     _, ended = calls_of([Lost("cut off", sent=True), said], key=None, deadline_s=30.0)
@@ -69,8 +69,8 @@ def test_who_doesnt_lead_says_who_does(error: type[MillstreamError]) -> None:
 
 
 def test_a_partial_write_is_no_status_that_clients_try_again() -> None:
-    assert 400 <= status_of(PartialWrite) < 500
-    assert status_of(PartialWrite) not in {408, 425, 429}
+    assert 400 <= status_of(PartialWrite("")) < 500
+    assert status_of(PartialWrite("")) not in {408, 425, 429}
 
 
 def test_a_key_of_the_callers_is_not() -> None:

@@ -16,9 +16,10 @@ from tests.app.landed import LandedHome
 
 from millstream.app.tables import copy_table
 from millstream.diff.compare import DiffReport, Progress, diff_stream
-from millstream.errors import LakeBehind, NoFreeSlot, SnapshotWaits, SourcePrivilegeMissing, UnknownTable
+from millstream.errors import LakeBehind, NoFreeSlot, SnapshotWaits, SourceError, UnknownTable
 from millstream.home.home import Home
 from millstream.processes.locks import RoleLock
+from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.shop import ShopWorkload
 
@@ -367,7 +368,7 @@ def test_a_role_that_may_not_replicate_is_told_what_it_lacks(
     source.execute(f"CREATE ROLE {role} LOGIN")
     config = home.home.config_file
     config.write_text(config.read_text().replace("postgres@", f"{role}@"))
-    with pytest.raises(SourcePrivilegeMissing) as caught:
+    with pytest.raises(SourceError, check=coded("source_privilege_missing")) as caught:
         diff_stream(Home(home.home.path))
     assert "REPLICATION" in caught.value.hint
     source.execute(f"DROP ROLE {role}")

@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.test_errors import KINDS
+from tests.test_errors import CODES, KINDS, Kind
 
-from millstream.errors import MillstreamError, Retry
+from millstream.errors import Retry
 from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of, status_of
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_has_a_status_and_a_document(kind: type[MillstreamError]) -> None:
-    error = kind("it happened", hint="do this", column="a", inner=ValueError("x"))
-    status = status_of(kind)
+@pytest.mark.parametrize("kind", KINDS, ids=CODES)
+def test_every_error_has_a_status_and_a_document(kind: Kind) -> None:
+    error = kind[0]("it happened", code=kind[1], hint="do this", column="a", inner=ValueError("x"))
+    status = status_of(error)
     assert 400 <= status < 600
-    if kind.retry is Retry.BACKOFF:
+    if error.retry is Retry.BACKOFF:
         # A client that waits and repeats the request may succeed, so no status may tell it otherwise.
         assert status in {408, 409, 429, 503}, status
-    elif kind.retry is Retry.NEVER:
-        assert status not in {429, 503} or kind.code == "stale_epoch"
+    elif error.retry is Retry.NEVER:
+        assert status not in {429, 503} or error.code == "stale_epoch"
     document = json.loads(encoded(problem_of(error)))
-    assert document["type"] == f"urn:millstream:error:{kind.code}"
-    assert (document["status"], document["detail"], document["code"]) == (status, "it happened", kind.code)
-    assert (document["hint"], document["retry"]) == ("do this", kind.retry.value)
+    assert document["type"] == f"urn:millstream:error:{error.code}"
+    assert (document["status"], document["detail"], document["code"]) == (status, "it happened", error.code)
+    assert (document["hint"], document["retry"]) == ("do this", error.retry.value)
     assert document["details"] == {"column": "a", "inner": "x"}
     assert document["title"]
     assert "\n" not in document["title"]

@@ -20,7 +20,7 @@ from uuid import UUID
 
 from millstream.app.initialize import holds_password
 from millstream.app.status import live_progress, tables_of, what_to_run
-from millstream.errors import MillstreamError, SlotAhead, SlotLost, SourceReplaced, UnknownStream
+from millstream.errors import MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
 from millstream.leadership.roles import Roles
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.model.schema import TableSchema
 
-_TO_DECIDE: Final = frozenset(kind.code for kind in (SlotAhead, SlotLost, SourceReplaced))
+_TO_DECIDE: Final = frozenset({"slot_ahead", "slot_lost", "source_replaced"})
 """Errors that end capture at each start, until an operator decides how to go on."""
 _FREE_BYTES_MIN: Final = 2 << 30
 """Room for some segments, Spark's scratch space and a first load of tables of a usual size."""

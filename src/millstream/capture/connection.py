@@ -18,17 +18,7 @@ from psycopg.conninfo import make_conninfo
 from millstream.errors import (
     MillstreamError,
     NoFreeSlot,
-    SlotActive,
-    SlotLost,
-    SourceAuthenticationFailed,
-    SourceDatabaseMissing,
-    SourceDsnInvalid,
     SourceError,
-    SourcePrivilegeMissing,
-    SourceTlsFailed,
-    SourceUnreachable,
-    SourceVersionUnsupported,
-    WalLevelNotLogical,
 )
 from millstream.libpq import (
     ADDRESS_HINT,
@@ -46,11 +36,11 @@ _SESSION: Final = pinned_session(synchronous_commit="local")
 
 
 def parse_dsn(dsn: str) -> dict[str, Any]:
-    """Return the DSN's parameters; raise `SourceDsnInvalid` if it can't be parsed."""
+    """Return the DSN's parameters; raise `source_dsn_invalid` if it can't be parsed."""
     try:
         return parse_address(dsn)
     except ValueError as error:
-        raise SourceDsnInvalid(f"the source's DSN {error}", hint=ADDRESS_HINT) from error
+        raise SourceError(f"the source's DSN {error}", code="source_dsn_invalid", hint=ADDRESS_HINT) from error
 
 
 def describe_dsn(dsn: str) -> str:
@@ -106,8 +96,9 @@ def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, 
         raise _translate_refusal(error, dsn) from error
     try:
         if connection.info.server_version < VERSION_MIN:
-            raise SourceVersionUnsupported(
-                f"the source is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that can be captured"
+            raise SourceError(
+                f"the source is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that can be captured",
+                code="source_version_unsupported",
             )
         with translated():
             result = connection.pgconn.exec_(_SESSION.encode())
@@ -124,7 +115,7 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
     text = one_line(error)
     lower = text.lower()
     where = describe_dsn(dsn)
-    kinds: tuple[tuple[tuple[str, ...], type[SourceError], str], ...] = (
+    kinds: tuple[tuple[tuple[str, ...], str, str | None], ...] = (
         (
             (
                 "password authentication failed",
@@ -133,51 +124,64 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
                 "authentication failed",
                 "is not permitted to log in",
             ),
-            SourceAuthenticationFailed,
-            "Check user and password in the DSN (or the environment, or ~/.pgpass) and pg_hba.conf on the server.",
+            "source_authentication_failed",
+            "Check the user and the password in the DSN (or the environment, or ~/.pgpass), and pg_hba.conf on the server.",
         ),
         (
             ("certificate", "private key file", "does not match host name", "does not support ssl"),
-            SourceTlsFailed,
-            SourceTlsFailed.default_hint,
+            "source_tls_failed",
+            None,
         ),
         (
             ("permission denied", "must be superuser or replication role", "permission to start wal sender"),
-            SourcePrivilegeMissing,
+            "source_privilege_missing",
             "Run `ALTER ROLE <role> REPLICATION` (and `GRANT CONNECT ON DATABASE …`) as a superuser.",
         ),
-        (("number of requested standby connections exceeds",), NoFreeSlot, NoFreeSlot.default_hint),
+        (("number of requested standby connections exceeds",), NoFreeSlot.code, None),
         (
             ("definition of service", "service file", "invalid port", "invalid sslmode", "invalid connection option"),
-            SourceDsnInvalid,
+            "source_dsn_invalid",
             "Correct the DSN in millstream.toml, or the file that it names.",
         ),
     )
     if "database" in lower and "does not exist" in lower:
-        return SourceDatabaseMissing(f"{where}: {text}", hint="Create the database, or correct its name in the DSN.")
+        return SourceError(
+            f"{where}: {text}",
+            code="source_database_missing",
+            hint="Create the database, or correct its name in the DSN.",
+        )
     if "role" in lower and "does not exist" in lower:
-        return SourceAuthenticationFailed(f"{where}: {text}", hint="Create the role, or correct the user in the DSN.")
-    for parts, kind, hint in kinds:
+        return SourceError(
+            f"{where}: {text}",
+            code="source_authentication_failed",
+            hint="Create the role, or correct the user in the DSN.",
+        )
+    for parts, code, hint in kinds:
         if any(part in lower for part in parts):
-            return kind(f"{where}: {text}", hint=hint)
-    return SourceUnreachable(f"{where}: {text}")
+            return _coded(f"{where}: {text}", code, hint)
+    return SourceError(f"{where}: {text}", code="source_unreachable")
 
 
-_BY_SQLSTATE: Final[dict[str, tuple[type[SourceError], str | None]]] = {
-    "28000": (SourceAuthenticationFailed, None),
-    "28P01": (SourceAuthenticationFailed, None),
-    "3D000": (SourceDatabaseMissing, None),
-    "42501": (SourcePrivilegeMissing, "Grant what the message names; `millstream doctor --sql` prints the script."),
-    "53400": (NoFreeSlot, None),
-    "53300": (SourceUnreachable, "The server has no connection left: end some, or raise max_connections."),
-    "55006": (SlotActive, "Another connection reads the slot; it is tried again."),
-    "57P01": (SourceUnreachable, None),
-    "57P02": (SourceUnreachable, None),
-    "57P03": (SourceUnreachable, None),
-    "08000": (SourceUnreachable, None),
-    "08003": (SourceUnreachable, None),
-    "08006": (SourceUnreachable, None),
+_BY_SQLSTATE: Final[dict[str, tuple[str, str | None]]] = {
+    "28000": ("source_authentication_failed", None),
+    "28P01": ("source_authentication_failed", None),
+    "3D000": ("source_database_missing", None),
+    "42501": ("source_privilege_missing", "Run the GRANT statements that `millstream doctor --sql` prints."),
+    "53400": (NoFreeSlot.code, None),
+    "53300": ("source_unreachable", "Close other connections to the server, or raise max_connections."),
+    "55006": ("slot_active", "Stop the other connection that reads the slot, or wait for it to end."),
+    "57P01": ("source_unreachable", None),
+    "57P02": ("source_unreachable", None),
+    "57P03": ("source_unreachable", None),
+    "08000": ("source_unreachable", None),
+    "08003": ("source_unreachable", None),
+    "08006": ("source_unreachable", None),
 }
+
+
+def _coded(message: str, code: str, hint: str | None, **details: Any) -> SourceError:
+    kind = NoFreeSlot if code == NoFreeSlot.code else SourceError
+    return kind(message, code=code, hint=hint, **details)
 
 
 def next_result(pgconn: pq.abc.PGconn) -> pq.abc.PGresult | None:
@@ -226,24 +230,24 @@ def translate_fields(state: str | None, message: str) -> MillstreamError:
 def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError:
     lower = text.lower()
     if state == "55000" and "wal_level" in lower:
-        return WalLevelNotLogical(f"the source can't decode its WAL: {text}")
+        return SourceError(f"the source can't decode its WAL: {text}", code="wal_level_not_logical")
     if state == "55000" and ("no longer" in lower or "invalidated" in lower or "cannot read from" in lower):
-        return SlotLost(f"the slot's WAL is gone: {text}", hint=RECOPY_HINT)
+        return SourceError(f"the slot's WAL is gone: {text}", code="slot_lost", hint=RECOPY_HINT)
     if state == "42704" and "replication slot" in lower:
-        return SlotLost(f"the slot is gone: {text}", hint=RECOPY_HINT)
+        return SourceError(f"the slot is gone: {text}", code="slot_lost", hint=RECOPY_HINT)
     if state == "53400" and "temporary file" in lower:
         return SourceError(text, hint="Raise temp_file_limit at the source.", sqlstate=state)
     if state in _BY_SQLSTATE:
-        kind, hint = _BY_SQLSTATE[state]
-        return kind(text, hint=hint, sqlstate=state)
+        code, hint = _BY_SQLSTATE[state]
+        return _coded(text, code, hint, sqlstate=state)
     if state is None and lost:
-        return SourceUnreachable(text)
+        return SourceError(text, code="source_unreachable")
     return SourceError(text, hint="The message is PostgreSQL's own.", sqlstate=state)
 
 
 RECOPY_HINT: Final = (
-    "The changes between can't be had any more. To go on, run `millstream slot drop`: the next `millstream run` begins anew, with "
-    "a new slot, and copies every table again."
+    "Run `millstream slot drop`: the changes since then are lost, and the next `millstream run` creates a new slot and copies "
+    "every table again."
 )
 
 

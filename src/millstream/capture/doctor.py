@@ -73,13 +73,13 @@ def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | No
     Args:
         config: the stream's configuration.
         catalog: catalog in which to record that this was on purpose. The next run then makes a new slot
-            and copies every table again; without the record it stops with `SlotLost`.
+            and copies every table again; without the record it stops with `slot_lost`.
 
     Returns:
         Bytes of WAL that the slot held; None if there was no such slot (the record is made all the same).
 
     Raises:
-        SlotActive: the slot is in use.
+        SourceError (`slot_active`): the slot is in use.
         SourceError: the source can't be reached, or refuses.
     """
     held = drop_slot_of(config.dsn, config.slot)

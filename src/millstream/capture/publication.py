@@ -20,7 +20,7 @@ from psycopg import sql
 
 from millstream.capture.connection import translated
 from millstream.capture.source import Connection, SourceTable, list_tables
-from millstream.errors import PublicationMissing, SourceError, SourcePrivilegeMissing
+from millstream.errors import PublicationMissing, SourceError
 from millstream.model.names import TablePatterns
 
 
@@ -360,7 +360,7 @@ def _sync_one(
         try:
             _execute(connection, create)
         except SourceError as error:
-            if not isinstance(error, SourcePrivilegeMissing) and not _on_standby(error):
+            if error.code != "source_privilege_missing" and not _on_standby(error):
                 raise
             script = create.as_string(connection)
             if inserts_only:

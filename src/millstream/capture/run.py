@@ -58,15 +58,9 @@ from millstream.codec.pgoutput import warm
 from millstream.errors import (
     DiskFull,
     MillstreamError,
-    NoTablesMatch,
     ProtocolViolation,
     Retry,
-    SlotActive,
-    SourceBehind,
     SourceError,
-    SourceReplaced,
-    SourceSwitched,
-    SourceUnreachable,
 )
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
@@ -200,7 +194,7 @@ class _Capture:
                     self._choice.give_up(error.message)
                     logger.warning("no chunks any more: the stream is read", code=error.code, error=error.message)
                     continue
-                if self._reads_chunks and self._connected and isinstance(error, SourceUnreachable):
+                if self._reads_chunks and self._connected and error.code == "source_unreachable":
                     self._choice.broke()
                 # On a full disk a session connects, and ends at the first record: that is no progress.
                 if self._connected and not (isinstance(error, DiskFull) and time.monotonic() - began < _BACKOFF_MAX_S):
@@ -210,7 +204,7 @@ class _Capture:
                 if not self._worth_another_try(error, time.monotonic() - failing_since):
                     raise
                 wait_s = backoff.next_s()
-                if isinstance(error, SlotActive):
+                if error.code == "slot_active":
                     wait_s = min(wait_s, _SLOT_ACTIVE_MAX_S)
                 logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))
                 self._on_wait(error)
@@ -224,14 +218,14 @@ class _Capture:
         if not self._reads_chunks or self._stop.is_set():
             return False
         refused = isinstance(error, SourceError | ProtocolViolation)
-        return refused and not isinstance(error, SlotActive | SourceUnreachable)
+        return refused and error.code not in {"slot_active", "source_unreachable"}
 
     def _worth_another_try(self, error: MillstreamError, failing_s: float) -> bool:
         if isinstance(error, DiskFull):
             return not self._until_caught_up or failing_s < _GIVE_UP_S
         if error.retry is not Retry.BACKOFF or self._stop.is_set():
             return False
-        if isinstance(error, SlotActive | SourceBehind | SourceSwitched) or self._was_connected():
+        if error.code in {"slot_active", "source_behind", "source_switched"} or self._was_connected():
             return not self._until_caught_up or failing_s < _GIVE_UP_S
         return False
 
@@ -263,8 +257,9 @@ class _Capture:
             tables = Tables(config, self._catalog, directory)
             tables.look(control, Lsn(0))
             if not tables.facts:
-                raise NoTablesMatch(
+                raise SourceError(
                     f"no table of the source matches {', '.join(config.tables)}",
+                    code="no_tables_match",
                     hint="Correct `tables` in millstream.toml, or grant USAGE on the schema and SELECT on its tables.",
                 )
             if slot is None:
@@ -491,8 +486,9 @@ class _Capture:
         reached = self._catalog.move_reached(source, start)
         self._catalog.drop_fact(self._scope, "slot_dropped")
         if reached != start:
-            raise SourceReplaced(
+            raise SourceError(
                 f"a new slot begins at {format_lsn(start)}, below {format_lsn(reached)}, which the log has reached",
+                code="source_replaced",
                 hint="The source was set back to an older state: begin another stream (a home of its own).",
             )
         return reached

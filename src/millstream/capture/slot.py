@@ -18,7 +18,7 @@ from psycopg import pq, sql
 
 from millstream.capture.connection import RECOPY_HINT, connect, next_result, translate_result, translated
 from millstream.capture.source import Connection, on_standby
-from millstream.errors import SlotActive, SlotAhead, SlotLost, SourceError, SourceOnStandby, SourceUnreachable
+from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
 
 _POLL_S: Final = 1.0
@@ -100,17 +100,18 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
         on_standby: whether the server is a standby.
 
     Raises:
-        SourceOnStandby: it is a standby's copy of its primary's slot.
-        SlotLost: it is gone though it was used, or the server has removed WAL that it needed.
-        SlotAhead: its position is above X.
-        SlotActive: another connection reads it.
+        SourceError (`source_on_standby`): it is a standby's copy of its primary's slot.
+        SourceError (`slot_lost`): it is gone though it was used, or the server has removed WAL that it needed.
+        SourceError (`slot_ahead`): its position is above X.
+        SourceError (`slot_active`): another connection reads it.
         SourceError: it isn't a slot that capture could have made.
     """
     if slot is None:
         if reached == 0:
             return
-        raise SlotLost(
+        raise SourceError(
             f"this server has no slot {name}; the log has everything up to {format_lsn(reached)}",
+            code="slot_lost",
             hint=RECOPY_HINT,
             slot=name,
         )
@@ -121,27 +122,31 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
             slot=name,
         )
     if slot.synced and on_standby:
-        raise SourceOnStandby(
+        raise SourceError(
             f"the slot {name} of this standby is the copy of its primary's, which nobody may read here",
+            code="source_on_standby",
             hint="Point the DSN at the primary, or name another slot in millstream.toml: one of this standby's own.",
             slot=name,
         )
     if slot.wal_status == "lost" or slot.invalidation:
-        raise SlotLost(
+        raise SourceError(
             f"the slot {name} was invalidated ({slot.invalidation or 'its WAL was removed'})",
+            code="slot_lost",
             hint=RECOPY_HINT,
             slot=name,
         )
     if reached and slot.confirmed > reached:
-        raise SlotAhead(
+        raise SourceError(
             f"the slot {name} stands at {format_lsn(slot.confirmed)}, the log has only up to {format_lsn(reached)}: it was"
             " recreated, somebody else read from it, or this home is an older copy of one that ran on",
+            code="slot_ahead",
             hint=RECOPY_HINT,
             slot=name,
         )
     if slot.active_pid is not None:
-        raise SlotActive(
+        raise SourceError(
             f"the slot {name} is in use by the server process {slot.active_pid}",
+            code="slot_active",
             hint="Stop the other reader; it is tried again until then.",
             pid=slot.active_pid,
         )
@@ -159,7 +164,7 @@ def create_slot(
     without a slot.
 
     Raises:
-        NoFreeSlot, WalLevelNotLogical, SourcePrivilegeMissing: the server refused.
+        NoFreeSlot, SourceError (`wal_level_not_logical`), SourceError (`source_privilege_missing`): the server refused.
     """
     options = "(SNAPSHOT 'nothing', FAILOVER true)" if failover else "NOEXPORT_SNAPSHOT"
     statement = sql.SQL("CREATE_REPLICATION_SLOT {} LOGICAL pgoutput " + options).format(sql.Identifier(name))
@@ -194,7 +199,11 @@ def ask_for_slot(
         while next_result(pgconn) is not None:
             pass
     if result is None or result.status != pq.ExecStatus.TUPLES_OK:
-        raise SourceUnreachable("the connection was lost") if result is None else translate_result(result)
+        raise (
+            SourceError("the connection was lost", code="source_unreachable")
+            if result is None
+            else translate_result(result)
+        )
     point, snapshot = result.get_value(0, 1), result.get_value(0, 2)
     if point is None:
         raise SourceError("the source gave no position with its slot")
@@ -226,15 +235,16 @@ def drop_slot_of(dsn: str, name: str) -> int | None:
     """Drop a slot; return the bytes of WAL that it held, None if there was no such slot.
 
     Raises:
-        SlotActive: it is in use; stop the `run` that reads it first.
+        SourceError (`slot_active`): it is in use; stop the `run` that reads it first.
     """
     with connect(dsn, purpose="slot drop") as connection:
         slot = read_slot(connection, name)
         if slot is None:
             return None
         if slot.active_pid is not None:
-            raise SlotActive(
+            raise SourceError(
                 f"the slot {name} is in use by the server process {slot.active_pid}",
+                code="slot_active",
                 hint="Stop the `millstream run` that reads it, then drop it.",
                 pid=slot.active_pid,
             )

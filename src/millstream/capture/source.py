@@ -13,13 +13,7 @@ import psycopg
 
 from millstream.capture.connection import connect, translated
 from millstream.codec.pgoutput import Relation, RelationColumn
-from millstream.errors import (
-    SourceBehind,
-    SourceOnStandby,
-    SourceReplaced,
-    SourceSwitched,
-    SourceVersionUnsupported,
-)
+from millstream.errors import SourceError
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.pgtypes import builtin_name
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
@@ -279,7 +273,7 @@ def connect_same(dsn: str, identity: Identity, *, purpose: str) -> Connection:
     there doesn't match the stream.
 
     Raises:
-        SourceSwitched: another server, or another timeline, answers.
+        SourceError (`source_switched`): another server, or another timeline, answers.
         SourceError: the connection failed; the subclass says why.
     """
     connection = connect(dsn, purpose=purpose)
@@ -287,10 +281,11 @@ def connect_same(dsn: str, identity: Identity, *, purpose: str) -> Connection:
         found = identify(connection)
         timeline = None if identity.on_standby else identity.timeline
         if found != (identity.system_identifier, identity.database, timeline):
-            raise SourceSwitched(
+            raise SourceError(
                 f"system {found[0]}, database {found[1]}, {'a standby' if found[2] is None else f'timeline {found[2]}'}"
                 f" answers now; this session streams from system {identity.system_identifier}, database {identity.database},"
-                f" {'a standby' if timeline is None else f'timeline {timeline}'}"
+                f" {'a standby' if timeline is None else f'timeline {timeline}'}",
+                code="source_switched",
             )
     except BaseException:
         connection.close()
@@ -315,7 +310,7 @@ class KnownSource(Protocol):
 
 
 def check_same(known: KnownSource, found: KnownSource) -> None:
-    """Raise `SourceReplaced` unless both are the same history of the same database."""
+    """Raise `source_replaced` unless both are the same history of the same database."""
     if (known.system_identifier, known.database, known.timeline) == (
         found.system_identifier,
         found.database,
@@ -330,28 +325,31 @@ def check_same(known: KnownSource, found: KnownSource) -> None:
     if (known.system_identifier, known.database) == (found.system_identifier, found.database):
         what = "timeline"
         hint = "Let `millstream run` follow it first: it says whether it can."
-    raise SourceReplaced(
+    raise SourceError(
         f"another {what} answers under this DSN: system {found.system_identifier}, database {found.database}, timeline "
         f"{found.timeline}; the log follows system {known.system_identifier}, database {known.database}, timeline "
         f"{known.timeline}",
+        code="source_replaced",
         hint=hint,
     )
 
 
 def check_standby(identity: Identity) -> None:
-    """Raise `SourceOnStandby` if the server is a standby that can't decode its WAL."""
+    """Raise `source_on_standby` if the server is a standby that can't decode its WAL."""
     if identity.on_standby and identity.server_version < STANDBY_VERSION_MIN:
-        raise SourceOnStandby(
+        raise SourceError(
             f"the source is a standby of PostgreSQL {identity.server_version // 10000}, which can't decode its WAL (16 and newer can)",
+            code="source_on_standby",
             hint="Point the DSN at the primary.",
         )
 
 
 def check_origin(identity: Identity, origin: str) -> None:
-    """Raise `SourceVersionUnsupported` if the server is too old to leave out changes that have an origin."""
+    """Raise `source_version_unsupported` if the server is too old to leave out changes that have an origin."""
     if origin != "any" and identity.server_version < ORIGIN_VERSION_MIN:
-        raise SourceVersionUnsupported(
+        raise SourceError(
             f"the source is PostgreSQL {identity.server_version // 10000}, which can't leave out what replication wrote (16 and newer can)",
+            code="source_version_unsupported",
             hint='Set origin = "any" in [streams.S.source], or upgrade the server.',
         )
 
@@ -360,20 +358,22 @@ def check_end(connection: Connection, identity: Identity, reached: Lsn) -> None:
     """Check that the server's WAL reaches at least as far as the log.
 
     Raises:
-        SourceReplaced: a primary's WAL ends earlier. The server was set back without a new timeline (a
+        SourceError (`source_replaced`): a primary's WAL ends earlier. The server was set back without a new timeline (a
             copy of its disk was put back).
-        SourceBehind: a standby hasn't replayed that far yet.
+        SourceError (`source_behind`): a standby hasn't replayed that far yet.
     """
     end = insert_lsn(connection)
     if end >= as_record_end(reached):
         return
     if identity.on_standby:
-        raise SourceBehind(
-            f"the standby has replayed up to {format_lsn(end)}, the log has everything up to {format_lsn(reached)}"
+        raise SourceError(
+            f"the standby has replayed up to {format_lsn(end)}, the log has everything up to {format_lsn(reached)}",
+            code="source_behind",
         )
-    raise SourceReplaced(
+    raise SourceError(
         f"the source's WAL ends at {format_lsn(end)}, the log has everything up to {format_lsn(reached)}: it was set back to an"
         " older state",
+        code="source_replaced",
         hint="Point the DSN back to the server that the log followed. If this one is to be followed, it needs a timeline of its own: "
         "restart it once through recovery (the files recovery.signal and restore_command = 'false'), then run "
         "`millstream slot drop`; the next `millstream run` copies every table again.",

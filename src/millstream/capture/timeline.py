@@ -20,7 +20,7 @@ from psycopg import errors
 from millstream.capture.connection import connect_replication, translated
 from millstream.capture.source import Connection, Identity, check_same
 from millstream.catalog import SourceRow
-from millstream.errors import SourceError, SourceReplaced, SourceSwitched
+from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
 
 History = tuple[tuple[int, Lsn], ...]
@@ -111,12 +111,15 @@ class TimelineWatch:
         self._connection.close()
 
     def check(self) -> None:
-        """Raise `SourceSwitched` if the server is on another timeline than the session; a round trip each time."""
+        """Raise `source_switched` if the server is on another timeline than the session; a round trip each time."""
         with translated():
             row = self._connection.execute("IDENTIFY_SYSTEM").fetchone()
         assert row is not None
         if (int(row[0]), int(row[1])) != (self._identity.system_identifier, self._identity.timeline):
-            raise SourceSwitched(f"the standby is on timeline {row[1]} now, this session on {self._identity.timeline}")
+            raise SourceError(
+                f"the standby is on timeline {row[1]} now, this session on {self._identity.timeline}",
+                code="source_switched",
+            )
 
 
 def follows(
@@ -132,7 +135,7 @@ def follows(
         reached: X, up to which the log has everything.
 
     Raises:
-        SourceReplaced: it is another system or database, or it branched off below X, or the branch point is unknown.
+        SourceError (`source_replaced`): it is another system or database, or it branched off below X, or the branch point is unknown.
     """
     if (followed.system_identifier, followed.database) != (found.system_identifier, found.database):
         check_same(followed, found)
@@ -140,9 +143,10 @@ def follows(
     if theirs is None:
         if same_number:
             return False
-        raise SourceReplaced(
+        raise SourceError(
             f"the source is on timeline {found.timeline}, the log follows timeline {followed.timeline}, and the server has no"
             f" history of its own ({found.timeline:08X}.history): where it branched off can't be told",
+            code="source_replaced",
             hint=f"Put that file back into the server's pg_wal folder (an archive has it). {BRANCH_HINT}",
         )
     upto = shared_upto((followed.timeline, ours), (found.timeline, theirs))
@@ -151,9 +155,10 @@ def follows(
     if upto >= reached:
         return True
     where = f"branched off at {format_lsn(upto)}" if upto else "has nothing in common with that"
-    raise SourceReplaced(
+    raise SourceError(
         f"the source is on {'another ' if same_number else ''}timeline {found.timeline}; the log follows timeline"
         f" {followed.timeline} and has changes up to {format_lsn(reached)}, but this one {where}: it lacks what the log has above",
+        code="source_replaced",
         hint=BRANCH_HINT,
         branched_off=format_lsn(upto),
         reached=format_lsn(reached),

@@ -73,7 +73,7 @@ def wait_for_lake(waiting: Waiting, lsn: Lsn, *, before: Seq) -> Seq:
 
     Raises:
         LakeBehind: no running process would bring it there, or it takes too long.
-        SlotActive, SourceError: the slot couldn't be asked whether anything is missing.
+        SourceError (`slot_active`), SourceError: the slot couldn't be asked whether anything is missing.
     """
     reader = StreamReader(str(waiting.home.wal_folder(waiting.stream)))
     _wait_for_log(waiting, lsn)

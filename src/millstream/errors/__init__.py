@@ -103,8 +103,10 @@ from millstream.errors._replication import StoreUnavailable as StoreUnavailable
 from millstream.errors._replication import StoreUnusable as StoreUnusable
 from millstream.errors._replication import TwoLeaders as TwoLeaders
 from millstream.errors._replication import UnknownNode as UnknownNode
+from millstream.errors._root import Code as Code
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
+from millstream.errors._root import codes_of as codes_of
 from millstream.errors._root import error_of as error_of
 from millstream.errors._routing import InvalidRoute as InvalidRoute
 from millstream.errors._routing import NoRouteMatches as NoRouteMatches
@@ -120,26 +122,9 @@ from millstream.errors._sequencing import UnknownWriter as UnknownWriter
 from millstream.errors._sequencing import WriterAlive as WriterAlive
 from millstream.errors._sequencing import WriterNameTaken as WriterNameTaken
 from millstream.errors._source import NoFreeSlot as NoFreeSlot
-from millstream.errors._source import NoTablesMatch as NoTablesMatch
 from millstream.errors._source import PublicationMissing as PublicationMissing
-from millstream.errors._source import ReplicaIdentityUnusable as ReplicaIdentityUnusable
-from millstream.errors._source import SlotActive as SlotActive
-from millstream.errors._source import SlotAhead as SlotAhead
-from millstream.errors._source import SlotLost as SlotLost
 from millstream.errors._source import SnapshotWaits as SnapshotWaits
-from millstream.errors._source import SourceAuthenticationFailed as SourceAuthenticationFailed
-from millstream.errors._source import SourceBehind as SourceBehind
-from millstream.errors._source import SourceDatabaseMissing as SourceDatabaseMissing
-from millstream.errors._source import SourceDsnInvalid as SourceDsnInvalid
 from millstream.errors._source import SourceError as SourceError
-from millstream.errors._source import SourceOnStandby as SourceOnStandby
-from millstream.errors._source import SourcePrivilegeMissing as SourcePrivilegeMissing
-from millstream.errors._source import SourceReplaced as SourceReplaced
-from millstream.errors._source import SourceSwitched as SourceSwitched
-from millstream.errors._source import SourceTlsFailed as SourceTlsFailed
-from millstream.errors._source import SourceUnreachable as SourceUnreachable
-from millstream.errors._source import SourceVersionUnsupported as SourceVersionUnsupported
-from millstream.errors._source import WalLevelNotLogical as WalLevelNotLogical
 
 # --- usage and configuration -------------------------------------------------------------------------------------
 

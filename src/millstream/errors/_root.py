@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -20,31 +21,57 @@ class Retry(StrEnum):
     """A person has to change something first; the hint names it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A failure that has a code but no class, because no caller catches it alone."""
+
+    summary: str
+    """One sentence on what failed; then the names of the `details`."""
+    retry: Retry = Retry.NEVER
+    hint: str = ""
+    exit_code: int = 1
+
+
 class MillstreamError(Exception):
     """The root. `code` is stable and may be matched on; `hint` is one sentence that a person can act on.
 
+    A class has a code of its own, and further ones in `codes`.
+
     Args:
         message: what happened, where, with the values that matter (never a secret).
-        hint: the remedy; the class's own `default_hint` if not given.
+        code: one of the class's `codes`; the class's own code if not given.
+        hint: the remedy; the code's default hint if not given.
         details: facts for programs, JSON-able.
     """
 
-    code: ClassVar[str] = "millstream"
-    retry: ClassVar[Retry] = Retry.NEVER
-    exit_code: ClassVar[int] = 1
+    code: str = "millstream"
+    retry: Retry = Retry.NEVER
+    exit_code: int = 1
     default_hint: ClassVar[str] = ""
+    codes: ClassVar[Mapping[str, Code]] = {}
+    """Further codes that an error of this class may have."""
 
-    def __init__(self, message: str, *, hint: str | None = None, **details: Any) -> None:
+    def __init__(self, message: str, *, code: str | None = None, hint: str | None = None, **details: Any) -> None:
         super().__init__(message)
+        default = self.default_hint
+        if code is not None and code != self.code:
+            known = self.codes[code]
+            self.code, self.retry, self.exit_code, default = code, known.retry, known.exit_code, known.hint
         self.message = message
-        self.hint = self.default_hint if hint is None else hint
+        self.hint = default if hint is None else hint
         self.details = details
         if self.hint:
             # For uncaught errors: a traceback shows notes under the message.
             self.add_note(f"hint: {self.hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.hint, self.details))
+        return (_rebuild, (type(self), self.message, self.code, self.hint, self.details))
+
+    @property
+    def summary(self) -> str:
+        """The constant description of the error's code."""
+        known = self.codes.get(self.code)
+        return (self.__doc__ or "").partition("\n\n")[0] if known is None else known.summary
 
     def as_dict(self) -> dict[str, Any]:
         """Return the error as JSON-able facts: code, message, hint, retry, details."""
@@ -62,18 +89,25 @@ def error_of(facts: Mapping[str, Any]) -> MillstreamError:
 
     A code from a newer Millstream's tree gives a `MillstreamError`.
     """
-    kinds = [MillstreamError]
-    for kind in kinds:
-        if kind.code == facts["code"]:
-            break
-        kinds.extend(kind.__subclasses__())
-    else:
-        kind = MillstreamError
-    return kind(facts["message"], hint=facts["hint"], **facts["details"])
+    for kind, code in codes_of(MillstreamError):
+        if code == facts["code"]:
+            return kind(facts["message"], code=code, hint=facts["hint"], **facts["details"])
+    return MillstreamError(facts["message"], hint=facts["hint"], **facts["details"])
 
 
-def _rebuild(kind: type[MillstreamError], message: str, hint: str, details: dict[str, Any]) -> MillstreamError:
-    return kind(message, hint=hint, **details)
+def codes_of(kind: type[MillstreamError]) -> Iterator[tuple[type[MillstreamError], str]]:
+    """Yield each code of a class and of its subclasses, a parent's before its children's, with the class."""
+    yield kind, kind.code
+    for code in vars(kind).get("codes", ()):
+        yield kind, code
+    for child in kind.__subclasses__():
+        yield from codes_of(child)
+
+
+def _rebuild(
+    kind: type[MillstreamError], message: str, code: str, hint: str, details: dict[str, Any]
+) -> MillstreamError:
+    return kind(message, code=code, hint=hint, **details)
 
 
 def _is_plain(value: object) -> bool:

@@ -2,84 +2,96 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
-from millstream.errors._root import MillstreamError, Retry
+from millstream.errors._root import Code, MillstreamError, Retry
+
+_LASTING: Final = frozenset(
+    {"source_dsn_invalid", "source_version_unsupported", "slot_lost", "slot_ahead", "source_replaced"}
+)
 
 
 class SourceError(MillstreamError):
-    """An error about the PostgreSQL source; the stream's other parts go on."""
+    """An error about the PostgreSQL source; the stream's other parts continue."""
 
     code = "source"
     retry = Retry.OPERATOR
-    mends_at_source: ClassVar[bool] = True
-    """Whether a change at the source alone repairs it, with nothing lost; a running capture retries until then."""
+    codes: ClassVar[Mapping[str, Code]] = {
+        "source_unreachable": Code(
+            "The connection failed: wrong host or port, a network failure, or the server is starting or stopping.",
+            Retry.BACKOFF,
+            "Check host, port and that the server runs.",
+        ),
+        "source_dsn_invalid": Code(
+            "The DSN can't be parsed, or names a service or file that doesn't exist.", Retry.OPERATOR, exit_code=2
+        ),
+        "source_authentication_failed": Code(
+            "The server rejects the user or the password, or pg_hba.conf rejects the connection.", Retry.OPERATOR
+        ),
+        "source_tls_failed": Code(
+            "The encrypted connection that the DSN requires failed: a certificate is untrusted, for another host, or missing.",
+            Retry.OPERATOR,
+            "Check sslmode, sslrootcert, sslcert and sslkey in the DSN: verify-full needs the authority that signed the "
+            "server's certificate, and the host name in that certificate.",
+        ),
+        "source_database_missing": Code("The database named by the DSN doesn't exist.", Retry.OPERATOR),
+        "source_privilege_missing": Code(
+            "The role lacks a privilege that capture needs; the hint contains the GRANT to run.", Retry.OPERATOR
+        ),
+        "source_version_unsupported": Code(
+            "The server is older than PostgreSQL 14, or isn't PostgreSQL.",
+            Retry.OPERATOR,
+            "Capture from a server of PostgreSQL 14 to 18.",
+        ),
+        "wal_level_not_logical": Code(
+            "`wal_level` is not `logical`.",
+            Retry.OPERATOR,
+            "Run `ALTER SYSTEM SET wal_level = 'logical'` and restart the server.",
+        ),
+        "slot_active": Code("Another connection uses the slot; details: pid.", Retry.BACKOFF),
+        "slot_lost": Code(
+            "The slot that this stream followed is gone or invalidated: later changes are unavailable.", Retry.OPERATOR
+        ),
+        "slot_ahead": Code(
+            "The slot was confirmed (or recreated) above the log's end: the changes between are unavailable.",
+            Retry.OPERATOR,
+        ),
+        "source_replaced": Code(
+            "Another system, another database or an unrelated timeline answers at this DSN.", Retry.OPERATOR
+        ),
+        "source_on_standby": Code(
+            "The server is a standby that can't be captured from, or not with this slot.",
+            Retry.OPERATOR,
+            "Point the DSN at the primary, or at a standby of PostgreSQL 16 or newer with its own slot.",
+        ),
+        "source_behind": Code(
+            "A standby hasn't replayed everything that the log has from its primary. Capture retries.",
+            Retry.BACKOFF,
+            "Check that the standby follows its primary.",
+        ),
+        "source_switched": Code(
+            "Another server or timeline answers than at the start of this session. Capture restarts and checks its history.",
+            Retry.BACKOFF,
+        ),
+        "replica_identity_unusable": Code(
+            "A table's replica identity gives updates and deletes no key; the table is captured into history only.",
+            Retry.OPERATOR,
+        ),
+        "no_tables_match": Code("The configured patterns match no table.", Retry.OPERATOR),
+    }
 
-
-class SourceUnreachable(SourceError):
-    """No connection: host, port, network, or the server is starting or stopping."""
-
-    code = "source_unreachable"
-    retry = Retry.BACKOFF
-    default_hint = "Check host, port and that the server runs."
-
-
-class SourceDsnInvalid(SourceError):
-    """The DSN can't be parsed, or names a service or file that doesn't exist."""
-
-    code = "source_dsn_invalid"
-    mends_at_source = False
-    exit_code = 2
-
-
-class SourceAuthenticationFailed(SourceError):
-    """Wrong user or password, or pg_hba.conf refuses."""
-
-    code = "source_authentication_failed"
-
-
-class SourceTlsFailed(SourceError):
-    """No encrypted connection as the DSN asks: a certificate is untrusted, for another host, or missing."""
-
-    code = "source_tls_failed"
-    default_hint = (
-        "Check sslmode, sslrootcert, sslcert and sslkey in the DSN: verify-full takes the authority that signed the server's "
-        "certificate, and the host as it stands in there."
-    )
-
-
-class SourceDatabaseMissing(SourceError):
-    """The database named by the DSN doesn't exist."""
-
-    code = "source_database_missing"
-
-
-class SourcePrivilegeMissing(SourceError):
-    """The role lacks a privilege that capture needs; the hint holds the GRANT to run."""
-
-    code = "source_privilege_missing"
-
-
-class SourceVersionUnsupported(SourceError):
-    """The server is older than 14 (or isn't PostgreSQL)."""
-
-    code = "source_version_unsupported"
-    mends_at_source = False
-    default_hint = "PostgreSQL 14 to 18 can be captured."
-
-
-class WalLevelNotLogical(SourceError):
-    """`wal_level` is not `logical`."""
-
-    code = "wal_level_not_logical"
-    default_hint = "Run `ALTER SYSTEM SET wal_level = 'logical'` and restart the server."
+    @property
+    def mends_at_source(self) -> bool:
+        """Whether a change at the source alone repairs it, with nothing lost; a running capture retries until then."""
+        return self.code not in _LASTING
 
 
 class NoFreeSlot(SourceError):
     """`max_replication_slots` or `max_wal_senders` is used up."""
 
     code = "no_free_slot"
-    default_hint = "Raise max_replication_slots (or max_wal_senders), or drop a slot that nobody uses."
+    default_hint = "Raise max_replication_slots (or max_wal_senders), or drop an unused slot."
 
 
 class SnapshotWaits(SourceError):
@@ -93,66 +105,3 @@ class PublicationMissing(SourceError):
     """The publication doesn't exist and may not be created."""
 
     code = "publication_missing"
-
-
-class SlotActive(SourceError):
-    """Another connection uses the slot; details: pid."""
-
-    code = "slot_active"
-    retry = Retry.BACKOFF
-
-
-class SlotLost(SourceError):
-    """The slot that this stream followed is gone or invalidated: changes since then are unavailable."""
-
-    code = "slot_lost"
-    mends_at_source = False
-
-
-class SlotAhead(SourceError):
-    """The slot was confirmed (or recreated) above what the log holds: the changes between are unavailable."""
-
-    code = "slot_ahead"
-    mends_at_source = False
-
-
-class SourceReplaced(SourceError):
-    """Another system, database or an unrelated timeline answers under this DSN."""
-
-    code = "source_replaced"
-    mends_at_source = False
-
-
-class SourceOnStandby(SourceError):
-    """The server is a standby that can't be captured from, or not with this slot."""
-
-    code = "source_on_standby"
-    default_hint = "Point the DSN at the primary, or at a standby of PostgreSQL 16 or newer with a slot of its own."
-
-
-class SourceBehind(SourceError):
-    """A standby hasn't yet replayed everything that the log has from its primary."""
-
-    code = "source_behind"
-    retry = Retry.BACKOFF
-    default_hint = "It is tried again; see that the standby follows its primary."
-
-
-class SourceSwitched(SourceError):
-    """Another server or timeline answers than at the start of this session."""
-
-    code = "source_switched"
-    retry = Retry.BACKOFF
-    default_hint = "Capture begins anew, and looks at whose history answers."
-
-
-class ReplicaIdentityUnusable(SourceError):
-    """A table's replica identity gives updates and deletes no key; the table is captured into history only."""
-
-    code = "replica_identity_unusable"
-
-
-class NoTablesMatch(SourceError):
-    """The configured patterns match no table."""
-
-    code = "no_tables_match"

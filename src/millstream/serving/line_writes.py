@@ -90,7 +90,7 @@ class LineWrites:
         try:
             refused, count = await self._append(scope, receive)
         except MillstreamError as error:
-            await self._fail(send, status_of(type(error)), _spoken(error))
+            await self._fail(send, status_of(error), _spoken(error))
         except ClientGoneError:
             return
         except Exception:  # our bug: the request must not look unanswered
@@ -206,7 +206,7 @@ def _refused(lines: Lines, outcomes: Sequence[Appended | MillstreamError]) -> tu
 def _is_refusal(error: MillstreamError) -> bool:
     """Return whether the same lines would be refused again, or need a change of the configuration first."""
     may_pass = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, ReplicationError)
-    return not may_pass and status_of(type(error)) < HTTPStatus.INTERNAL_SERVER_ERROR
+    return not may_pass and status_of(error) < HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def _line_of(table: TableLines, row: int) -> int:

@@ -13,61 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from millstream.errors import (
-    AccessError,
-    AckLevelUnavailable,
-    AddressInUse,
-    AppendOutcomeUnknown,
-    BeyondRetention,
-    BodyTooLarge,
-    CatalogBusy,
-    CatalogUnreachable,
-    CodecError,
-    ConfigError,
-    DedupWindowExpired,
-    DiskFull,
-    Fenced,
-    Forbidden,
-    HomeBusy,
-    IngestError,
-    InvalidBody,
-    InvalidRoute,
-    InvalidValue,
-    KeyChanged,
-    LogTruncated,
-    MediaTypeUnknown,
-    MethodNotAllowed,
-    MillstreamError,
-    NoRouteMatches,
-    NotEnoughReplicas,
-    OffsetBeyondEnd,
-    OffsetExpired,
-    Overloaded,
-    PartialWrite,
-    PositionError,
-    QueryBound,
-    ReadOnly,
-    RequestTimeout,
-    Retry,
-    ServerBusy,
-    SessionExpired,
-    SessionGap,
-    SessionsNeedOneWriter,
-    SessionsNotKnown,
-    StaleEpoch,
-    TableCaptured,
-    TableSetAside,
-    TimeFromFuture,
-    TokenFromFuture,
-    Unauthenticated,
-    UnknownColumn,
-    UnknownHost,
-    UnknownPath,
-    UnknownStream,
-    UnknownTable,
-    UsageError,
-    WriterClosed,
-)
+from millstream.errors import MillstreamError, Retry, UsageError
 from millstream.serving.paths import allowed_of, method_not_allowed, unknown_path
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -77,87 +23,85 @@ RETRY_AFTER_S: Final = 1
 _CHALLENGE: Final = b'Bearer realm="millstream", Basic realm="millstream"'
 """The accepted forms of a token."""
 
-_STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
-    MillstreamError: HTTPStatus.INTERNAL_SERVER_ERROR,
+_STATUS: Final[Mapping[str, HTTPStatus]] = {
+    "millstream": HTTPStatus.INTERNAL_SERVER_ERROR,
     # Errors in the request.
-    UsageError: HTTPStatus.BAD_REQUEST,
-    PositionError: HTTPStatus.BAD_REQUEST,
-    InvalidBody: HTTPStatus.BAD_REQUEST,
-    Unauthenticated: HTTPStatus.UNAUTHORIZED,
-    Forbidden: HTTPStatus.FORBIDDEN,
-    AccessError: HTTPStatus.FORBIDDEN,
-    UnknownHost: HTTPStatus.MISDIRECTED_REQUEST,
-    UnknownStream: HTTPStatus.NOT_FOUND,
-    UnknownTable: HTTPStatus.NOT_FOUND,
-    UnknownPath: HTTPStatus.NOT_FOUND,
-    MethodNotAllowed: HTTPStatus.METHOD_NOT_ALLOWED,
-    RequestTimeout: HTTPStatus.REQUEST_TIMEOUT,
-    KeyChanged: HTTPStatus.CONFLICT,
-    TableCaptured: HTTPStatus.CONFLICT,
-    TableSetAside: HTTPStatus.CONFLICT,
-    OffsetBeyondEnd: HTTPStatus.CONFLICT,
-    TokenFromFuture: HTTPStatus.CONFLICT,
-    LogTruncated: HTTPStatus.CONFLICT,
-    SessionGap: HTTPStatus.CONFLICT,
-    SessionExpired: HTTPStatus.CONFLICT,
-    SessionsNeedOneWriter: HTTPStatus.CONFLICT,
-    SessionsNotKnown: HTTPStatus.CONFLICT,
-    AckLevelUnavailable: HTTPStatus.CONFLICT,
-    DedupWindowExpired: HTTPStatus.CONFLICT,
-    TimeFromFuture: HTTPStatus.CONFLICT,
-    OffsetExpired: HTTPStatus.GONE,
-    BeyondRetention: HTTPStatus.GONE,
-    BodyTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    MediaTypeUnknown: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    IngestError: HTTPStatus.UNPROCESSABLE_ENTITY,
-    UnknownColumn: HTTPStatus.UNPROCESSABLE_ENTITY,
-    InvalidValue: HTTPStatus.UNPROCESSABLE_ENTITY,
-    NoRouteMatches: HTTPStatus.UNPROCESSABLE_ENTITY,
-    InvalidRoute: HTTPStatus.UNPROCESSABLE_ENTITY,
-    QueryBound: HTTPStatus.UNPROCESSABLE_ENTITY,
+    "usage": HTTPStatus.BAD_REQUEST,
+    "position": HTTPStatus.BAD_REQUEST,
+    "invalid_body": HTTPStatus.BAD_REQUEST,
+    "unauthenticated": HTTPStatus.UNAUTHORIZED,
+    "forbidden": HTTPStatus.FORBIDDEN,
+    "access": HTTPStatus.FORBIDDEN,
+    "unknown_host": HTTPStatus.MISDIRECTED_REQUEST,
+    "unknown_stream": HTTPStatus.NOT_FOUND,
+    "unknown_table": HTTPStatus.NOT_FOUND,
+    "unknown_path": HTTPStatus.NOT_FOUND,
+    "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
+    "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
+    "key_changed": HTTPStatus.CONFLICT,
+    "table_captured": HTTPStatus.CONFLICT,
+    "table_set_aside": HTTPStatus.CONFLICT,
+    "offset_beyond_end": HTTPStatus.CONFLICT,
+    "token_from_future": HTTPStatus.CONFLICT,
+    "log_truncated": HTTPStatus.CONFLICT,
+    "session_gap": HTTPStatus.CONFLICT,
+    "session_expired": HTTPStatus.CONFLICT,
+    "sessions_need_one_writer": HTTPStatus.CONFLICT,
+    "sessions_not_known": HTTPStatus.CONFLICT,
+    "ack_level_unavailable": HTTPStatus.CONFLICT,
+    "dedup_window_expired": HTTPStatus.CONFLICT,
+    "time_from_future": HTTPStatus.CONFLICT,
+    "offset_expired": HTTPStatus.GONE,
+    "beyond_retention": HTTPStatus.GONE,
+    "body_too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    "media_type_unknown": HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    "ingest": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "unknown_column": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "invalid_value": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "no_route_matches": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "invalid_route": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "query_bound": HTTPStatus.UNPROCESSABLE_ENTITY,
     # Not a 5xx: clients resend those, and the sinks that took it would get it twice.
-    PartialWrite: HTTPStatus.FAILED_DEPENDENCY,
+    "partial_write": HTTPStatus.FAILED_DEPENDENCY,
     # Errors that may go away.
-    Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
-    ServerBusy: HTTPStatus.TOO_MANY_REQUESTS,
-    WriterClosed: HTTPStatus.SERVICE_UNAVAILABLE,
-    HomeBusy: HTTPStatus.SERVICE_UNAVAILABLE,
-    NotEnoughReplicas: HTTPStatus.SERVICE_UNAVAILABLE,
+    "overloaded": HTTPStatus.TOO_MANY_REQUESTS,
+    "server_busy": HTTPStatus.TOO_MANY_REQUESTS,
+    "writer_closed": HTTPStatus.SERVICE_UNAVAILABLE,
+    "home_busy": HTTPStatus.SERVICE_UNAVAILABLE,
+    "not_enough_replicas": HTTPStatus.SERVICE_UNAVAILABLE,
     # Not a 4xx, for which shippers of metrics drop their data: a resend may reach the leader, for
     # instance behind a load balancer.
-    ReadOnly: HTTPStatus.SERVICE_UNAVAILABLE,
-    Fenced: HTTPStatus.SERVICE_UNAVAILABLE,
-    StaleEpoch: HTTPStatus.SERVICE_UNAVAILABLE,
-    CatalogBusy: HTTPStatus.SERVICE_UNAVAILABLE,
-    CatalogUnreachable: HTTPStatus.SERVICE_UNAVAILABLE,
+    "read_only": HTTPStatus.SERVICE_UNAVAILABLE,
+    "fenced": HTTPStatus.SERVICE_UNAVAILABLE,
+    "stale_epoch": HTTPStatus.SERVICE_UNAVAILABLE,
+    "catalog_busy": HTTPStatus.SERVICE_UNAVAILABLE,
+    "catalog_unreachable": HTTPStatus.SERVICE_UNAVAILABLE,
     # Errors that an operator has to fix.
-    ConfigError: HTTPStatus.INTERNAL_SERVER_ERROR,
-    AddressInUse: HTTPStatus.INTERNAL_SERVER_ERROR,
-    CodecError: HTTPStatus.INTERNAL_SERVER_ERROR,
-    AppendOutcomeUnknown: HTTPStatus.INTERNAL_SERVER_ERROR,
-    DiskFull: HTTPStatus.INSUFFICIENT_STORAGE,
+    "config": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "address_in_use": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "codec": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "append_outcome_unknown": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "disk_full": HTTPStatus.INSUFFICIENT_STORAGE,
 }
-"""Statuses by error class; a subclass without an entry has its nearest base's."""
+"""Statuses by code; a code without an entry has that of its class, or of the nearest base class."""
 
 
-def status_of(kind: type[MillstreamError]) -> HTTPStatus:
-    """Return the status for an error: its own, or that of its base class; 503 if it may be retried."""
-    for above in kind.__mro__:
-        found = _STATUS.get(above)
-        if found is None:
-            continue
-        if found is HTTPStatus.INTERNAL_SERVER_ERROR and above is not kind and kind.retry is Retry.BACKOFF:
-            return HTTPStatus.SERVICE_UNAVAILABLE
-        return found
-    raise AssertionError("the root is in the table")
+def status_of(error: MillstreamError) -> HTTPStatus:
+    """Return the status for an error: its code's, or that of its class or base class; 503 if it may be retried."""
+    bases = [kind.code for kind in type(error).__mro__ if issubclass(kind, MillstreamError)]
+    found = next(_STATUS[code] for code in (error.code, *bases) if code in _STATUS)
+    own = error.code in _STATUS
+    if found is HTTPStatus.INTERNAL_SERVER_ERROR and not own and error.retry is Retry.BACKOFF:
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    return found
 
 
 def problem_of(error: MillstreamError) -> dict[str, Any]:
     """Return the document."""
-    status = status_of(type(error))
+    status = status_of(error)
     return {
         "type": f"urn:millstream:error:{error.code}",
-        "title": title_of(type(error)),
+        "title": title_of(error),
         "status": int(status),
         "detail": error.message,
         **{name: value for name, value in error.as_dict().items() if name != "message"},
@@ -170,10 +114,10 @@ def plain_problem(status: int, detail: str = "") -> dict[str, Any]:
     return {"type": "about:blank", "title": phrase, "status": status, "detail": detail or phrase}
 
 
-def title_of(kind: type[MillstreamError]) -> str:
-    """Return a constant title for a kind of error: the first sentence of its reference."""
-    first, _, _ = " ".join((kind.__doc__ or "").split()).partition(". ")
-    return first.partition("; details:")[0].partition("; ")[0].rstrip(".") or kind.code
+def title_of(error: MillstreamError) -> str:
+    """Return a constant title for an error's code: the first sentence of its reference."""
+    first, _, _ = " ".join(error.summary.split()).partition(". ")
+    return first.partition("; details:")[0].partition("; ")[0].rstrip(".") or error.code
 
 
 def headers_of(status: int) -> list[tuple[bytes, bytes]]:

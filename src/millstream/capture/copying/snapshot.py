@@ -60,7 +60,7 @@ class SourceSnapshot:
 
         Raises:
             SnapshotWaits: a transaction is still running after `patience_s`.
-            NoFreeSlot, WalLevelNotLogical, SourcePrivilegeMissing: the server refused.
+            NoFreeSlot, SourceError (`wal_level_not_logical`), SourceError (`source_privilege_missing`): the server refused.
         """
         with connect_replication(dsn) as replication:
             if check is not None:

@@ -23,7 +23,7 @@ from psycopg import pq
 
 from millstream.capture.connection import next_result, translate_result, wait_for
 from millstream.capture.copying import _scan as machine
-from millstream.errors import ProtocolViolation, SourceUnreachable
+from millstream.errors import ProtocolViolation, SourceError
 
 _PIECE_BYTES: Final = 256 << 10
 _TEXT_BYTES: Final = 4 << 20
@@ -201,9 +201,9 @@ class _Pieces:
                 _wait(self._peer.fileno(), select.POLLIN)
                 continue
             except OSError as error:
-                raise SourceUnreachable(f"the connection broke during a COPY: {error}") from error
+                raise SourceError(f"the connection broke during a COPY: {error}", code="source_unreachable") from error
             if not count:
-                raise SourceUnreachable("the connection was closed during a COPY")
+                raise SourceError("the connection was closed during a COPY", code="source_unreachable")
             self.filled = self._owned + count
             return self._view
 

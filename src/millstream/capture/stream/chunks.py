@@ -68,7 +68,7 @@ class SlotAdvance:
         """Advance to `lsn`, up to which everything is durable, unless it was advanced a moment ago.
 
         Raises:
-            SlotActive: another connection reads it.
+            SourceError (`slot_active`): another connection reads it.
             MillstreamError: the source refused, or the connection broke.
         """
         self._settle()

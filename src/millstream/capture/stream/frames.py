@@ -20,7 +20,7 @@ import psycopg
 
 from millstream.capture.connection import translate_fields
 from millstream.codec.pgoutput import MessageRun
-from millstream.errors import ProtocolViolation, SourceUnreachable
+from millstream.errors import ProtocolViolation, SourceError
 
 KEEPALIVE: Final = ord("k")
 """The kind of a keepalive in a block; pgoutput has no message of that kind."""
@@ -117,7 +117,7 @@ class Frames:
                 return None
 
     def send(self, data: bytes) -> None:
-        """Send frames; raise `SourceUnreachable` if that fails."""
+        """Send frames; raise `source_unreachable` if that fails."""
         deadline = time.monotonic() + _SEND_S
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
@@ -127,10 +127,10 @@ class Frames:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise SourceUnreachable("the source takes nothing any more") from None
+                    raise SourceError("the source takes nothing any more", code="source_unreachable") from None
                 poll.poll(1000)
             except OSError as error:
-                raise SourceUnreachable(f"the connection broke: {error}") from error
+                raise SourceError(f"the connection broke: {error}", code="source_unreachable") from error
 
     def close(self) -> None:
         """Close our side of the socket."""
@@ -152,9 +152,9 @@ class Frames:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            raise SourceUnreachable(f"the connection broke: {error}") from error
+            raise SourceError(f"the connection broke: {error}", code="source_unreachable") from error
         if not count:
-            raise SourceUnreachable("the connection was closed by the server")
+            raise SourceError("the connection was closed by the server", code="source_unreachable")
         self._filled += count
 
     def _room_needed(self) -> int:

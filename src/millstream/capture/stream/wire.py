@@ -23,7 +23,7 @@ from psycopg import pq
 from millstream.capture.connection import next_result, translate, translate_result
 from millstream.capture.stream.frames import KEEPALIVE, NAP_US, Block, Connection, Frames, pass_over
 from millstream.codec.pgoutput import MessageRun
-from millstream.errors import MillstreamError, ProtocolViolation, SourceUnreachable
+from millstream.errors import MillstreamError, ProtocolViolation, SourceError
 from millstream.model.positions import Lsn
 
 HEADER_BYTES: Final = 25
@@ -57,7 +57,7 @@ class Wire(Protocol):
         """Report to the source what was received, and what is durable; `ask` requests its position in return.
 
         Raises:
-            SourceUnreachable: the report can't be sent.
+            SourceError (`source_unreachable`): the report can't be sent.
         """
 
     def say_goodbye(self) -> None:
@@ -173,7 +173,7 @@ class SocketWire:
 
 def _on_other_frame(kind: str, body: bytes) -> None:
     if kind in "cCZ":
-        raise SourceUnreachable("the server ended the stream")
+        raise SourceError("the server ended the stream", code="source_unreachable")
     pass_over(kind, body, what="the stream")
 
 
@@ -264,4 +264,4 @@ def _block(payloads: list[bytes | memoryview]) -> Block:
 
 
 def _no_result() -> pq.abc.PGresult:
-    raise SourceUnreachable("the replication connection was closed by the server")
+    raise SourceError("the replication connection was closed by the server", code="source_unreachable")
