@@ -16,8 +16,7 @@ from queue import SimpleQueue
 
 from bench.figures import Figure, asked, compared, interleaved, measures, reported, say
 from bench.places import folder
-from bench.wal import EVENTS, ROW_BYTES, log_in
-from millstream.model.appends import AppendOp
+from bench.wal import ROW_BYTES, log_in, operation
 
 CALLERS = 64
 CALLERS_S = 3.0
@@ -164,8 +163,8 @@ def _by_coroutines(append: Callable[[bytes], Awaitable[object]], took_ms: list[f
 def _ours(took_ms: list[float], *, coroutines: bool) -> float:
     with folder("log") as path, log_in(path) as writer:
         if coroutines:
-            return _by_coroutines(lambda data: writer.append_async(AppendOp(EVENTS, ((data,),))), took_ms)
-        return _by_threads(lambda data: writer.append(AppendOp(EVENTS, ((data,),))), took_ms)
+            return _by_coroutines(lambda data: writer.append_async(operation([data])), took_ms)
+        return _by_threads(lambda data: writer.append(operation([data])), took_ms)
 
 
 def _timer(*, coroutines: bool) -> float:

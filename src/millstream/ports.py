@@ -10,10 +10,9 @@ from concurrent.futures import Future
 from typing import Protocol, Self, TypeAlias
 
 from millstream.errors import MillstreamError
-from millstream.model.appends import Submitted
 from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
-from millstream.model.operations import Ack, WriteOps
+from millstream.model.operations import Ack, Submitted, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
 from millstream.model.replication import AckLevel, Acknowledgement, Hello, Holdings, Shipment
 from millstream.model.writes import SessionFacts
@@ -213,7 +212,6 @@ class LogAppender(Protocol):
             AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
             WriterClosed: this writer takes no more operations.
             OutOfOrder: the log hasn't reached what the operations name as `behind`, because an earlier append failed.
-            InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of the operation was appended.
         """
 
     async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from millstream.model.appends import AppendOp
+import pyarrow as pa
+
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
-from millstream.model.operations import WriteOps
+from millstream.model.operations import TableRows, WriteOps, append_operations, append_rows
 from millstream.model.positions import Seq
 from millstream.model.replication import Holding, Holdings
 from millstream.model.schema import TableSchema
@@ -82,9 +83,12 @@ def one(xid: int, text: str = "x", table: TableSchema = TABLE) -> WriteOps:
     return plain_ops({xid: [(table, 1, text)]}, shard_of={2: 1})
 
 
-def small(number: int, rows: int = 1, *, text: str = "x", table: TableSchema = TABLE, shard: int = 0) -> AppendOp:
+def small(number: int, rows: int = 1, *, text: str = "x", table: TableSchema = TABLE, shard: int = 0) -> WriteOps:
     """Return a small append whose rows have `number` as their `id`."""
-    return AppendOp(table, ((number, text),) * rows, ShardId(shard))
+    columns = [
+        pa.array([value] * rows, column.arrow) for value, column in zip((number, text), table.columns, strict=True)
+    ]
+    return WriteOps(append_operations(1), (TableRows(table, append_rows(table, columns, [rows]), ShardId(shard)),))
 
 
 def xids(reader: StreamReader) -> list[int | None]:

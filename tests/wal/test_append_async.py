@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from tests.wal.log_writers import OTHER, TABLE, HeldSyncs, column, one, opened, small
 
-from millstream.errors import AppendOutcomeUnknown, InvalidValue, Overloaded, WriterClosed
-from millstream.model.appends import AppendOp
+from millstream.errors import AppendOutcomeUnknown, Overloaded, WriterClosed
 from millstream.model.operations import Ack
 from millstream.testing.files import FaultPlan
 from millstream.testing.log import plain_spilled
@@ -251,8 +250,8 @@ def test_a_full_queue_holds_tasks_in_order_while_their_loop_goes_on_and_refuses_
 
     async def run(log: LogWriter) -> None:
         first = await held(log, files)
-        tasks = await queued(log, log.append_async(small(2, text="y" * 8000)))
-        tasks += [asyncio.create_task(log.append_async(small(n, text="y" * 4000))) for n in range(3, 9)]
+        tasks = await queued(log, log.append_async(small(2, text="y" * 160_000)))
+        tasks += [asyncio.create_task(log.append_async(small(n, text="y" * 80_000))) for n in range(3, 9)]
         await asyncio.sleep(0)  # all of them wait for room
         with pytest.raises(Overloaded):
             await log.append_async(small(90), deadline_s=0.05)  # there is room for it, but other appends were first
@@ -261,13 +260,13 @@ def test_a_full_queue_holds_tasks_in_order_while_their_loop_goes_on_and_refuses_
         gives_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gives_up
-        assert log.stats().queued_bytes < 12_000
+        assert log.stats().queued_bytes < 240_000
         assert not any(task.done() for task in tasks)
         files.may_sync.set()
         acks = await asyncio.gather(first, *tasks)
         assert [ack.seqs.first for ack in acks] == list(range(1, 9))
 
-    with opened("/wal/s", files=files, queue_bytes_max=12_000) as log:
+    with opened("/wal/s", files=files, queue_bytes_max=240_000) as log:
         asyncio.run(run(log))
         assert log.stats().queued_bytes == 0
     assert column(StreamReader("/wal/s", files=files), "id") == list(range(1, 9))
@@ -278,7 +277,7 @@ def test_tasks_and_threads_that_wait_for_room_all_get_it(tmp_path: Path):
 
     async def caller(log: LogWriter, who: int) -> None:
         for n in range(15):
-            ack = await log.append_async(small(who, text="z" * (500 * (1 + (who + n) % 7))), deadline_s=DEADLINE_S)
+            ack = await log.append_async(small(who, text="z" * (10_000 * (1 + (who + n) % 7))), deadline_s=DEADLINE_S)
             done.append(ack.seqs.first)
 
     async def callers(log: LogWriter) -> None:
@@ -286,10 +285,10 @@ def test_tasks_and_threads_that_wait_for_room_all_get_it(tmp_path: Path):
 
     def blocked(log: LogWriter, who: int) -> None:
         for n in range(15):
-            answer = log.submit(small(who, text="z" * (700 * (1 + n % 5))), deadline_s=DEADLINE_S)
+            answer = log.submit(small(who, text="z" * (14_000 * (1 + n % 5))), deadline_s=DEADLINE_S)
             done.append(answer.result(DEADLINE_S).seqs.first)
 
-    with opened(tmp_path / "s", queue_bytes_max=5_000) as log:
+    with opened(tmp_path / "s", queue_bytes_max=100_000) as log:
         threads = [threading.Thread(target=asyncio.run, args=(callers(log),)) for _ in range(2)]
         threads += [threading.Thread(target=blocked, args=(log, who)) for who in range(8)]
         for thread in threads:
@@ -304,9 +303,9 @@ def test_whoever_was_let_in_and_does_not_come_leaves_the_room_to_the_next():
 
     async def run(log: LogWriter) -> None:
         first = await held(log, files)
-        await queued(log, log.append_async(small(2, text="y" * 9000)))
-        large = asyncio.create_task(log.append_async(small(3, text="y" * 9000)))
-        behind = asyncio.create_task(log.append_async(small(4, text="y" * 9000)))
+        await queued(log, log.append_async(small(2, text="y" * 180_000)))
+        large = asyncio.create_task(log.append_async(small(3, text="y" * 180_000)))
+        behind = asyncio.create_task(log.append_async(small(4, text="y" * 180_000)))
         await asyncio.sleep(0)  # both wait for room, in this order
         files.may_sync.set()
         # The queued append is taken off, which admits `large`; `large` is cancelled before its task
@@ -319,7 +318,7 @@ def test_whoever_was_let_in_and_does_not_come_leaves_the_room_to_the_next():
         assert first.done()
         assert large.cancelled()
 
-    with opened("/wal/s", files=files, queue_bytes_max=12_000) as log:
+    with opened("/wal/s", files=files, queue_bytes_max=240_000) as log:
         asyncio.run(run(log))
     assert column(StreamReader("/wal/s", files=files), "id") == [1, 2, 4]
 
@@ -329,13 +328,13 @@ def test_an_event_loop_that_ended_without_its_answers_holds_nobody_up():
 
     def left_behind(log: LogWriter) -> None:
         loop = asyncio.new_event_loop()
-        tasks = [loop.create_task(log.append_async(small(n, text="y" * 2000))) for n in (2, 3, 4)]
+        tasks = [loop.create_task(log.append_async(small(n, text="y" * 40_000))) for n in (2, 3, 4)]
         loop.run_until_complete(asyncio.sleep(0))
         for task in tasks:
             task._log_destroy_pending = False  # the test leaves it pending on purpose
         loop.close()
 
-    with opened("/wal/s", files=files, queue_bytes_max=7_000) as log:
+    with opened("/wal/s", files=files, queue_bytes_max=140_000) as log:
         files.may_sync.clear()
         first = log.submit(small(1))
         assert files.waiting.wait(DEADLINE_S)
@@ -346,16 +345,15 @@ def test_an_event_loop_that_ended_without_its_answers_holds_nobody_up():
     assert column(StreamReader("/wal/s", files=files), "id") == [1, 2, 3, 5]
 
 
-def test_a_task_may_append_whatever_the_writer_takes_and_hears_of_its_own_mistakes_alone():
+def test_a_task_may_append_whatever_the_writer_takes():
     async def run(log: LogWriter) -> None:
         outcomes = await asyncio.gather(
             log.append_async(one(1)),
             log.append_async(plain_spilled(2, [[(TABLE, 2, "a")]] * 3)),
-            log.append_async(AppendOp(TABLE, (("none", "x"),))),
             log.append_async(small(3)),
             return_exceptions=True,
         )
-        assert [type(outcome) for outcome in outcomes] == [Ack, Ack, InvalidValue, Ack]
+        assert [type(outcome) for outcome in outcomes] == [Ack, Ack, Ack]
 
     files = HeldSyncs()
     with opened("/wal/s", files=files) as log:

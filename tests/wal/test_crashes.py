@@ -171,7 +171,7 @@ def test_a_crash_while_small_appends_are_written_loses_none_acknowledged_and_spl
         of_both,
         [small(number, number, text="z" * 200) for number in (7, 8, 9)],
     ]
-    rows = [[op.rows[0][0] for op in group for _ in op.rows] for group in groups]
+    rows = [[number for op in group for number in op.tables[0].rows.column("id").to_pylist()] for group in groups]
     for at in range(first, 200, 3):
         truth = Truth()
         files = MemoryFiles(FaultPlan(crash_at=at))

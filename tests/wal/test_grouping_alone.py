@@ -7,9 +7,15 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.appends import AppendOp, columns_of
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
-from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
+from millstream.model.operations import (
+    OPERATION_SCHEMA,
+    OperationKind,
+    TableRows,
+    WriteOps,
+    append_operations,
+    append_rows,
+)
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import Op, append_row_schema, log_row_schema
 from millstream.model.schema import Column, TableSchema
@@ -79,13 +85,22 @@ def test_small_appends_are_planned_together_as_each_by_itself(
     counts: list[list[int]], tables: list[int], partitions: list[str | None], seq: int, base: int
 ):
     schemas = {version: table(version) for version in (1, 2)}
-    facts = zip((count for run in counts for count in run), tables, partitions, strict=False)
-    ops = [
-        AppendOp(schemas[version], [(n, f"{place}") for n in range(count)], SHARD, partition, trace_id=f"{place}")
-        for place, (count, version, partition) in enumerate(facts)
-    ]
-    together = plan_group([columns_of(ops)], first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
-    apart = [columns_of([op]) for op in ops]
+    facts = list(zip((count for run in counts for count in run), tables, partitions, strict=False))
+
+    def ops_of(places: range) -> WriteOps:
+        """Return the operations at these places as one submission."""
+        rows = []
+        for version, partition in dict.fromkeys(facts[place][1:] for place in places):
+            own = [facts[place][0] if facts[place][1:] == (version, partition) else 0 for place in places]
+            said = [f"{place}" for place, count in zip(places, own, strict=True) for _ in range(count)]
+            columns = [pa.array([n for count in own for n in range(count)], pa.int64()), pa.array(said)]
+            rows.append(TableRows(schemas[version], append_rows(schemas[version], columns, own), SHARD, partition))
+        traces = pa.array([f"{place}" for place in places])
+        return WriteOps(append_operations(len(places), trace_id=traces), tuple(rows))
+
+    whole = ops_of(range(len(facts)))
+    together = plan_group([whole], first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
+    apart = [ops_of(range(place, place + 1)) for place in range(len(facts))]
     one_by_one = plan_group(apart, first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
     (one,), (other,) = together[SHARD], one_by_one[SHARD]
     for name in FramePlan.__slots__:

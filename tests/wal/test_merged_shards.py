@@ -9,10 +9,10 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.wal.log_writers import small
 
 from millstream.export.record_reading import read_records
 from millstream.export.records_json import Cat
-from millstream.model.appends import AppendOp
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken
@@ -54,7 +54,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> StreamReader:
                 ]
                 writer.append(WriteOps(plain_operations([1000 * who + number]), tuple(tables), {}))
             else:
-                writer.append(AppendOp(TABLE if number % 3 else OTHER, ((number, f"{who}"),) * (1 + number % 3), shard))
+                table = TABLE if number % 3 else OTHER
+                writer.append(small(number, 1 + number % 3, text=f"{who}", table=table, shard=shard))
 
     threads = [threading.Thread(target=append, args=(who,)) for who in range(THREADS)]
     for thread in threads:

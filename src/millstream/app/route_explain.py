@@ -8,7 +8,6 @@ from datetime import UTC, date, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pyarrow as pa
 
 from millstream.catalog.eras import RingEras
@@ -21,8 +20,7 @@ from millstream.ingest.schemas import fitted, grown
 from millstream.leadership.leaders import leader_facts, leaders_of
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.names import parse_qualified_name, qualified_name
-from millstream.model.operations import FIRST_SHARD
-from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
+from millstream.model.operations import FIRST_SHARD, append_rows
 from millstream.model.schema import Column, TableSchema
 from millstream.routing.ring import ShardRouter
 from millstream.routing.rules import DEVNULL, ShardConfig
@@ -101,7 +99,7 @@ def explain_route(
         return facts | {"tried": _told(router.explain(schema))}
     rows = table_of({**row, **_typed(moments, known)})
     schema = grown(known or empty, rows.schema, write_rules(config)(namespace, own))
-    batch = _batch(schema, rows)
+    batch = append_rows(schema, fitted(schema, rows), [rows.num_rows])
     tried = _told(router.explain(schema, batch))
     placed = router.place(schema, batch)
     local = next((entry for entry in placed if entry.sink is None), None)
@@ -174,18 +172,6 @@ def _imagined(empty: TableSchema, config: StreamConfig, rules: object) -> TableS
     columns = key if ring is None else ring.columns_for(f"{empty.namespace}.{empty.name}", key)
     named = dict.fromkeys((*key, *columns))
     return replace(empty, columns=tuple(Column(name, pa.null()) for name in named), key=key, identity=key)
-
-
-def _batch(schema: TableSchema, rows: pa.Table) -> pa.RecordBatch:
-    """Return the rows as the appender passes them to routing."""
-    count = rows.num_rows
-    facts = {
-        "__operation": pa.array(np.zeros(count, dtype=np.int32)),
-        "__index": pa.array(np.arange(count, dtype=np.int64)),
-        "__op": pa.array(np.full(count, int(Op.CREATE), dtype=np.uint8)),
-    }
-    prefix = [facts["__operation"], *(facts.get(f.name, pa.nulls(count, f.type)) for f in LOG_ROW_PREFIX[1:])]
-    return pa.RecordBatch.from_arrays([*prefix, *fitted(schema, rows)], schema=append_row_schema(schema))
 
 
 def _told(chosen: list[Any]) -> list[dict[str, Any]]:

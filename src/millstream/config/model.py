@@ -127,7 +127,6 @@ class LakeConfig(Section):
         "`<prefix>public.orders` and its events in `<prefix>public_changes.orders`. Two streams in one database "
         "need different prefixes.",
     )
-        description="Format of the tables: `delta` (files in a folder or an object store), or `postgres` (tables of a database).",
     history_retention: Duration | None = Field(
         default=None,
         description="Retention of history, in whole days. Older records are dropped once `current` includes them. Unset: "

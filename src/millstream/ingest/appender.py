@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import pyarrow as pa
 
 from millstream import measures
@@ -20,9 +19,8 @@ from millstream.ingest.uninterruptible import made_elsewhere, uninterruptible
 from millstream.ingest.valid_rows import valid_part, without_clashes
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
+from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps, append_rows
 from millstream.model.positions import Seq, StreamToken, short_stream_id
-from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.replication import AckLevel
 from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId, WriteKeys
@@ -182,7 +180,7 @@ class Appender:
             # Each fits alone; a batch that is too large as a whole is its maker's responsibility.
             known, arrays = self._fit(name, batch.rows)
         while True:
-            placed, refused = self._placed(known, _rows_of(known, arrays, batch.counts), batch.counts)
+            placed, refused = self._placed(known, append_rows(known, arrays, batch.counts), batch.counts)
             if not refused:
                 break
             errors |= {places[number]: error for number, error in refused.items()}
@@ -298,7 +296,7 @@ class Appender:
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, rows.schema, rules)
                 arrays = fitted(wanted, rows)  # rows that don't fit, or can't be placed, create no table and no column
-                self._rules.check_place(wanted, _rows_of(wanted, arrays, [rows.num_rows]))
+                self._rules.check_place(wanted, append_rows(wanted, arrays, [rows.num_rows]))
                 return wanted
 
             known = uninterruptible(
@@ -325,20 +323,3 @@ def _part_of(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
     counts = [batch.counts[place] for place in places]
     ids = [batch.write_ids[place] for place in places]
     return replace(batch, rows=said(rows_of(batch, places)), counts=counts, write_ids=ids)
-
-
-def _rows_of(schema: TableSchema, arrays: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:
-    """Return a table's rows in `append_row_schema`, given the number of rows of each operation."""
-    operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-    return pa.RecordBatch.from_arrays([operations, *_prefix(counts), *arrays], schema=append_row_schema(schema))
-
-
-def _prefix(counts: Sequence[int]) -> list[pa.Array]:
-    """Return the columns of `append_row_schema` between `__operation` and a table's own."""
-    sizes = np.array(counts, dtype=np.int64)
-    total = int(sizes.sum())
-    facts = {
-        "__index": pa.array(np.arange(total, dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)),
-        "__op": pa.array(np.full(total, int(Op.CREATE), dtype=np.uint8)),
-    }
-    return [facts[f.name] if f.name in facts else pa.nulls(total, f.type) for f in LOG_ROW_PREFIX[1:]]

@@ -6,26 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
-from millstream.model.ids import SourceId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import (
-    OPERATION_SCHEMA,
     Ack,
     Appended,
-    OperationKind,
     RejectedRow,
     Repeated,
     TableRows,
     WriteOps,
+    append_operations,
 )
 from millstream.model.positions import SeqRange, StreamToken
+from millstream.model.records import INSTANT
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.wal.writing.submissions import parts_of
@@ -193,37 +191,18 @@ def said(rows: pa.Table) -> pa.Table:
 def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | None = None) -> pa.RecordBatch:
     """Return a row of `OPERATION_SCHEMA` for each request at this time, with the digests of those that have an id."""
     count = len(write_ids)
-    columns = list(_columns(count))
     moments = np.arange(count)
     moments += _MOMENTS.next(count)
-    columns[_MOMENT] = pa.array(moments, _MOMENT_TYPE)
+    columns = {"commit_ts": pa.array(moments, INSTANT)}
     if digests is not None:
         told = [write_id or _NOTHING for write_id in write_ids]
-        columns[_SESSION] = pa.array([write_id.session for write_id in told], pa.string())
-        columns[_NUMBER] = pa.array([write_id.number for write_id in told], pa.int64())
+        columns["session"] = pa.array([write_id.session for write_id in told], pa.string())
+        columns["session_number"] = pa.array([write_id.number for write_id in told], pa.int64())
         if any(write_id.key for write_id in told):
-            columns[_KEY] = pa.array([write_id.key for write_id in told], pa.string())
+            columns["idempotency_key"] = pa.array([write_id.key for write_id in told], pa.string())
         own = [None if write_id is None else digest for write_id, digest in zip(write_ids, digests, strict=True)]
-        columns[_DIGEST] = pa.array(own, pa.int64())
-    return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)
-
-
-_MOMENT: Final = OPERATION_SCHEMA.get_field_index("commit_ts")
-_MOMENT_TYPE: Final = OPERATION_SCHEMA.field(_MOMENT).type
-_SESSION: Final = OPERATION_SCHEMA.get_field_index("session")
-_NUMBER: Final = OPERATION_SCHEMA.get_field_index("session_number")
-_KEY: Final = OPERATION_SCHEMA.get_field_index("idempotency_key")
-_DIGEST: Final = OPERATION_SCHEMA.get_field_index("commit_end_lsn")
-
-
-@lru_cache(maxsize=64)  # batches have few sizes, and at most `REQUESTS_MAX` requests
-def _columns(count: int) -> tuple[pa.Array, ...]:
-    """Return the columns of `OPERATION_SCHEMA` for that many requests without ids or digests."""
-    facts = {
-        "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
-        "source": pa.array(np.full(count, int(SourceId(0)), dtype=np.int32)),
-    }
-    return tuple(facts[f.name] if f.name in facts else pa.nulls(count, f.type) for f in OPERATION_SCHEMA)
+        columns["commit_end_lsn"] = pa.array(own, pa.int64())
+    return append_operations(count, **columns)
 
 
 class _Moments:

@@ -7,17 +7,19 @@ one that is too large for memory. Both are immutable and can be read again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from millstream.errors import MillstreamError
 from millstream.model.ids import ShardId, SourceId, TableId
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange, StreamToken
-from millstream.model.records import INSTANT
+from millstream.model.records import INSTANT, LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
@@ -135,6 +137,46 @@ class SpilledOp:
     def row_count(self) -> int:
         """Records in all tables."""
         return sum(self.counts.values())
+
+
+Submitted: TypeAlias = WriteOps | SpilledOp
+"""The forms of operations that the log's writer takes."""
+
+
+def append_operations(count: int, **columns: pa.Array) -> pa.RecordBatch:
+    """Return operations of kind `APPEND`, with the given columns of `OPERATION_SCHEMA`; the others are null."""
+    operations = list(_append_columns(count))
+    for name, values in columns.items():
+        operations[OPERATION_SCHEMA.get_field_index(name)] = values
+    return pa.RecordBatch.from_arrays(operations, schema=OPERATION_SCHEMA)
+
+
+@lru_cache(maxsize=64)  # batches have few sizes, and some thousand requests at most
+def _append_columns(count: int) -> tuple[pa.Array, ...]:
+    facts = {
+        "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
+        "source": pa.array(np.full(count, int(SourceId(0)), dtype=np.int32)),
+    }
+    return tuple(facts[f.name] if f.name in facts else pa.nulls(count, f.type) for f in OPERATION_SCHEMA)
+
+
+def append_rows(schema: TableSchema, columns: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:
+    """Return new rows of a table in `append_row_schema`.
+
+    Args:
+        schema: the table's.
+        columns: the values of each of its columns.
+        counts: number of rows of each operation, in order.
+    """
+    sizes = np.array(counts, dtype=np.int64)
+    total = int(sizes.sum())
+    facts = {
+        "__index": pa.array(np.arange(total, dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)),
+        "__op": pa.array(np.full(total, int(Op.CREATE), dtype=np.uint8)),
+    }
+    prefix = [facts[f.name] if f.name in facts else pa.nulls(total, f.type) for f in LOG_ROW_PREFIX[1:]]
+    operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), sizes))
+    return pa.RecordBatch.from_arrays([operations, *prefix, *columns], schema=append_row_schema(schema))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ import numpy as np
 import structlog
 
 from millstream.errors import MillstreamError, PartialWrite, WriterClosed
-from millstream.model.appends import Submitted
-from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
+from millstream.model.operations import Ack, Outcome, Repeated, Submitted, TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.replication import AckLevel
 from millstream.model.writes import SessionFacts, WriteKeys

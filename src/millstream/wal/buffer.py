@@ -46,11 +46,19 @@ from millstream.errors import (
     StaleEpoch,
     WriterClosed,
 )
-from millstream.model.appends import AppendOp
 from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
-from millstream.model.operations import FIRST_SHARD, OPERATION_SCHEMA, Ack, WriteOps
+from millstream.model.operations import (
+    FIRST_SHARD,
+    OPERATION_SCHEMA,
+    Ack,
+    TableRows,
+    WriteOps,
+    append_operations,
+    append_rows,
+)
 from millstream.model.positions import Offset, Seq
+from millstream.model.records import INSTANT
 from millstream.model.schema import Column, TableSchema
 from millstream.protocol.retention import Bounds, Retention
 from millstream.wal.files import RealFiles
@@ -128,9 +136,10 @@ class LogBuffer:
     def submit_bytes(self, shard: ShardId, data: bytes, *, deadline_s: float | None = None) -> Future[BufferMeta]:
         """As `submit`, for bytes that are encoded already; only a reader finds out whether they are an operation."""
         writer = self._writer(shard)
-        stored = writer.submit(
-            AppendOp(_SCHEMA, ((data,),), commit_ts_us=time.time_ns() // 1000), deadline_s=deadline_s
-        )
+        now = pa.array([time.time_ns() // 1000], INSTANT)
+        rows = append_rows(_SCHEMA, [pa.array([data], pa.binary())], [1])
+        one = WriteOps(append_operations(1, commit_ts=now), (TableRows(_SCHEMA, rows),))
+        stored = writer.submit(one, deadline_s=deadline_s)
         answer: Future[BufferMeta] = Future()
         answer.set_running_or_notify_cancel()
 

@@ -29,10 +29,9 @@ from millstream.errors import (
     StaleEpoch,
     WriterClosed,
 )
-from millstream.model.appends import Submitted
 from millstream.model.ids import GroupNumber, ShardId, SourceId, TableId
 from millstream.model.marks import DurableMark
-from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
@@ -48,7 +47,7 @@ from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_sh
 from millstream.wal.writing.recover import Recovered, keep_spare, recover
 from millstream.wal.writing.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.writing.sequence_allocator import GroupNumbers
-from millstream.wal.writing.submissions import acks_of, in_columns, shards_of
+from millstream.wal.writing.submissions import acks_of, shards_of
 from millstream.wal.writing.times import GroupTimes
 from millstream.wal.writing.visibility import ShownMarks, show_all
 
@@ -228,16 +227,14 @@ class GroupCommitter:
             AppendOutcomeUnknown: the disk failed, or another writer took over; nothing more is taken.
             WriterClosed: it failed before.
             StaleEpoch: another writer took over earlier; nothing of it is in the log, and nothing more is taken.
-            InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of the group is in the log.
         """
         if self.failure is not None:
             raise WriterClosed("the log's writer failed before this was written; nothing of it was") from self.failure
         return self.uninterrupted(lambda: self._commit(submitted))
 
     def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
-        group = in_columns(submitted)
-        count, reached = sum(ops.row_count for ops in group), dict(self.reached)
-        for ops in group:
+        count, reached = sum(ops.row_count for ops in submitted), dict(self.reached)
+        for ops in submitted:
             for source, lsn in ops.reached.items():
                 reached[source] = max(lsn, reached.get(source, lsn))
         if count == 0:
@@ -256,13 +253,13 @@ class GroupCommitter:
             reserved_to=self._numbers.reserved_to,
             hybrid_time=self.times.next_ns(),
             reached=reached,
-            shards=frozenset(shard for ops in group for shard in shards_of(ops)),
+            shards=frozenset(shard for ops in submitted for shard in shards_of(ops)),
             frame_version=self._options.frame_version,
         )
         touched = [self._shards[shard].segment for shard in sorted(facts.shards)]
         starts = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
         try:
-            self._stage(group, facts, given.first)
+            self._stage(submitted, facts, given.first)
         except Exception as error:
             self._numbers.abort(given)
             self._undo(touched, error)
@@ -278,7 +275,7 @@ class GroupCommitter:
                 raise self.poison("making a group durable failed", error) from error
             raise
         self.counts.add_group(
-            operations=sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group),
+            operations=sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in submitted),
             records=count,
             bytes_written=written,
             seconds=(self._clock.monotonic_ns() - began_ns) / 1e9,

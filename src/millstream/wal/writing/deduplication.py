@@ -22,9 +22,8 @@ from millstream import failpoints
 from millstream.codec.log_frame import RecordsFrame
 from millstream.codec.log_records import first_seqs
 from millstream.errors import CorruptWal, MillstreamError
-from millstream.model.appends import Submitted
 from millstream.model.ids import ShardId, StreamId
-from millstream.model.operations import Ack, OperationKind, Outcome, Repeated, WriteOps
+from millstream.model.operations import Ack, OperationKind, Outcome, Repeated, Submitted, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId, WriteKeys
 from millstream.ports import Clock, Files

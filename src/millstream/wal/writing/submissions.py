@@ -1,23 +1,20 @@
-"""Operations on the submissions of a commit group, whatever their kind: shards, columns, and acks."""
+"""Operations on the submissions of a commit group, whatever their kind: shards and acks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import cast
 
 import numpy as np
 
-from millstream.model.appends import AppendOp, Submitted, columns_of
 from millstream.model.ids import ShardId, SourceId
-from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 
 
 def shards_of(ops: Submitted) -> set[ShardId]:
     """Return the shards on which a submission has rows."""
-    if isinstance(ops, AppendOp):
-        return {ops.shard}
     if isinstance(ops, SpilledOp):
         return {shard for (shard, _), count in ops.counts.items() if count}
     return {table.shard for table in ops.tables if table.rows.num_rows}
@@ -32,7 +29,7 @@ def follow(submitted: Sequence[Submitted], reached: Mapping[SourceId, Lsn]) -> l
     reached = dict(reached)
     verdicts = []
     for ops in submitted:
-        fits = isinstance(ops, AppendOp) or all(reached.get(s, Lsn(0)) >= lsn for s, lsn in ops.behind.items())
+        fits = all(reached.get(s, Lsn(0)) >= lsn for s, lsn in ops.behind.items())
         verdicts.append(fits)
         if fits:
             for source, lsn in ops.reached.items():
@@ -40,21 +37,8 @@ def follow(submitted: Sequence[Submitted], reached: Mapping[SourceId, Lsn]) -> l
     return verdicts
 
 
-def in_columns(submitted: Sequence[Submitted]) -> list[WriteOps | SpilledOp]:
-    """Return the group, in order, with adjacent small appends combined into columns."""
-    group: list[WriteOps | SpilledOp] = []
-    for kind, run in groupby(submitted, type):
-        if kind is AppendOp:
-            group.append(columns_of(cast("list[AppendOp]", list(run))))
-        else:
-            group += cast("Iterator[WriteOps | SpilledOp]", run)
-    return group
-
-
 def acks_of(submitted: Sequence[Submitted], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
     """Return each submission's ack: submissions follow one another in numbers and, on every shard, in offsets."""
-    if set(map(type, submitted)) == {AppendOp} and len(starts) == 1:
-        return _acks_of_one_shard(cast("Sequence[AppendOp]", submitted), first_seq, starts)
     next_offset = dict(starts)
     acks = []
     number = first_seq
@@ -71,21 +55,7 @@ def acks_of(submitted: Sequence[Submitted], first_seq: Seq, starts: Mapping[Shar
     return acks
 
 
-def _acks_of_one_shard(ops: Sequence[AppendOp], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
-    """As `acks_of`, for one shard. Small appends come by the hundred, and the ack is most of the cost of each."""
-    ((shard, start),) = starts.items()
-    counts = [len(op.rows) for op in ops]
-    seqs = cast("Iterator[Seq]", accumulate(counts, initial=first_seq))
-    offsets = cast("Iterator[Offset]", accumulate(counts, initial=start))
-    return [
-        Ack({shard: of_op}, SeqRange(seq, count))
-        for of_op, seq, count in zip(pairwise(offsets), seqs, counts, strict=False)
-    ]
-
-
 def _rows_by_shard(ops: Submitted) -> dict[ShardId, int]:
-    if isinstance(ops, AppendOp):
-        return {ops.shard: len(ops.rows)}
     counts: dict[ShardId, int] = {}
     if isinstance(ops, SpilledOp):
         for (shard, _), count in ops.counts.items():

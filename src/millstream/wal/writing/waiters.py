@@ -16,8 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeAlias
 
-from millstream.model.appends import Submitted
-from millstream.model.operations import Ack
+from millstream.model.operations import Ack, Submitted
 from millstream.model.replication import AckLevel
 
 logger = logging.getLogger("millstream.wal")

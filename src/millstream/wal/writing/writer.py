@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from millstream.crdt.hlc import HybridTime
-from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
-from millstream.model.appends import AppendOp, Submitted, columns_of
+from millstream.errors import MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
-from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts
@@ -437,9 +436,8 @@ class LogWriter:
     def _check_shards(self, ops: Submitted) -> None:
         if self._keyed is None and isinstance(ops, WriteOps) and ops.keys is not None:
             raise _no_sessions()
-        known = ops.shard in self._shards if isinstance(ops, AppendOp) else shards_of(ops) <= self._shards
-        if not known:
-            raise AssertionError(f"shards {sorted(shards_of(ops) - self._shards)} aren't this writer's")
+        if unknown := shards_of(ops) - self._shards:
+            raise AssertionError(f"shards {sorted(unknown)} aren't this writer's")
 
     # --- writing: for the holder of `_writing` ---------------------------------------------------------------------
 
@@ -497,31 +495,12 @@ class LogWriter:
         try:
             written = [self._in_force(waiting.ops) for waiting in group]
             acks = self._commits.commit(written)
-        except InvalidValue as error:
-            self._commit_without_invalid(group, error)
         except Exception as error:  # noqa: BLE001 (each caller gets it, whatever it is)
             answer((waiting, error) for waiting in group)
         else:
             if self._place_anew is not None:
                 acks = [_ack_of(ack, was.ops, ops) for ack, was, ops in zip(acks, group, written, strict=True)]
             self._levels.tell(group, acks)
-
-    def _commit_without_invalid(self, group: Sequence[Waiting], error: InvalidValue) -> None:
-        """Refuse the submissions with values that don't fit their columns' types, and commit the others.
-
-        Nothing was written before.
-        """
-        fine, refused = [], []
-        for waiting in group:
-            try:
-                if isinstance(waiting.ops, AppendOp):
-                    columns_of([waiting.ops])
-                fine.append(waiting)
-            except InvalidValue as own:
-                refused.append((waiting, own))
-        answer(refused or [(waiting, error) for waiting in group])
-        if refused and fine:
-            self._commit(fine)
 
     def _refuse_the_rest(self) -> None:
         """Refuse what is still queued: the writer takes no more, and none of it was written."""
