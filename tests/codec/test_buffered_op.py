@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from millstream.codec.buffered_op import VERSION, decode_op, encode_op
 from millstream.codec.checksums import crc32c
 from millstream.errors import CodecError, CorruptFrame, InvalidValue, TruncatedFrame, UnsupportedFormat
-from millstream.model.buffers import parts_of_shards, single_operations
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import WriteOps
 from millstream.model.positions import Lsn
@@ -118,7 +117,7 @@ def test_operations_that_travel_together_are_told_apart() -> None:
         },
         shard_of={2: 1},
     )
-    singles = single_operations(together)
+    singles = together.split()
     assert [op.operations.column("xid").to_pylist() for op in singles] == [[1], [2], [3]]
 
     def texts(op: WriteOps) -> list[list[str]]:
@@ -126,5 +125,5 @@ def test_operations_that_travel_together_are_told_apart() -> None:
 
     assert [texts(op) for op in singles] == [[["a", "a"], ["b"]], [["c"] * 3], [["d"], ["e"]]]
     assert all(same_op(decode_op(encode_op(op), SHARD), replace(op, behind={})) for op in singles)
-    parts = parts_of_shards(singles[0])
+    parts = singles[0].by_shard()
     assert {shard: texts(part) for shard, part in parts.items()} == {ShardId(0): [["a", "a"]], ShardId(1): [["b"]]}

@@ -21,7 +21,6 @@ from millstream.model.writes import WriteId
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
-from millstream.wal.writing.submissions import parts_of
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 SCHEMA = TableSchema(TableId(1), SchemaVersion(1), SourceId(0), "public", "t", (Column("v", pa.int64()),))
@@ -80,7 +79,7 @@ def test_each_request_finds_its_rows_where_it_is_told(batches: list[tuple[list[i
     ) as log:
         for counts, places in batches:
             ops = placed(counts, places)
-            parts = parts_of(ops, counts, log.append(ops))
+            parts = ops.split_ack(log.append(ops))
             values = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
             told += [
                 (of_one.tolist(), part.seqs, dict(part.offsets)) for of_one, part in zip(values, parts, strict=True)

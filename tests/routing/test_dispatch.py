@@ -16,7 +16,7 @@ from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
 from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, Retry, RowsTooLarge, WriterClosed
-from millstream.model.buffers import ReadPause, single_operations
+from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -81,7 +81,7 @@ class Sink:
         if self.failing is not None:
             raise self.failing
         outcomes: list[SinkOutcome] = []
-        for op in single_operations(ops):
+        for op in ops.split():
             ns = [n for table in op.tables for n in table.rows.column("n").to_pylist()]
             assert ns
             if self.bad & set(ns):

@@ -13,7 +13,7 @@ import pyarrow as pa
 from millstream import measures
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
-from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
+from millstream.ingest.requests import PreparedBatch, check_batch, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import TableRules, fitted, grown
 from millstream.ingest.uninterruptible import made_elsewhere, uninterruptible
 from millstream.ingest.valid_rows import valid_part, without_clashes
@@ -175,7 +175,7 @@ class Appender:
             if left is not None:
                 left, places = self._fitting_part(name, left, places, error, errors)
             if left is None:
-                return PreparedBatch(None, requests, (), (), errors)
+                return PreparedBatch(None, requests, (), errors)
             batch = left
             # Each fits alone; a batch that is too large as a whole is its maker's responsibility.
             known, arrays = self._fit(name, batch.rows)
@@ -186,18 +186,18 @@ class Appender:
             errors |= {places[number]: error for number, error in refused.items()}
             kept = [number for number in range(len(batch.counts)) if number not in refused]
             if not kept:
-                return PreparedBatch(None, requests, (), (), errors)
+                return PreparedBatch(None, requests, (), errors)
             batch, places = _part_of(batch, kept), [places[number] for number in kept]
             known, arrays = self._fit(name, batch.rows)
         ids, counts = batch.write_ids, batch.counts
-        logged = in_log(placed, counts)
-        keys = None
+        digests = None
         if any(ids):
             names = [column.name for column in known.columns]
-            wanted = [one is not None for one in ids]
-            keys = WriteKeys(ids, digests_of(known.full_name, names, arrays, counts, wanted), logged)
-        ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
-        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected, batch.acks, began_s)
+            digests = digests_of(known.full_name, names, arrays, counts, [one is not None for one in ids])
+        ops = WriteOps(operations_of(ids, digests), placed)
+        if digests is not None:
+            ops = replace(ops, keys=WriteKeys(ids, digests, ops.rows_by_operation()))
+        return PreparedBatch(ops, requests, tuple(places), errors, rejected, batch.acks, began_s)
 
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]

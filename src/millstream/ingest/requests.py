@@ -18,7 +18,6 @@ from millstream.model.operations import (
     Appended,
     RejectedRow,
     Repeated,
-    TableRows,
     WriteOps,
     append_operations,
 )
@@ -26,7 +25,6 @@ from millstream.model.positions import SeqRange, StreamToken
 from millstream.model.records import INSTANT
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
-from millstream.wal.writing.submissions import parts_of
 
 REQUESTS_MAX: Final = 10_000
 """Limit of requests per batch."""
@@ -45,8 +43,6 @@ class PreparedBatch:
     """Number of requests, including refused ones."""
     places: tuple[int, ...]
     """Each operation's request, by its place in the batch."""
-    counts: tuple[int, ...]
-    """Each operation's rows in the log, without rows that routing sends elsewhere."""
     errors: Mapping[int, MillstreamError]
     """Errors of refused requests, by place."""
     rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
@@ -69,7 +65,7 @@ class PreparedBatch:
         if ack is not None:
             assert self.ops is not None
             assert token_of is not None
-            parts = ack.each or parts_of(ack.placed or self.ops, self.counts, ack)
+            parts = ack.each or (ack.placed or self.ops).split_ack(ack)
             for place, part in zip(self.places, parts, strict=True):
                 if isinstance(part, MillstreamError):
                     outcomes[place] = part
@@ -78,17 +74,6 @@ class PreparedBatch:
                 rejected = self.rejected.get(place, ())
                 outcomes[place] = Appended(token_of(given.seqs), given.seqs, given.offsets, again, rejected)
         return [outcomes[place] for place in range(self.requests)]
-
-
-def in_log(placed: Sequence[TableRows], counts: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of each operation's placed rows the log gets."""
-    rows = [table.rows for table in placed if table.sink is None]
-    if sum(batch.num_rows for batch in rows) == sum(counts):
-        return tuple(counts)
-    found = np.zeros(len(counts), dtype=np.int64)
-    for batch in rows:
-        found += np.bincount(batch.column("__operation").to_numpy(), minlength=len(counts))
-    return tuple(found.tolist())
 
 
 def one_request(

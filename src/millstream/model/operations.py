@@ -8,13 +8,15 @@ one that is too large for memory. Both are immutable and can be read again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.errors import MillstreamError
 from millstream.model.ids import ShardId, SourceId, TableId
@@ -115,6 +117,74 @@ class WriteOps:
     def row_count(self) -> int:
         """Records in all tables."""
         return int(sum(t.rows.num_rows for t in self.tables))
+
+    def rows_by_operation(self, *, shard: ShardId | None = None, sink: str | None = None) -> list[int]:
+        """Return how many rows each operation has in the log, on one of the log's shards, or for a sink."""
+        count = self.operations.num_rows
+        found = np.zeros(count, dtype=np.int64)
+        for table in self.tables:
+            if table.sink == sink and shard in {None, table.shard}:
+                found += np.bincount(table.rows.column(0).to_numpy(), minlength=count)
+        counts: list[int] = found.tolist()
+        return counts
+
+    def select(self, numbers: Sequence[int]) -> WriteOps:
+        """Return some of the operations; `numbers` are their indexes, ascending."""
+        count = self.operations.num_rows
+        if len(numbers) == count:
+            return self
+        keep = np.zeros(count, dtype=bool)
+        keep[list(numbers)] = True
+        renumbered = pa.array((np.cumsum(keep) - 1).astype(np.int32))
+        tables = []
+        for table in self.tables:
+            rows = table.rows.filter(pc.take(pa.array(keep), table.rows.column(0)))
+            if rows.num_rows:
+                rows = rows.set_column(0, rows.schema.field(0), pc.take(renumbered, rows.column(0)))
+                tables.append(replace(table, rows=rows))
+        return replace(self, operations=self.operations.filter(pa.array(keep)), tables=tuple(tables))
+
+    def split(self) -> list[WriteOps]:
+        """Return each operation alone; the sources' positions that several share are given to none of them."""
+        count = self.operations.num_rows
+        if count == 1:
+            return [self]
+        tables: list[list[TableRows]] = [[] for _ in range(count)]
+        for table in self.tables:
+            starts = np.searchsorted(table.rows.column(0).to_numpy(), np.arange(count + 1)).tolist()
+            for number, (start, end) in enumerate(pairwise(starts)):
+                if start < end:
+                    rows = table.rows.slice(start, end - start)
+                    first = pa.array(np.zeros(end - start, dtype=np.int32))
+                    tables[number].append(replace(table, rows=rows.set_column(0, rows.schema.field(0), first)))
+        return [WriteOps(self.operations.slice(number, 1), tuple(tables[number])) for number in range(count)]
+
+    def by_shard(self) -> dict[ShardId, WriteOps]:
+        """Return the part of the operations on each shard, in order of the shards' first rows."""
+        tables: dict[ShardId, list[TableRows]] = {}
+        for table in self.tables:
+            if table.rows.num_rows:
+                tables.setdefault(table.shard, []).append(table)
+        return {shard: replace(self, tables=tuple(own)) for shard, own in tables.items()}
+
+    def split_ack(self, ack: Ack) -> list[Ack]:
+        """Return each operation's part of the ack of all of them.
+
+        Numbers and, on every shard, offsets go operation by operation; each operation has as many as
+        it has rows.
+        """
+        if self.operations.num_rows == 1:
+            return [ack]
+        counts = self.rows_by_operation()
+        firsts = accumulate(counts, initial=int(ack.seqs.first))
+        seqs = [SeqRange(Seq(first), count) for first, count in zip(firsts, counts, strict=False)]
+        spans: list[dict[ShardId, tuple[Offset, Offset]]] = [{} for _ in counts]
+        for shard, (first, _) in ack.offsets.items():
+            on_shard = counts if len(ack.offsets) == 1 else self.rows_by_operation(shard=shard)
+            for number, (start, end) in enumerate(pairwise(accumulate(on_shard, initial=int(first)))):
+                if start < end:
+                    spans[number][shard] = Offset(start), Offset(end)
+        return [Ack(offsets, numbers) for offsets, numbers in zip(spans, seqs, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 import structlog
 
 from millstream.errors import MillstreamError, PartialWrite, WriterClosed
-from millstream.model.operations import Ack, Outcome, Repeated, Submitted, TableRows, WriteOps
+from millstream.model.operations import Ack, Outcome, Repeated, Submitted, WriteOps
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.replication import AckLevel
 from millstream.model.writes import SessionFacts, WriteKeys
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.deliveries import Deliveries, Delivery
 from millstream.routing.sinks import TOOK
-from millstream.wal.writing.deduplication import without
-from millstream.wal.writing.submissions import parts_of
 
 logger = structlog.get_logger("millstream.routing")
 
@@ -258,8 +255,7 @@ class _Routed:
         """Note that the log has its part, except what it refuses."""
         assert self.local is not None
         self.ack = ack
-        counts = [self._rows_in_log[number] for number in self._logged]
-        parts = ack.each or parts_of(ack.placed or self.local, counts, ack)
+        parts = ack.each or (ack.placed or self.local).split_ack(ack)
         for number, part in zip(self._logged, parts, strict=True):
             self.each[number] = part
 
@@ -280,40 +276,21 @@ def _routed(ops: Submitted) -> _Routed | None:
     """Return the operations split by destination; None if all go to the log."""
     if not isinstance(ops, WriteOps):
         return None
-    tables: dict[str | None, list[TableRows]] = {}
-    for table in ops.tables:
-        tables.setdefault(table.sink, []).append(table)
-    local = tables.pop(None, [])
-    if not tables:
-        return None
     shares = {}
-    for sink, own in tables.items():
-        if sink is not None:
-            numbers = np.flatnonzero(_rows_of_each(own, ops.operations.num_rows)).tolist()
-            shares[sink] = _Share(numbers, _chosen(replace(ops, tables=tuple(own)), numbers))
-    return _Routed(ops, shares, _rows_of_each(local, ops.operations.num_rows).tolist())
-
-
-def _rows_of_each(tables: Sequence[TableRows], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return how many rows each of `count` operations has in the tables."""
-    found = np.zeros(count, dtype=np.int64)
-    for table in tables:
-        found += np.bincount(table.rows.column("__operation").to_numpy(), minlength=count)
-    return found
+    for sink in dict.fromkeys(table.sink for table in ops.tables if table.sink is not None):
+        numbers = [number for number, count in enumerate(ops.rows_by_operation(sink=sink)) if count]
+        own = tuple(table for table in ops.tables if table.sink == sink)
+        shares[sink] = _Share(numbers, _chosen(replace(ops, tables=own), numbers))
+    return _Routed(ops, shares, ops.rows_by_operation()) if shares else None
 
 
 def _chosen(ops: WriteOps, numbers: Sequence[int]) -> WriteOps:
     """Return some operations, at least one, with their identities."""
-    count = ops.operations.num_rows
-    if len(numbers) == count:
-        return ops
-    found = without(ops, set(range(count)) - set(numbers))
-    assert found is not None, "one is chosen"
-    if ops.keys is None:
-        return found
-    keys = ops.keys
+    keys, count = ops.keys, ops.operations.num_rows
+    if keys is None or len(numbers) == count:
+        return ops.select(numbers)
     ids, digests = [keys.ids[number] for number in numbers], [keys.digests[number] for number in numbers]
-    return replace(found, keys=WriteKeys(ids, digests, [keys.counts[number] for number in numbers]))
+    return replace(ops.select(numbers), keys=WriteKeys(ids, digests, [keys.counts[number] for number in numbers]))
 
 
 def _failure(

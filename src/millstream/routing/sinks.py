@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import MillstreamError
-from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
+from millstream.model.buffers import BufferMeta
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.ports import BufferWriting, SinkOutcome
@@ -53,13 +53,13 @@ class BufferSink:
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
         """Implement `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
         placed = replace(ops, tables=tuple(part for table in ops.tables for part in self._parts(table)))
-        sent = [self._send(op, deadline_s) for op in single_operations(placed)]
+        sent = [self._send(op, deadline_s) for op in placed.split()]
         return [_outcome(parts) for parts in sent]
 
     def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
         """Send an operation's parts to the buffer. A part that it refuses has the error as its answer."""
         parts: _Sent = []
-        for shard, part in parts_of_shards(op).items():
+        for shard, part in op.by_shard().items():
             try:
                 parts.append((shard, self._buffer.submit(shard, part, deadline_s=deadline_s)))
             except MillstreamError as error:

@@ -21,7 +21,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.ingest.appender import Appender
-from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
+from millstream.model.buffers import BufferMeta
 from millstream.model.operations import Appended, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
 from millstream.model.replication import LOCAL
@@ -201,7 +201,7 @@ class AppenderToBuffer(Appender):
         """Hand each operation of a batch to the buffer."""
         if prepared.ops is None:
             return []
-        return [self._send(op, deadline_s) for op in single_operations(prepared.ops)]
+        return [self._send(op, deadline_s) for op in prepared.ops.split()]
 
     def _answers(
         self, prepared: PreparedBatch, sent: Sequence[_Sent], give_up_s: float | None
@@ -211,7 +211,8 @@ class AppenderToBuffer(Appender):
         `WriterClosed` if the buffer was closed before all of them.
         """
         outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
-        for place, count, parts in zip(prepared.places, prepared.counts, sent, strict=True):
+        counts = [] if prepared.ops is None else prepared.ops.rows_by_operation()
+        for place, count, parts in zip(prepared.places, counts, sent, strict=True):
             found = self._answer(count, parts, give_up_s)
             if isinstance(found, Appended):
                 found = replace(found, rejected=prepared.rejected.get(place, ()))
@@ -225,7 +226,7 @@ class AppenderToBuffer(Appender):
     def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
         """Hand an operation's parts to the buffer. A part that it refuses is a failed future."""
         parts: _Sent = []
-        for shard, part in parts_of_shards(op).items():
+        for shard, part in op.by_shard().items():
             try:
                 future = self._buffer.submit(shard, part, deadline_s=deadline_s)
             except MillstreamError as error:

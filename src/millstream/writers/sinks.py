@@ -15,7 +15,6 @@ import pyarrow as pa
 
 from millstream.config.model import BufferConfig
 from millstream.errors import DedupWindowExpired, MillstreamError, Retry, SessionsNeedOneWriter
-from millstream.model.buffers import single_operations
 from millstream.model.records import LOG_ROW_PREFIX
 from millstream.routing.sinks import BufferSink, took_part
 from millstream.writers.buffered import open_buffer_in
@@ -104,7 +103,7 @@ class OtherStream:
         """Append as `ports.RecordSink`. After an operation that failed through no fault of its own, none is tried."""
         outcomes: list[SinkOutcome] = []
         stopped: MillstreamError | None = None
-        for op in single_operations(ops):
+        for op in ops.split():
             outcome = stopped or self._append(op, _APPEND_DEADLINE_S if deadline_s is None else deadline_s)
             if isinstance(outcome, MillstreamError) and outcome.retry is not Retry.NEVER:
                 stopped = outcome

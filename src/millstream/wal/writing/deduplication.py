@@ -15,7 +15,6 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import structlog
 
 from millstream import failpoints
@@ -33,7 +32,6 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.session_file import read_copy, remove_copy, write_copy
-from millstream.wal.writing.submissions import parts_of
 
 logger = structlog.get_logger("millstream.wal")
 
@@ -276,7 +274,7 @@ class _Group:
             told = _told_of(keys, asked, before)
             before += len(keys.ids)
             self._told.append(told)
-            self._left.append(ops if not told or not isinstance(ops, WriteOps) else without(ops, told))
+            self._left.append(_left_of(ops, told) if isinstance(ops, WriteOps) else ops)
 
     def left(self) -> list[Submitted]:
         """Return the operations to append."""
@@ -300,8 +298,7 @@ class _Group:
             if keys is None:
                 settled.append(ack)
                 continue
-            counts = [count for i, count in enumerate(keys.counts) if i not in told] if told else keys.counts
-            parts = parts_of(left, counts, ack) if isinstance(left, WriteOps) else []
+            parts = left.split_ack(ack) if isinstance(left, WriteOps) else []
             outcomes = parts if not told else _with_those_told(len(keys.ids), parts, told, each)
             for write_id, digest, outcome in zip(keys.ids, keys.digests, outcomes, strict=True):
                 if write_id is not None and isinstance(outcome, Ack):
@@ -336,6 +333,12 @@ def _with_those_told(
     return outcomes
 
 
+def _left_of(ops: WriteOps, told: Mapping[int, object]) -> WriteOps | None:
+    """Return the operations that aren't in `told`; None if there are none."""
+    left = [number for number in range(ops.operations.num_rows) if number not in told]
+    return replace(ops.select(left), keys=None) if left else None
+
+
 def _told_of(keys: WriteKeys, asked: AskedWrites, before: int) -> dict[int, Repeated | int | MillstreamError]:
     """Return, by index, the outcomes of a submission's operations that aren't appended; `before` writes precede it."""
     told: dict[int, Repeated | int | MillstreamError] = {}
@@ -350,23 +353,6 @@ def _told_of(keys: WriteKeys, asked: AskedWrites, before: int) -> dict[int, Repe
             if found is not None:
                 told[i] = found if isinstance(found, int) else Repeated(found)
     return told
-
-
-def without(ops: WriteOps, places: Iterable[int]) -> WriteOps | None:
-    """Return the operations without those at some indexes; None if none is left."""
-    keep = np.ones(ops.operations.num_rows, dtype=bool)
-    keep[list(places)] = False
-    if not keep.any():
-        return None
-    anew = pa.array((np.cumsum(keep) - 1).astype(np.int32))
-    tables = []
-    for table in ops.tables:
-        of_row = table.rows.column(0)
-        rows = table.rows.filter(pc.take(pa.array(keep), of_row))
-        if rows.num_rows:
-            rows = rows.set_column(0, rows.schema.field(0), pc.take(anew, rows.column(0)))
-            tables.append(replace(table, rows=rows))
-    return replace(ops, operations=ops.operations.filter(pa.array(keep)), tables=tuple(tables), keys=None)
 
 
 def writes_of(group: Sequence[RecordsFrame]) -> Iterator[tuple[WriteId, int, Ack, int]]:

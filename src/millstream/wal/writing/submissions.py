@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import cast
-
-import numpy as np
 
 from millstream.model.ids import ShardId, SourceId
-from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
+from millstream.model.operations import Ack, SpilledOp, Submitted
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 
 
@@ -63,41 +59,4 @@ def _rows_by_shard(ops: Submitted) -> dict[ShardId, int]:
     else:
         for table in ops.tables:
             counts[table.shard] = counts.get(table.shard, 0) + table.rows.num_rows
-    return counts
-
-
-def parts_of(ops: WriteOps, counts: Sequence[int], ack: Ack) -> list[Ack]:
-    """Split the ack of several operations into one for each.
-
-    Numbers and, on every shard, offsets go operation by operation; each operation has as many as it
-    has rows.
-
-    Args:
-        ops: as they were appended.
-        counts: each operation's rows, over all tables.
-        ack: the ack of all of them.
-    """
-    if len(counts) == 1:
-        return [ack]
-    firsts = accumulate(counts, initial=int(ack.seqs.first))
-    numbers = [SeqRange(Seq(first), count) for first, count in zip(firsts, counts, strict=False)]
-    of_shards: dict[ShardId, list[tuple[Offset, Offset]]] = {}
-    for shard, (start, _) in ack.offsets.items():
-        on_shard = counts if len(ack.offsets) == 1 else _rows_on(ops, shard, len(counts))
-        of_shards[shard] = cast("list[tuple[Offset, Offset]]", list(pairwise(accumulate(on_shard, initial=int(start)))))
-    if len(of_shards) == 1:
-        ((shard, offsets),) = of_shards.items()
-        return [Ack({shard: there}, of_one) for of_one, there in zip(numbers, offsets, strict=True)]
-    return [
-        Ack({shard: there[i] for shard, there in of_shards.items() if there[i][0] < there[i][1]}, of_one)
-        for i, of_one in enumerate(numbers)
-    ]
-
-
-def _rows_on(ops: WriteOps, shard: ShardId, operations: int) -> list[int]:
-    found = np.zeros(operations, dtype=np.int64)
-    for table in ops.tables:
-        if table.shard == shard and table.sink is None:
-            found += np.bincount(table.rows.column("__operation").to_numpy(), minlength=operations)
-    counts: list[int] = found.tolist()
     return counts
