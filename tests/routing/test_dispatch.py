@@ -16,12 +16,13 @@ from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
 from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, Retry, RowsTooLarge, WriterClosed
+from millstream.ingest.requests import operations_of
 from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.replication import LOCAL, AckLevel
-from millstream.model.writes import SessionFacts, WriteId, WriteKeys
+from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import SinkOutcome
 from millstream.routing.deliveries import Deliveries
 from millstream.routing.dispatch import Dispatcher
@@ -115,8 +116,7 @@ def group(
     ops = ops_of(tables, count=count)
     if ids is None:
         return ops
-    counts = [sum(len(own.get(number, ())) for sink, own in entries if sink is None) for number in range(count)]
-    return replace(ops, keys=WriteKeys(ids, digests or [0] * count, counts))
+    return replace(ops, operations=operations_of(ids, digests or [0] * count), is_keyed=True)
 
 
 WAYS = [False, True]
@@ -251,7 +251,7 @@ def test_what_is_known_of_sinks_is_bounded() -> None:
     deliveries = Deliveries(writes_max=3)
 
     def is_new(number: int) -> bool:
-        delivery = deliveries.begin("copies", WriteId("s", number), 0)
+        delivery = deliveries.begin("copies", (WriteId("s", number), 0))
         if delivery.is_new:
             deliveries.end(delivery, {})
         return delivery.is_new

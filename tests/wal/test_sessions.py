@@ -21,9 +21,9 @@ from millstream.errors import (
 )
 from millstream.ingest.requests import operations_of
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
-from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
+from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps, writes_in
 from millstream.model.positions import Offset, Seq, SeqRange
-from millstream.model.writes import SessionFacts, WriteId, WriteKeys
+from millstream.model.writes import SessionFacts, WriteId
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.clock import ManualClock
@@ -47,7 +47,6 @@ Keep = Callable[[int], Sequence[float]]
 
 def write(*writes: tuple[WriteId | None, int], text: str = "x") -> WriteOps:
     """Return operations of so many rows each, alternately on two shards; each row's text is its operation's id."""
-    counts = [count for _, count in writes]
     ids = [write_id for write_id, _ in writes]
     rows = [(place, i, f"{write_id}") for place, (write_id, count) in enumerate(writes) for i in range(count)]
     tables = tuple(
@@ -56,7 +55,7 @@ def write(*writes: tuple[WriteId | None, int], text: str = "x") -> WriteOps:
         if (mine := [row for place, row in enumerate(rows) if place % 2 == shard])
     )
     digests = [hash_of(text)] * len(ids)
-    return WriteOps(operations_of(ids, digests), tables, keys=WriteKeys(ids, digests, counts))
+    return WriteOps(operations_of(ids, digests), tables, is_keyed=True)
 
 
 def hash_of(text: str) -> int:
@@ -245,7 +244,7 @@ def play(life: Life, files: MemoryFiles, told: dict[WriteId, Ack]) -> None:
     for i, one in enumerate(WRITES):
         batch = write(one, WRITES[i - 1]) if i else write(one)
         (ack,) = keyed.commit([batch])
-        for write_id, outcome in zip(batch.keys.ids if batch.keys else (), ack.each, strict=True):
+        for (write_id, _), outcome in zip(filter(None, writes_in(batch.operations)), ack.each, strict=True):
             assert write_id is not None
             assert told.setdefault(write_id, given(outcome)) == given(outcome)
         committer.roll()

@@ -23,7 +23,7 @@ from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, W
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.replication import AckLevel
 from millstream.model.schema import TableSchema
-from millstream.model.writes import AppendBatch, SessionFacts, WriteId, WriteKeys
+from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -194,9 +194,7 @@ class Appender:
         if any(ids):
             names = [column.name for column in known.columns]
             digests = digests_of(known.full_name, names, arrays, counts, [one is not None for one in ids])
-        ops = WriteOps(operations_of(ids, digests), placed)
-        if digests is not None:
-            ops = replace(ops, keys=WriteKeys(ids, digests, ops.rows_by_operation()))
+        ops = WriteOps(operations_of(ids, digests), placed, is_keyed=digests is not None)
         return PreparedBatch(ops, requests, tuple(places), errors, rejected, batch.acks, began_s)
 
     def _placed(

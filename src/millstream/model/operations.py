@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +23,7 @@ from millstream.model.ids import ShardId, SourceId, TableId
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange, StreamToken
 from millstream.model.records import INSTANT, LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import TableSchema
-
-if TYPE_CHECKING:
-    from millstream.model.writes import WriteKeys
+from millstream.model.writes import NO_DIGEST, WriteId
 
 FIRST_SHARD: Final = ShardId(0)
 _COLUMN_BYTES: Final = 1024
@@ -100,9 +98,9 @@ class WriteOps:
     tables: tuple[TableRows, ...]
     reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
     behind: Mapping[SourceId, Lsn] = field(default_factory=dict)
-    keys: WriteKeys | None = None
-    """The applications' write ids, if they have any. A write already in the log is left out, and gets
-    its first answer again."""
+    is_keyed: bool = False
+    """Whether the log's writer looks up the operations' write ids (`writes_in`). A write already in the
+    log is then left out, and gets its first answer again."""
 
     @property
     def size_bytes(self) -> int:
@@ -209,6 +207,22 @@ class SpilledOp:
         return sum(self.counts.values())
 
 
+def writes_in(operations: pa.RecordBatch) -> list[tuple[WriteId, int] | None]:
+    """Return the write id of each operation, with the digest of its rows; None for an operation without one."""
+    sessions, keys = operations.column("session"), operations.column("idempotency_key")
+    if sessions.null_count + keys.null_count == 2 * operations.num_rows:
+        return [None] * operations.num_rows
+    names = ("kind", "session", "session_number", "idempotency_key", "commit_end_lsn")
+    writes: list[tuple[WriteId, int] | None] = []
+    for kind, session, number, key, digest in zip(*(operations.column(n).to_pylist() for n in names), strict=True):
+        if kind != OperationKind.APPEND or (key is None and (session is None or number is None)):
+            writes.append(None)
+        else:
+            write_id = WriteId(session, number) if key is None else WriteId(key=key)
+            writes.append((write_id, NO_DIGEST if digest is None else digest))
+    return writes
+
+
 Submitted: TypeAlias = WriteOps | SpilledOp
 """The forms of operations that the log's writer takes."""
 
@@ -260,7 +274,7 @@ class Ack:
     placed: WriteOps | None = None
     """The operations as they were written, if their shards had changed since they were submitted; None if not."""
     each: tuple[Outcome, ...] = ()
-    """For operations with `WriteOps.keys`, the outcome of each; `offsets` and `seqs` cover those appended now."""
+    """For `WriteOps.is_keyed`, the outcome of each operation; `offsets` and `seqs` cover those appended now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import pyarrow as pa
 
 from millstream.model.replication import AckLevel
+
+NO_DIGEST: Final = -1
+"""Digest of a write whose rows weren't summed: any rows count as the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,3 @@ class AppendBatch:
     """Whether invalid rows are left out and named (`Appended.rejected`); otherwise they reject their request."""
     acks: AckLevel | None = None
     """Where the rows have to be before they are acknowledged; None: the stream's level, which is the minimum."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteKeys:
-    """The identities of the operations of a `WriteOps`, by index."""
-
-    ids: Sequence[WriteId | None]
-    digests: Sequence[int]
-    """Digest of each operation's rows; at least 0."""
-    counts: Sequence[int]
-    """Number of rows of each operation, over all tables."""

@@ -46,7 +46,7 @@ from millstream.errors import DedupWindowExpired, IdempotencyKeyReused, SessionE
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
-from millstream.model.writes import SessionFacts, WriteId
+from millstream.model.writes import NO_DIGEST, SessionFacts, WriteId
 
 AHEAD_MAX: Final = 1024
 """How far above a session's mark a number may be: the writes that may be in flight at a time."""
@@ -58,8 +58,6 @@ _SWEEP: Final = 256
 """Number of sessions to forget at a time: removing them one by one from the front of a dict costs by those removed
 before."""
 _RECENT_MAX: Final = 4096
-NO_DIGEST: Final = -1
-"""Digest of a write whose rows weren't summed: any rows count as the same."""
 _SESSION: Final = struct.Struct("<qqH")
 """mark, last use (µs since 1970), number of results that follow."""
 _RESULT: Final = struct.Struct("<qqqqB")

@@ -45,28 +45,29 @@ class Deliveries:
         """Writes that were taken, longest unasked first."""
         self._on_way: dict[bytes, Future[SinkOutcome]] = {}
 
-    def begin(self, sink: str, write_id: WriteId | None, digest: int) -> Delivery:
+    def begin(self, sink: str, write: tuple[WriteId, int] | None) -> Delivery:
         """Begin the delivery of an operation to a sink. If it `is_new`, the caller calls `end`, in any case.
 
         Args:
             sink: name of the sink.
-            write_id: identity of the operation, if it has one. Other rows under it are another write.
-            digest: digest of its rows.
+            write: identity of the operation, if it has one, and digest of its rows. Other rows under the
+                same identity are another write.
         """
-        if write_id is None:
+        if write is None:
             return Delivery(None, Future())
+        write_id, digest = write
         told = repr((sink, write_id.session, write_id.number, write_id.key, digest))
-        write = blake2b(told.encode(), digest_size=16).digest()
+        key = blake2b(told.encode(), digest_size=16).digest()
         with self._lock:
-            if write in self._taken:
-                self._taken.move_to_end(write)
+            if key in self._taken:
+                self._taken.move_to_end(key)
                 outcome: Future[SinkOutcome] = Future()
                 outcome.set_result({"duplicate": True})
-                return Delivery(write, outcome, is_new=False)
-            if write in self._on_way:
-                return Delivery(write, self._on_way[write], is_new=False)
-            self._on_way[write] = Future()
-            return Delivery(write, self._on_way[write])
+                return Delivery(key, outcome, is_new=False)
+            if key in self._on_way:
+                return Delivery(key, self._on_way[key], is_new=False)
+            self._on_way[key] = Future()
+            return Delivery(key, self._on_way[key])
 
     def end(self, delivery: Delivery, outcome: SinkOutcome | BaseException) -> None:
         """Set the outcome of a delivery, for all its waiters. An exception outside our tree is raised there."""

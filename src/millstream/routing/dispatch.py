@@ -13,10 +13,10 @@ from typing import Any, Final
 import structlog
 
 from millstream.errors import MillstreamError, PartialWrite, WriterClosed
-from millstream.model.operations import Ack, Outcome, Repeated, Submitted, WriteOps
+from millstream.model.operations import Ack, Outcome, Repeated, Submitted, WriteOps, writes_in
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.replication import AckLevel
-from millstream.model.writes import SessionFacts, WriteKeys
+from millstream.model.writes import SessionFacts
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.deliveries import Deliveries, Delivery
 from millstream.routing.sinks import TOOK
@@ -155,20 +155,18 @@ class Dispatcher:
 
         Return all their outcomes.
         """
-        keys = routed.ops.keys
         for sink, share in routed.shares.items():
             new: dict[int, Delivery] = {}
             for place, number in enumerate(share.numbers):
                 if isinstance(routed.each[number], MillstreamError):
                     continue
-                told = (None, 0) if keys is None else (keys.ids[number], keys.digests[number])
-                delivery = self._deliveries.begin(sink, *told)
+                delivery = self._deliveries.begin(sink, routed.writes[number])
                 routed.told[number][sink] = delivery.outcome
                 if delivery.is_new:
                     new[place] = delivery
             if not new:
                 continue
-            part = _chosen(share.ops, list(new))
+            part = share.ops.select(list(new))
             try:
                 self._threads.submit(self._deliver, sink, part, list(new.values()), deadline_s)
             except RuntimeError:  # closed: operations in flight took too long
@@ -235,6 +233,7 @@ class _Routed:
 
     def __init__(self, ops: WriteOps, shares: Mapping[str, _Share], rows_in_log: Sequence[int]) -> None:
         self.ops = ops
+        self.writes = writes_in(ops.operations) if ops.is_keyed else [None] * ops.operations.num_rows
         self.shares = shares
         self._rows_in_log = rows_in_log
         elsewhere = {number for share in shares.values() for number in share.numbers}
@@ -242,7 +241,7 @@ class _Routed:
         """Operations that have no row in the log, and some in a sink."""
         self._logged = [number for number in range(len(rows_in_log)) if rows_in_log[number] or number not in elsewhere]
         tables = tuple(table for table in ops.tables if table.sink is None)
-        self.local = _chosen(replace(ops, tables=tables), self._logged) if self._logged else None
+        self.local = replace(ops, tables=tables).select(self._logged) if self._logged else None
         """The part that the log gets first."""
         self.ack: Ack | None = None
         """The log's answer to that part."""
@@ -265,11 +264,8 @@ class _Routed:
         Otherwise the log would wait for their numbers. It gets them last, because operations that it knows count as
         taken.
         """
-        keys = self.ops.keys
-        if keys is None:
-            return None
-        taken = [number for number in self._beside if self.each[number] is None and keys.ids[number] is not None]
-        return _chosen(replace(self.ops, tables=()), taken) if taken else None
+        taken = [number for number in self._beside if self.each[number] is None and self.writes[number] is not None]
+        return replace(self.ops, tables=()).select(taken) if taken else None
 
 
 def _routed(ops: Submitted) -> _Routed | None:
@@ -280,17 +276,8 @@ def _routed(ops: Submitted) -> _Routed | None:
     for sink in dict.fromkeys(table.sink for table in ops.tables if table.sink is not None):
         numbers = [number for number, count in enumerate(ops.rows_by_operation(sink=sink)) if count]
         own = tuple(table for table in ops.tables if table.sink == sink)
-        shares[sink] = _Share(numbers, _chosen(replace(ops, tables=own), numbers))
+        shares[sink] = _Share(numbers, replace(ops, tables=own).select(numbers))
     return _Routed(ops, shares, ops.rows_by_operation()) if shares else None
-
-
-def _chosen(ops: WriteOps, numbers: Sequence[int]) -> WriteOps:
-    """Return some operations, at least one, with their identities."""
-    keys, count = ops.keys, ops.operations.num_rows
-    if keys is None or len(numbers) == count:
-        return ops.select(numbers)
-    ids, digests = [keys.ids[number] for number in numbers], [keys.digests[number] for number in numbers]
-    return replace(ops.select(numbers), keys=WriteKeys(ids, digests, [keys.counts[number] for number in numbers]))
 
 
 def _failure(

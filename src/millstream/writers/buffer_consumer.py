@@ -54,7 +54,7 @@ from millstream.ingest.buffer_consumer import OperationTaker, in_order
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
 from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import TableRows, WriteOps
+from millstream.model.operations import TableRows, WriteOps, writes_in
 from millstream.model.positions import Lsn
 from millstream.protocol.buffer_replay import Checkpoint, Part, Replay, fold
 from millstream.workers import Worker
@@ -62,6 +62,7 @@ from millstream.workers import Worker
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.model.operations import Ack
+    from millstream.model.writes import WriteId
     from millstream.ports import LogAppender, ShardReader, WriteBuffer
 
 logger = structlog.get_logger("millstream.buffer")
@@ -78,8 +79,6 @@ _IN_FLIGHT_BYTES: Final = 32 << 20
 """Size in bytes of a shard's operations that were handed to the log and aren't durable yet."""
 _AGAIN: Final = "again"
 """Key of a held part's fact: a retry was requested."""
-_TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
-"""The columns that identify a write; the last is the digest of an application's rows, if its sender made one."""
 _UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
 """Errors about one table's rows and nothing else. InvalidValue is a `CodecError`."""
 
@@ -427,7 +426,7 @@ class _ShardTaking:
         """The position of each source once everything handed to the log is durable."""
         self._held: set[Part] = set()
         self._start = replay.start(reader.shard)
-        self._recent: OrderedDict[tuple[object, ...], BufferOffset] = OrderedDict()
+        self._recent: OrderedDict[tuple[WriteId, int], BufferOffset] = OrderedDict()
         """The last position of each recent identified write, oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
@@ -489,14 +488,14 @@ class _ShardTaking:
         offset = found.meta.offset
         while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
             self._recent.popitem(last=False)
-        told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
-        if told[0] is None and told[2] is None:
+        (write,) = writes_in(found.op.operations)
+        if write is None:
             return False
         # Count from the last occurrence, not the first: a reader that starts between them may not see the
         # first.
-        is_repeated = told in self._recent
-        self._recent[told] = offset
-        self._recent.move_to_end(told)
+        is_repeated = write in self._recent
+        self._recent[write] = offset
+        self._recent.move_to_end(write)
         return is_repeated
 
     def _take(self, found: BufferedOp) -> None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from millstream.config.model import BufferConfig
 from millstream.errors import DedupWindowExpired, MillstreamError, Retry, SessionsNeedOneWriter
+from millstream.model.operations import writes_in
 from millstream.model.records import LOG_ROW_PREFIX
 from millstream.routing.sinks import BufferSink, took_part
 from millstream.writers.buffered import open_buffer_in
@@ -32,8 +33,6 @@ OpenOther: TypeAlias = "Callable[[Path | str, str | None], HomeCalls]"
 homes also writes them."""
 
 _APPEND_DEADLINE_S: Final = 60.0
-_TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
-"""The fields that identify an operation; the last is the digest of its rows."""
 
 
 def sinks_of(home: Home, name: str, config: StreamConfig, open_other: OpenOther) -> dict[str, RecordSink]:
@@ -139,10 +138,12 @@ class OtherStream:
 
     def _key_of(self, op: WriteOps, place: int) -> str | None:
         """Return a key that is the same on each resend and unique to the operation; None if nothing identifies it."""
-        told = [op.operations.column(name)[0].as_py() for name in _TOLD_BY]
-        if told[0] is None and told[2] is None:
+        (write,) = writes_in(op.operations)
+        if write is None:
             return None
-        return f"routed-{blake2b(repr((self._origin, *told, place)).encode(), digest_size=20).hexdigest()}"
+        write_id, digest = write
+        told = (self._origin, write_id.session, write_id.number, write_id.key, digest, place)
+        return f"routed-{blake2b(repr(told).encode(), digest_size=20).hexdigest()}"
 
     def close(self) -> None:
         """Close as `ports.RecordSink`."""

@@ -22,12 +22,12 @@ from millstream.codec.log_frame import RecordsFrame
 from millstream.codec.log_records import first_seqs
 from millstream.errors import CorruptWal, MillstreamError
 from millstream.model.ids import ShardId, StreamId
-from millstream.model.operations import Ack, OperationKind, Outcome, Repeated, Submitted, WriteOps
+from millstream.model.operations import Ack, Outcome, Repeated, Submitted, WriteOps, writes_in
 from millstream.model.positions import Offset, Seq, SeqRange
-from millstream.model.writes import SessionFacts, WriteId, WriteKeys
+from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files
 from millstream.protocol.asked_writes import AskedWrites
-from millstream.protocol.sessions import NO_DIGEST, SessionLimits, Sessions
+from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.commit import GroupCommitter
@@ -165,7 +165,7 @@ class KeyedCommits:
 
     def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
         """Commit as `GroupCommitter.commit` does, but skip the writes that the log already has."""
-        if not any(isinstance(ops, WriteOps) and ops.keys is not None for ops in submitted):
+        if not any(isinstance(ops, WriteOps) and ops.is_keyed for ops in submitted):
             return self._committer.commit(submitted)
         return self._committer.uninterrupted(lambda: self._commit(submitted))
 
@@ -257,24 +257,28 @@ class _Group:
 
     def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:
         self._sessions = sessions
-        self._submitted = submitted
         self._told: list[dict[int, Repeated | int | MillstreamError]] = []
         """For each submission, by index: the outcome of an operation that isn't appended. A number
         refers to the operation with that index over all submissions, whose outcome it shares.
         """
         self._left: list[Submitted | None] = []
+        self._writes: list[Sequence[tuple[WriteId, int] | None]] = []
+        """For each submission, the writes of its operations; empty if they aren't looked up."""
         asked = AskedWrites(sessions)
         before = 0
         for ops in submitted:
-            keys = ops.keys if isinstance(ops, WriteOps) else None
-            if keys is None:
+            if not isinstance(ops, WriteOps) or not ops.is_keyed:
+                self._writes.append(())
                 self._told.append({})
                 self._left.append(ops)
                 continue
-            told = _told_of(keys, asked, before)
-            before += len(keys.ids)
+            writes = writes_in(ops.operations)
+            told = _told_of(writes, asked, before)
+            before += len(writes)
+            left = [number for number in range(len(writes)) if number not in told]
+            self._writes.append(writes)
             self._told.append(told)
-            self._left.append(_left_of(ops, told) if isinstance(ops, WriteOps) else ops)
+            self._left.append(ops.select(left) if left else None)
 
     def left(self) -> list[Submitted]:
         """Return the operations to append."""
@@ -292,17 +296,16 @@ class _Group:
         each: list[Outcome] = []
         """Outcomes of all operations of submissions that have keys."""
         note = self._sessions.note
-        for ops, left, told in zip(self._submitted, self._left, self._told, strict=True):
+        for writes, left, told in zip(self._writes, self._left, self._told, strict=True):
             ack = Ack({}, SeqRange(nothing, 0)) if left is None else next(acks)
-            keys = ops.keys if isinstance(ops, WriteOps) else None
-            if keys is None:
+            if not writes:
                 settled.append(ack)
                 continue
             parts = left.split_ack(ack) if isinstance(left, WriteOps) else []
-            outcomes = parts if not told else _with_those_told(len(keys.ids), parts, told, each)
-            for write_id, digest, outcome in zip(keys.ids, keys.digests, outcomes, strict=True):
-                if write_id is not None and isinstance(outcome, Ack):
-                    note(write_id, digest, outcome, now_us)
+            outcomes = parts if not told else _with_those_told(len(writes), parts, told, each)
+            for write, outcome in zip(writes, outcomes, strict=True):
+                if write is not None and isinstance(outcome, Ack):
+                    note(*write, outcome, now_us)
             each += outcomes
             settled.append(replace(ack, each=tuple(outcomes)))
         return settled
@@ -333,20 +336,16 @@ def _with_those_told(
     return outcomes
 
 
-def _left_of(ops: WriteOps, told: Mapping[int, object]) -> WriteOps | None:
-    """Return the operations that aren't in `told`; None if there are none."""
-    left = [number for number in range(ops.operations.num_rows) if number not in told]
-    return replace(ops.select(left), keys=None) if left else None
-
-
-def _told_of(keys: WriteKeys, asked: AskedWrites, before: int) -> dict[int, Repeated | int | MillstreamError]:
+def _told_of(
+    writes: Sequence[tuple[WriteId, int] | None], asked: AskedWrites, before: int
+) -> dict[int, Repeated | int | MillstreamError]:
     """Return, by index, the outcomes of a submission's operations that aren't appended; `before` writes precede it."""
     told: dict[int, Repeated | int | MillstreamError] = {}
-    for i, (write_id, digest) in enumerate(zip(keys.ids, keys.digests, strict=True)):
-        if write_id is None:
+    for i, write in enumerate(writes):
+        if write is None:
             continue
         try:
-            found = asked.ask(write_id, digest, before + i)
+            found = asked.ask(*write, before + i)
         except MillstreamError as error:
             told[i] = error
         else:
@@ -360,29 +359,20 @@ def writes_of(group: Sequence[RecordsFrame]) -> Iterator[tuple[WriteId, int, Ack
     found: dict[WriteId, tuple[int, int, list[tuple[int, int, ShardId, int, int]]]] = {}
     for frame in group:
         operations = frame.operations
-        sessions, keys = operations.column("session"), operations.column("idempotency_key")
         count = operations.num_rows
-        if sessions.null_count == count and keys.null_count == count:
+        writes = writes_in(operations)
+        if not any(writes):
             continue
         of_batch = frame.batches.column("operation").to_numpy()
         counts = frame.batches.column("count").to_numpy()
         lowest = first_seqs(operations, frame.batches)
         rows = np.bincount(of_batch, weights=counts, minlength=count).astype(np.int64)
         ends = int(frame.header.first_offset) + np.cumsum(rows)
-        facts = operations.select(
-            ["kind", "commit_end_lsn", "session", "session_number", "idempotency_key"]
-        ).to_pylist()
         times = operations.column("commit_ts").cast(pa.int64()).to_pylist()
-        for i, fact in enumerate(facts):
-            if fact["kind"] != OperationKind.APPEND:
+        for i, write in enumerate(writes):
+            if write is None:
                 continue
-            if fact["idempotency_key"] is not None:
-                write_id = WriteId(key=fact["idempotency_key"])
-            elif fact["session"] is not None and fact["session_number"] is not None:
-                write_id = WriteId(fact["session"], fact["session_number"])
-            else:
-                continue
-            digest = NO_DIGEST if fact["commit_end_lsn"] is None else int(fact["commit_end_lsn"])
+            write_id, digest = write
             place = (int(lowest[i]), int(rows[i]), frame.header.shard, int(ends[i] - rows[i]), int(ends[i]))
             found.setdefault(write_id, (digest, times[i] or 0, []))[2].append(place)
     # In the order of their numbers, because a shard's frames may lack some of them.

@@ -154,7 +154,7 @@ class LogWriter:
             region: the region of the shards.
             writer: this writer's id.
             sessions: when application sessions expire; None: no sessions, and operations with
-                `WriteOps.keys` are refused.
+                `WriteOps.is_keyed` are refused.
             high_water: reports what other machines hold; None: only the level `local` is available.
 
         Raises:
@@ -434,7 +434,7 @@ class LogWriter:
         return facts
 
     def _check_shards(self, ops: Submitted) -> None:
-        if self._keyed is None and isinstance(ops, WriteOps) and ops.keys is not None:
+        if self._keyed is None and isinstance(ops, WriteOps) and ops.is_keyed:
             raise _no_sessions()
         if unknown := shards_of(ops) - self._shards:
             raise AssertionError(f"shards {sorted(unknown)} aren't this writer's")
