@@ -239,18 +239,17 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
     """Write records as lines, and report those that don't fit the format; return how many were written."""
     from millstream.export.records_json import to_json
-    from millstream.export.records_text import line_protocol
+    from millstream.export.records_text import LineProtocol
 
-    written = timeless = 0
+    protocol, written = LineProtocol(), 0
     for line in cat.records():
-        text = to_json(line.facts) if style == "ndjson" else line_protocol(line)
-        if text is None:
-            timeless += 1
-        else:
+        text = to_json(line.facts) if style == "ndjson" else protocol.line(line)
+        if text is not None:
             out.write(text + "\n")
             written += 1
-    if timeless:
-        note(f"{timeless:,} records without a time were left out")
+    for what, count in protocol.left_out.items():
+        if count:
+            note(f"{count:,} {what}")
     return written
 
 

@@ -5,22 +5,35 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, Final, TextIO
 
 import pyarrow as pa
 
 from millstream.export.records_json import Line
 from millstream.model.ids import SchemaVersion, TableId
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.names import name_fault
+from millstream.model.records import INSTANT, RESERVED_COLUMNS
+from millstream.model.schema import Column, TableKind, TableSchema
 
 FACTS: Final = ("shard", "offset", "seq", "op", "source", "commit_lsn", "commit_index", "commit_ts", "xid")
 _QUOTED: Final = re.compile(r'[",\r\n]')
-_NAME: Final = str.maketrans({",": "\\,", "=": "\\=", " ": "\\ ", "\n": "\\n", "\r": "\\r"})
-_MEASUREMENT: Final = str.maketrans({",": "\\,", " ": "\\ ", "\n": "\\n", "\r": "\\r"})
+_NAME: Final = str.maketrans({",": "\\,", "=": "\\=", " ": "\\ "})
+_MEASUREMENT: Final = str.maketrans({",": "\\,", " ": "\\ "})
 _TEXT: Final = str.maketrans({'"': '\\"', "\\": "\\\\"})
 _EPOCH: Final = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
+_MICROSECOND: Final = timedelta(microseconds=1)
+_TIME_NS_MAX: Final = 1 << 63
+_TIMES: Final = frozenset({"time", "time_ns"})
+_NO_POINTS: Final = {
+    "d": "line protocol has no deletes",
+    "t": "line protocol has no truncates",
+    "raw": "their table was set aside when they came",
+}
+"""Operations without a point, each with the reason."""
 
 
 def columns_over(schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema], tables: Container[TableId]) -> list[str]:
@@ -65,60 +78,124 @@ def csv_field(text: str | None) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
-def line_protocol(line: Line) -> str | None:
-    """Return one record (read with values as JSON) as a line of InfluxDB's protocol; None for one without a time.
+class LineProtocol:
+    """Records, read with values as JSON, as lines that InfluxDB and `POST /write` take.
 
-    Measurement: the table. Tags: the key. Fields: the other columns, `__op` and `__seq`. Time: the
-    commit's, in ns. Integers, floats and booleans keep their types; everything else is PostgreSQL's text.
-    NULL, unchanged TOAST and floats that are no number have no field.
+    The measurement is the table. Tags are key columns of text, fields the other columns. The time is
+    the column `time`, as `/write` makes it; in a table without one, the commit's.
     """
-    facts, schema = line.facts, line.schema
-    if facts["commit_ts"] is None:
+
+    def __init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        """Records and values that no line holds: their number by what they are and why."""
+        self._points: dict[tuple[TableId, SchemaVersion], _Point | None] = {}
+
+    def line(self, line: Line) -> str | None:
+        """Return a record's line; None, and count it, if line protocol can't hold it."""
+        facts, schema = line.facts, line.schema
+        if facts["op"] in _NO_POINTS:
+            return self._none(_NO_POINTS[facts["op"]])
+        version = (schema.table_id, schema.version)
+        if version not in self._points:
+            self._points[version] = _point_of(schema)
+        point, row = self._points[version], facts["row"]
+        if point is None:
+            return self._none("`POST /write` refuses the name of the table or of a column")
+        time_ns = _time_ns(row, facts["commit_ts"], timed=point.timed)
+        if time_ns is None:
+            return self._none("they have no time, or one beyond 64 bits of nanoseconds")
+        tags = [(key, str(row[name])) for name, key in point.tags if row.get(name) is not None]
+        if not all(text and _is_writable(text) for _, text in tags):
+            return self._none("their key is empty, has a newline, or ends with a backslash")
+        values = [(key, write(row[name])) for name, key, write in point.fields if row.get(name) is not None]
+        fields = ",".join(f"{key}={value}" for key, value in values if value is not None)
+        if not fields:
+            return self._none("they have no value outside of their key")
+        self.left_out["values are left out: NaN, infinite, or beyond 64 bits"] += sum(
+            value is None for _, value in values
+        )
+        self.left_out["values are left out: an update didn't repeat them (unchanged TOAST)"] += len(facts["unchanged"])
+        head = ",".join([point.measurement, *(f"{key}={text.translate(_NAME)}" for key, text in tags)])
+        return f"{head} {fields} {time_ns}"
+
+    def _none(self, why: str) -> str | None:
+        self.left_out[f"records are left out: {why}"] += 1
         return None
-    row: dict[str, Any] = facts["row"] or {}
-    key = ("prefix",) if schema.kind is TableKind.MESSAGES else schema.key
-    measurement = schema.name if schema.kind is TableKind.MESSAGES else f"{schema.namespace}.{schema.name}"
-    head = _no_backslash_end(measurement.translate(_MEASUREMENT))
-    for name in sorted(key):
-        value = row.get(name)
-        # An empty tag can't be written, and neither can a null one.
-        if value is not None and value != "":
-            head += f",{_tag(name)}={_tag(_text(value) or '')}"
-    fields = [f'__op="{facts["op"]}"', f"__seq={facts['seq']}i"]
-    for column in schema.columns:
-        value = row.get(column.name)
-        if value is not None and column.name not in key:
-            written = _field_writer(column.arrow)(value)
-            if written is not None:
-                fields.append(f"{_tag(column.name)}={written}")
-    since = datetime.fromisoformat(facts["commit_ts"]) - _EPOCH
-    nanoseconds = ((since.days * 86400 + since.seconds) * 1_000_000 + since.microseconds) * 1000
-    return f"{head} {','.join(fields)} {nanoseconds}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The points of one version of a table; names are escaped as in lines."""
+
+    measurement: str
+    tags: tuple[tuple[str, str], ...]
+    """Columns that are tags, sorted as InfluxDB likes them, each with its key."""
+    fields: tuple[tuple[str, str, Callable[[Any], str | None]], ...]
+    """Columns that are fields, each with its key and what writes a value."""
+    timed: bool
+    """Whether the table has the time in a column, as tables that `/write` makes."""
+
+
+def _point_of(schema: TableSchema) -> _Point | None:
+    """Return the form of a table's points; None if `POST /write` would refuse each."""
+    is_messages = schema.kind is TableKind.MESSAGES
+    timed = any((column.name, column.arrow) == ("time", INSTANT) for column in schema.columns)
+    columns = [column for column in schema.columns if not (timed and column.name in _TIMES)]
+    measurement = schema.name if is_messages or schema.namespace == "public" else f"{schema.namespace}.{schema.name}"
+    names = [column.name.lower() for column in columns]
+    if (
+        measurement.startswith(("#", "\t"))
+        or not all(name_fault(name) is None and _is_writable(name) for name in (measurement, *names))
+        or not _TIMES.union(RESERVED_COLUMNS).isdisjoint(names)
+        or len(set(names)) < len(names)
+    ):
+        return None
+    key = (
+        {"prefix"}
+        if is_messages
+        else {column.name for column in columns if column.arrow == pa.string()}.intersection(schema.key)
+    )
+    return _Point(
+        measurement.translate(_MEASUREMENT),
+        tuple((name, name.translate(_NAME)) for name in sorted(key)),
+        tuple((c.name, c.name.translate(_NAME), _field_writer(c)) for c in columns if c.name not in key),
+        timed,
+    )
+
+
+def _time_ns(row: Mapping[str, Any], commit_ts: str | None, *, timed: bool) -> int | None:
+    """Return a record's time in nanoseconds since 1970, if there is one that a timestamp holds."""
+    if timed and row.get("time_ns") is not None:
+        return int(row["time_ns"])
+    moment = row.get("time") if timed else commit_ts
+    if moment is None:
+        return None
+    try:
+        since = datetime.fromisoformat(moment) - _EPOCH
+    except ValueError:  # before Christ, or infinite
+        return None
+    time_ns = since // _MICROSECOND * 1000
+    return time_ns if abs(time_ns) < _TIME_NS_MAX else None
+
+
+def _is_writable(text: str) -> bool:
+    """Return whether a name or a tag's value can be written: a newline, and a backslash at its end, can't be escaped."""
+    return "\n" not in text and not text.endswith("\\")
 
 
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _tag(text: str) -> str:
-    return _no_backslash_end(text.translate(_NAME))
-
-
-def _no_backslash_end(text: str) -> str:
-    """A backslash before the separator would escape it."""
-    return text + " ".translate(_NAME) if text.endswith("\\") else text
-
-
-def _field_writer(kind: pa.DataType) -> Callable[[Any], str | None]:
+def _field_writer(column: Column) -> Callable[[Any], str | None]:
+    kind = column.arrow
     if pa.types.is_integer(kind):
         return lambda value: f"{value}i"
+    if kind == pa.decimal128(20, 0) and column.pg is None:
+        return lambda value: f"{value}u" if 0 <= int(value) < 1 << 64 else None  # `/write` makes it of unsigned ones
     if pa.types.is_floating(kind):
-        return _float
+        exact = kind.to_pandas_dtype()  # an `f` of 32 bits is shown shortened
+        return lambda value: repr(float(exact(value))) if math.isfinite(float(value)) else None
     if pa.types.is_boolean(kind):
         return lambda value: "true" if value in (True, "t") else "false"
     return lambda value: f'"{str(value).translate(_TEXT)}"'
-
-
-def _float(value: Any) -> str | None:
-    number = float(value)
-    return repr(number) if math.isfinite(number) else None
