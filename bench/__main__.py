@@ -14,6 +14,7 @@ from bench import (  # noqa: F401 - they register their figures
     first_load,
     flight,
     freshness,
+    home_appends,
     http,
     lake,
     latency,
