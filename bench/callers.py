@@ -10,58 +10,60 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
-from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Literal
 
-from bench.figures import Figure, asked, compared, interleaved, measures, reported, say
+from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from bench.wal import ROW_BYTES, log_in, operation
 
 CALLERS = 64
 CALLERS_S = 3.0
-TIMER_S = 0.010
+Kind = Literal["threads", "coroutines"]
 
 
-class _TimedLog:
-    """The least work of a log with a group timer: rows of ten milliseconds go out in one write and one fsync."""
+class _RawLog:
+    """The least work of a log under group commit: what came while a sync ran goes out in the next write and sync."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path / "log", os.O_WRONLY | os.O_CREAT)
         self._end = 0
-        self._waiting: list[tuple[bytes, threading.Event | asyncio.Future[None]]] = []
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._waiting: deque[tuple[bytes, threading.Event | asyncio.Future[None]]] = deque()
+        self._work: SimpleQueue[bool] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def append(self, data: bytes) -> None:
         done = threading.Event()
-        with self._lock:
-            self._waiting.append((data, done))
+        self._put(data, done)
         done.wait()
 
     async def append_async(self, data: bytes) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with self._lock:
-            self._waiting.append((data, done))
+        self._put(data, done)
         await done
 
     def close(self) -> None:
-        self._stop.set()
+        self._work.put(False)
         self._thread.join()
         os.close(self._file)
 
+    def _put(self, data: bytes, done: threading.Event | asyncio.Future[None]) -> None:
+        self._waiting.append((data, done))
+        if self._work.empty():
+            self._work.put(True)
+
     def _run(self) -> None:
-        while not self._stop.wait(TIMER_S):
-            with self._lock:
-                group, self._waiting = self._waiting, []
-            if group:
+        while self._work.get():
+            while self._waiting:
+                group = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 data = b"".join(data for data, _ in group)
                 os.pwrite(self._file, data, self._end)
                 os.fdatasync(self._file)
                 self._end += len(data)
-            _answer([done for _, done in group])
+                _answer([done for _, done in group])
 
 
 class _HandOver:
@@ -121,10 +123,11 @@ def _seconds() -> float:
     return asked.seconds or CALLERS_S
 
 
-def _by_threads(append: Callable[[bytes], object], took_ms: list[float]) -> float:
-    """Return the appends a second of threads that each wait for their answer; put the time of each into `took_ms`."""
+def _by_threads(append: Callable[[bytes], object], callers: int) -> list[float]:
+    """Return the milliseconds of each append of threads that each wait for their answer."""
     data = os.urandom(ROW_BYTES)
     until = time.perf_counter() + _seconds()
+    took_ms: list[float] = []
 
     def call() -> None:
         mine = []
@@ -133,18 +136,18 @@ def _by_threads(append: Callable[[bytes], object], took_ms: list[float]) -> floa
             mine.append((time.perf_counter() - began) * 1000)
         took_ms.extend(mine)
 
-    before = len(took_ms)
-    threads = [threading.Thread(target=call) for _ in range(CALLERS)]
+    threads = [threading.Thread(target=call) for _ in range(callers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return (len(took_ms) - before) / _seconds()
+    return took_ms
 
 
-def _by_coroutines(append: Callable[[bytes], Awaitable[object]], took_ms: list[float]) -> float:
+def _by_coroutines(append: Callable[[bytes], Awaitable[object]], callers: int) -> list[float]:
     """Return the same for coroutines in one event loop."""
     data = os.urandom(ROW_BYTES)
+    took_ms: list[float] = []
 
     async def call(until: float) -> None:
         while (began := time.perf_counter()) < until:
@@ -153,88 +156,89 @@ def _by_coroutines(append: Callable[[bytes], Awaitable[object]], took_ms: list[f
 
     async def all_of_them() -> None:
         until = time.perf_counter() + _seconds()
-        await asyncio.gather(*(call(until) for _ in range(CALLERS)))
+        await asyncio.gather(*(call(until) for _ in range(callers)))
 
-    before = len(took_ms)
     asyncio.run(all_of_them())
-    return (len(took_ms) - before) / _seconds()
+    return took_ms
 
 
-def _ours(took_ms: list[float], *, coroutines: bool) -> float:
+def _ours(kind: Kind, callers: int = CALLERS) -> list[float]:
     with folder("log") as path, log_in(path) as writer:
-        if coroutines:
-            return _by_coroutines(lambda data: writer.append_async(operation([data])), took_ms)
-        return _by_threads(lambda data: writer.append(operation([data])), took_ms)
+        if kind == "coroutines":
+            return _by_coroutines(lambda data: writer.append_async(operation([data])), callers)
+        return _by_threads(lambda data: writer.append(operation([data])), callers)
 
 
-def _timer(*, coroutines: bool) -> float:
-    with folder("timed") as path, closing(_TimedLog(path)) as log:
-        return _by_coroutines(log.append_async, []) if coroutines else _by_threads(log.append, [])
+def _raw_log(kind: Kind) -> list[float]:
+    with folder("raw") as path, closing(_RawLog(path)) as log:
+        return _peer(log, kind)
 
 
-def _hand_over(*, coroutines: bool) -> float:
+def _hand_over(kind: Kind) -> list[float]:
     with closing(_HandOver()) as log:
-        return _by_coroutines(log.append_async, []) if coroutines else _by_threads(log.append, [])
+        return _peer(log, kind)
 
 
-@measures("wal_append_64_callers_vs_timer", "wal_append_64_callers_vs_hand_over", "wal_ack_vs_raw_fsync")
+def _peer(log: _RawLog | _HandOver, kind: Kind) -> list[float]:
+    return _by_coroutines(log.append_async, CALLERS) if kind == "coroutines" else _by_threads(log.append, CALLERS)
+
+
+@measures("wal_append_64_callers_vs_hand_over", "wal_ack_64_callers_vs_raw_group_commit")
 def threads() -> Iterator[Figure]:
     """Measure 64 threads."""
-    yield from _figures("callers", "threads", "wal_ack_vs_raw_fsync", coroutines=False)
+    yield from _figures("callers", "threads", goal=">= 0.6", kind="threads")
 
 
-@measures(
-    "wal_append_64_coroutines_vs_timer", "wal_append_64_coroutines_vs_hand_over", "wal_ack_coroutines_vs_raw_fsync"
-)
+@measures("wal_append_64_coroutines_vs_hand_over", "wal_ack_64_coroutines_vs_raw_group_commit")
 def coroutines() -> Iterator[Figure]:
     """Measure 64 coroutines of one event loop."""
-    yield from _figures(
-        "coroutines", "coroutines of one event loop", "wal_ack_coroutines_vs_raw_fsync", coroutines=True
-    )
+    yield from _figures("coroutines", "coroutines of one event loop", goal=">= 0.4", kind="coroutines")
 
 
-def _figures(word: str, who: str, ack: str, *, coroutines: bool) -> Iterator[Figure]:
-    name = f"wal_append_{CALLERS}_{word}_vs"
-    said = f"{CALLERS} {who} that each append a row of {ROW_BYTES} B and wait for its answer"
-    ours = partial(_ours, coroutines=coroutines)
-    for peer, other, goal, what in (
-        (
-            "timer", _timer, ">= 20",
-            f"the peer joins what came in {TIMER_S * 1000:.0f} ms into one write and one fdatasync, raw bytes",
-        ),
-        (
-            "hand_over", _hand_over, "reported",
-            "the peer is a thread that answers what lies in a queue and does nothing else: what Python allows",
-        ),
-    ):  # fmt: skip
-        say(f"{name}_{peer}: {CALLERS} {who}, {ROW_BYTES} B, {_seconds():.0f} s")
-        yield compared(
-            f"{name}_{peer}", partial(ours, []), partial(other, coroutines=coroutines), unit="rows/s", goal=goal,
-            rows=round(CALLERS * _seconds()), size_bytes=ROW_BYTES, note=f"{said}; {what}",
-        )  # fmt: skip
+def _figures(word: str, who: str, *, goal: str, kind: Kind) -> Iterator[Figure]:
+    said = f"{CALLERS} {who} that each append a row of {ROW_BYTES} B and wait for its answer, for {_seconds():.0f} s"
+    rows = round(CALLERS * _seconds())
 
-    say(f"{ack}: {CALLERS} {who}")
-    mine, theirs = interleaved(lambda: _median_ms(ours), _raw_fsync_ms)
-    yield reported(
-        ack, mine, theirs, unit="ms", goal="<= 2", rows=1, size_bytes=ROW_BYTES,
-        note=f"the median time of one of {said}; the peer is one pwrite of {ROW_BYTES} B and its fdatasync, alone",
+    name = f"wal_append_{CALLERS}_{word}_vs_hand_over"
+    say(f"{name}: {CALLERS} {who}, {ROW_BYTES} B, {_seconds():.0f} s")
+    yield compared(
+        name, lambda: len(_ours(kind)) / _seconds(), lambda: len(_hand_over(kind)) / _seconds(), unit="rows/s", goal=goal,
+        rows=rows, size_bytes=ROW_BYTES,
+        note=f"{said}; the peer is a thread that answers what lies in a queue and does nothing else: what Python allows",
+    )  # fmt: skip
+
+    name = f"wal_ack_{CALLERS}_{word}_vs_raw_group_commit"
+    say(f"{name}: {CALLERS} {who}, {ROW_BYTES} B, {_seconds():.0f} s")
+    yield compared(
+        name, lambda: statistics.median(_ours(kind)), lambda: statistics.median(_raw_log(kind)), unit="ms", goal="reported",
+        rows=rows, size_bytes=ROW_BYTES,
+        note=f"the median time of an append of {said}; the peer is a thread that joins what came while it synced into one pwrite and one"
+        " fdatasync, raw bytes",
     )  # fmt: skip
 
 
-def _median_ms(ours: Callable[[list[float]], float]) -> float:
-    took_ms: list[float] = []
-    ours(took_ms)
-    return statistics.median(took_ms)
+@measures("wal_ack_vs_raw_fsync")
+def one_caller() -> Iterator[Figure]:
+    """Measure a caller alone, which waits for its answer before its next append."""
+    say(f"wal_ack_vs_raw_fsync: 1 thread, {ROW_BYTES} B, {_seconds():.0f} s")
+    yield compared(
+        "wal_ack_vs_raw_fsync", lambda: statistics.median(_ours("threads", 1)), _raw_fsync_ms, unit="ms", goal="<= 2", rows=1,
+        size_bytes=ROW_BYTES,
+        note=f"the median time of an append by one thread alone, {ROW_BYTES} B each, one after the other; the peer is one pwrite of as many bytes"
+        " and its fdatasync, in the same loop",
+    )  # fmt: skip
 
 
 def _raw_fsync_ms() -> float:
-    data, took = os.urandom(ROW_BYTES), []
     with folder("raw") as path:
         file = os.open(path / "raw", os.O_WRONLY | os.O_CREAT)
-        for number in range(300):
-            began = time.perf_counter()
-            os.pwrite(file, data, number * ROW_BYTES)
+        numbers = count()
+
+        def append(data: bytes) -> None:
+            os.pwrite(file, data, next(numbers) * ROW_BYTES)
             os.fdatasync(file)
-            took.append((time.perf_counter() - began) * 1000)
-        os.close(file)
-    return statistics.median(took)
+
+        try:
+            return statistics.median(_by_threads(append, 1))
+        finally:
+            os.close(file)
