@@ -40,14 +40,6 @@ class WrongExampleError(Exception):
     """An example that doesn't hold; the text has the reason."""
 
 
-def is_built(room: str) -> bool:
-    """Return whether a room of the house exists: examples may be ahead of one that doesn't."""
-    try:
-        return importlib.util.find_spec(f"millstream.{room}") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def check_console(text: str) -> None:
     """Check every command after a prompt."""
     commands = [line[2:] for line in text.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
@@ -84,8 +76,6 @@ def split_commands(words: list[str]) -> Iterator[list[str]]:
 
 def check_millstream(arguments: list[str]) -> None:
     """Follow the arguments through click's own tree of commands."""
-    if not is_built("cli.main"):
-        return
     command: click.Command = importlib.import_module("millstream.cli.main").cli
     context = click.Context(command, info_name="millstream")
     waiting = list(arguments)
@@ -133,8 +123,6 @@ def check_extras(command: str) -> None:
 def check_toml(text: str) -> None:
     """Parse it, and check it against the configuration's model: it may be a part, but every key must be valid."""
     document = tomllib.loads(text)
-    if not is_built("app.config"):
-        return
     model: type[BaseModel] = importlib.import_module("millstream.config.model").Config
     try:
         model.model_validate(document)
@@ -163,9 +151,7 @@ def check_python(text: str) -> None:
 
 
 def require_name(module: str, name: str) -> None:
-    """Raise unless the module has that name; the façade is only asked if there is a module behind it."""
-    if module in ("millstream", "millstream.aio") and not is_built("app"):
-        return
+    """Raise unless the module has that name."""
     try:
         found = (
             hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None

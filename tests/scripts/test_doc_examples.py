@@ -49,7 +49,6 @@ def checker(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
     configuration = ModuleType("millstream.config.model")
     configuration.Config = Config  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "millstream.config.model", configuration)
-    monkeypatch.setattr(module, "is_built", lambda _room: True)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "Makefile").write_text("test:\n")
     (tmp_path / "pyproject.toml").write_text('[project.optional-dependencies]\nspark = ["x"]\n')
