@@ -71,7 +71,7 @@ location = "lake"    # a folder, from here; or the URL of an object store, with 
 # [streams.{stream}.log]
 # retention_age = "7d"    # the log keeps what the lake has for so long
 # retention_bytes = "20%"    # … and takes at most this much of the disk
-# retention_bytes_max = "40%"    # a consumer that holds more of it back is cut off
+# retention_bytes_max = "40%"    # a follower that holds more of it back is cut off
 
 # [spark]
 # master = "local[*]"

@@ -195,8 +195,8 @@ class LogConfig(Section):
     )
     retention_bytes_max: SizeOrShare | None = Field(
         default=None,
-        description="Size of the log up to which segments are kept for consumers and followers. Above it, the consumers and "
-        "followers that need the oldest segments are cut off, and reported by name. Pipelines are never cut off. "
+        description="Size of the log up to which segments are kept for followers. Above it, the followers that "
+        "need the oldest segments are cut off, and reported by name. Pipelines are never cut off. "
         "Unset: twice `retention_bytes`.",
     )
     retention_interval: Duration = Field(

@@ -243,7 +243,7 @@ def _retention(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
     yield cut_off
     for key, text in (
         ("bytes", "Size of the log from which on its oldest segments go that nobody needs."),
-        ("bytes_max", "Size of the log past which consumers and followers are cut off."),
+        ("bytes_max", "Size of the log past which followers are cut off."),
     ):
         family = GaugeMetricFamily(f"millstream_log_retention_{key}", text, labels=["stream"])
         for stream in streams:
