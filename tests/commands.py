@@ -47,7 +47,7 @@ _ELSE: Final = (
     "concurrent.futures.thread",
     "rich.console",
     "rich.table",
-    "uvicorn.loops.uvloop",
+    "uvloop",
 )
 """Modules that commands' imports load on first use."""
 _READ_AT_START: Final = "PYTHON", "NUMBA_", "LD_", "LC_"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,7 +73,9 @@ def test_an_address_without_its_s_or_with_one_too_many_says_so(way: str, home: P
     ):
         there.append("web", "clicks", {"n": 1})
     assert f"Connect to {url}." == caught.value.hint
-    with serving(home, ssl_certfile=str(certificate), ssl_keyfile=str(key)) as secured:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    with serving(home, context=context) as secured:
         with a_home(way, secured.replace("https:", "http:")) as there:
             for call in (there.streams, lambda: there.append("web", "clicks", {"n": 1})):
                 with pytest.raises(ServerUnreachable, match="speaks TLS") as caught:

@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import uvicorn
-from tests.app.homes import wait_for
 
 from millstream.home.home import Home
 from millstream.serving.access import Access
 from millstream.serving.application import Application
+from millstream.serving.http_server import HttpServer
+from millstream.serving.server import connection_bounds
 
 
 @contextmanager
-def serving(home: Path, application: Application | None = None, *, port: int = 0, **settings: Any) -> Iterator[str]:
+def serving(
+    home: Path, application: Application | None = None, *, port: int = 0, context: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """Serve a home until the block ends; yield the address."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
+    address = f"{'http' if context is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     made = Application(Home(home), Access.of_home(Home(home))) if application is None else application
-    server = uvicorn.Server(uvicorn.Config(made.asgi(), log_config=None, access_log=False, lifespan="off", **settings))
-    server.capture_signals = _leave_signals  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    end: Future[Callable[[], object]] = Future()
+
+    async def serve() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        end.set_result(lambda: loop.call_soon_threadsafe(ended.set))
+        await HttpServer(made.asgi(), connection_bounds(made.home), drain_s=60, context=context).serve(listener, ended)
+
+    listener.listen(2048)  # connections that come before the server accepts them wait
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        wait_for(lambda: server.started, what=lambda: "the server starts")
-        scheme = "https" if "ssl_certfile" in settings else "http"
-        yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+        yield address
     finally:
-        server.should_exit = True
+        end.result(180)()
         thread.join(180)
-        listener.close()
         made.close()
         assert not thread.is_alive()
-
-
-@contextmanager
-def _leave_signals() -> Iterator[None]:
-    yield

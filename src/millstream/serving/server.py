@@ -8,7 +8,7 @@ import gc
 import resource
 import shutil
 import socket
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -21,7 +21,7 @@ from millstream.processes.child_process import Lifeline
 from millstream.processes.control import ControlServer
 from millstream.processes.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.serving.bind_check import check_protected
-from millstream.serving.certificates import LOOK_EVERY_S, Renewal, telling_certificates
+from millstream.serving.certificates import LOOK_EVERY_S, Renewal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,35 +87,17 @@ async def _serve(
     renewal: Renewal | None,
     flight: FlightService | None,
 ) -> None:
-    import uvicorn
+    from millstream.serving.http_server import HttpServer
 
-    from millstream.serving.connections import bounded, watch
-
-    http = home.config.http
-    bounds = connection_bounds(home)
-    config = uvicorn.Config(
+    drain_s = duration_s(home.config.http.drain_timeout)
+    server = HttpServer(
         application.asgi(),
-        http=bounded(bounds),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=_BACKLOG,
-        timeout_keep_alive=max(1, round(bounds.idle_s)),
-        timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
+        connection_bounds(home),
+        drain_s=drain_s,
+        context=None if renewal is None else renewal.context,
     )
-    config.load()
-    if renewal is not None:
-        config.ssl = renewal.context
-        config.http_protocol_class = telling_certificates(config.http_protocol_class)
-    server = uvicorn.Server(config)
-    # uvicorn would take the signals for itself, and raise them again at its end.
-    server.capture_signals = _leave_signals  # type: ignore[method-assign]
-
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    told, ended = asyncio.Event(), asyncio.Event()
 
     def hear() -> None:
         with contextlib.suppress(RuntimeError):  # it has ended already
@@ -128,8 +110,8 @@ async def _serve(
     async def end_when_told() -> None:
         await told.wait()
         application.health.draining = True
-        await asyncio.sleep(duration_s(http.drain_delay))
-        server.should_exit = True
+        await asyncio.sleep(duration_s(home.config.http.drain_delay))
+        ended.set()
 
     async def renew() -> None:
         while renewal is not None:
@@ -138,16 +120,12 @@ async def _serve(
             if renewal.look() and flight is not None:
                 flight.renew()
 
-    aside = [
-        asyncio.create_task(end_when_told()),
-        asyncio.create_task(watch(server.server_state, bounds)),
-        asyncio.create_task(renew()),
-    ]
+    aside = [asyncio.create_task(end_when_told()), asyncio.create_task(renew())]
     try:
-        await server.serve(sockets=[listener])
+        await server.serve(listener, ended, backlog=_BACKLOG)
         # No caller waits for these, but their rows count: their senders may take them for appended.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(duration_s(http.drain_timeout)):
+            async with asyncio.timeout(drain_s):
                 await application.groups.drain()
     finally:
         for task in aside:
@@ -239,8 +217,3 @@ def _raise_open_files() -> None:
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):  # macOS has another limit below the hard one
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@contextlib.contextmanager
-def _leave_signals() -> Iterator[Any]:
-    yield

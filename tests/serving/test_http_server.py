@@ -1,0 +1,293 @@
+"""HTTP/1.1 as clients see it, over an application of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from tests.app.homes import wait_for
+
+from millstream.serving.connections import ConnectionBounds
+from millstream.serving.http_server import HttpServer
+
+BOUNDS = ConnectionBounds(connections_max=100, request_s=30.0, idle_s=30.0, unread_bytes_max=1 << 20)
+LARGE = 64 << 20
+
+
+@dataclass
+class Served:
+    """A server of an application that answers each path in its own way."""
+
+    port: int = 0
+    server: HttpServer = field(init=False)
+    gone: list[str] = field(default_factory=list)
+    """Paths whose clients left before an answer."""
+    sent: int = 0
+    """Bytes of the large answer that the server has taken."""
+    unread: list[str] = field(default_factory=list)
+
+    async def application(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        if path == "/fails":
+            raise ValueError("a bug")
+        if path == "/silent":
+            return
+        if path == "/waits":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.gone.append(path)
+            return
+        if path in {"/short", "/long", "/splits"}:
+            length = {"/short": b"9", "/long": b"1", "/splits": b"3"}[path]
+            more = [(b"x-more", b"a\r\nset-cookie: b")] if path == "/splits" else []
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length), *more]})
+            await send({"type": "http.response.body", "body": b"abc"})
+            return
+        if path == "/unread":
+            self.unread.append(scope["method"])
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+            return
+        body, more_body = b"", True
+        while more_body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone.append(path)
+                return
+            body, more_body = body + message["body"], message["more_body"]
+        status = 204 if path == "/nothing" else 200
+        await send({"type": "http.response.start", "status": status, "headers": [(b"x-path", path.encode())]})
+        if path == "/large":
+            while self.sent < LARGE:
+                await send({"type": "http.response.body", "body": b"x" * (1 << 16), "more_body": True})
+                self.sent += 1 << 16
+        if status == 204:
+            await send({"type": "http.response.body"})
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"."})
+
+    def connected(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def answers(self, sent: bytes) -> bytes:
+        """Send bytes, and return all answers until the server closes."""
+        with self.connected() as connection:
+            connection.sendall(sent)
+            return read_all(connection)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    heard = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            heard += piece
+    return heard
+
+
+def get(path: str, *, version: str = "1.1", method: str = "GET", more: str = "") -> bytes:
+    return f"{method} {path} HTTP/{version}\r\nHost: h\r\n{more}\r\n".encode()
+
+
+@contextlib.contextmanager
+def serving(bounds: ConnectionBounds = BOUNDS, *, drain_s: float = 30.0) -> Iterator[Served]:
+    found = Served()
+    end: Future[Callable[[], object]] = Future()
+
+    async def serve() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        found.server = HttpServer(found.application, bounds, drain_s=drain_s)
+        end.set_result(lambda: loop.call_soon_threadsafe(ended.set))
+        await found.server.serve(listener, ended)
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        found.port = listener.getsockname()[1]
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        try:
+            yield found
+        finally:
+            end.result(30)()
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as found:
+        yield found
+
+
+CLOSE = "Connection: close\r\n"
+
+
+def test_an_answer_without_a_length_comes_in_chunks_and_has_the_time(served: Served) -> None:
+    head, _, body = served.answers(get("/a%20b", more=CLOSE)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\ndate: ")
+    assert b" GMT\r\n" in head
+    assert b"x-path: /a b\r\n" in head
+    assert b"transfer-encoding: chunked\r\nconnection: close" in head
+    assert body == b"1\r\n.\r\n0\r\n\r\n"
+
+
+def test_an_older_client_gets_the_answer_up_to_the_end_of_its_connection(served: Served) -> None:
+    body = "Content-Length: 3\r\n"
+    head, _, answer = served.answers(get("/x", version="1.0", method="POST", more=body) + b"abc").partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert b"connection: close" in head
+    assert answer == b"abc."
+
+
+def test_answers_without_a_body_have_none(served: Served) -> None:
+    for sent in (get("/x", method="HEAD", more=CLOSE), get("/nothing", more=CLOSE)):
+        head, _, body = served.answers(sent).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert body == b""
+
+
+def test_a_client_that_waits_for_leave_to_send_gets_it_once(served: Served) -> None:
+    with served.connected() as connection:
+        connection.sendall(get("/x", method="POST", more="Expect: 100-continue\r\nContent-Length: 3\r\n" + CLOSE))
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"abc")
+        heard = read_all(connection)
+    assert heard.startswith(b"HTTP/1.1 200 OK")
+    assert b"3\r\nabc\r\n1\r\n.\r\n0\r\n\r\n" in heard
+
+
+@pytest.mark.parametrize("path", ["/fails", "/silent"])
+def test_a_request_that_the_application_fails_is_answered(served: Served, path: str) -> None:
+    head, _, body = served.answers(get(path) + get("/x")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"application/problem+json" in head
+    assert b"bug" in body
+    assert b"HTTP/1.1" not in body, "the connection is closed"
+
+
+@pytest.mark.parametrize("path", ["/short", "/long", "/splits"])
+def test_an_answer_that_would_pass_for_two_ends_the_connection(served: Served, path: str) -> None:
+    heard = served.answers(get(path) + get("/x", more=CLOSE))
+    assert b"x-path" not in heard
+    assert b"set-cookie" not in heard
+
+
+def test_an_application_learns_that_its_client_is_gone(served: Served) -> None:
+    for sent in (get("/waits"), get("/x", method="POST", more="Content-Length: 3\r\n") + b"a"):
+        served.gone.clear()
+        with served.connected() as connection:
+            connection.sendall(sent)
+            wait_for(lambda: served.server.connections)
+        wait_for(lambda: len(served.gone) == 1)
+
+
+def test_a_client_that_does_not_read_holds_the_answer_back(served: Served) -> None:
+    with served.connected() as connection:
+        connection.sendall(get("/large"))
+        before = -1
+        while served.sent != before:  # until it stands still
+            before = served.sent
+            time.sleep(0.5)
+        assert 0 < served.sent < LARGE
+        received = 0
+        while received < LARGE:
+            piece = connection.recv(1 << 20)
+            assert piece
+            received += len(piece)
+    assert served.sent == LARGE
+
+
+def test_requests_that_come_ahead_of_their_answers_are_answered_in_order(served: Served) -> None:
+    number = 20_000
+    sent = b"".join(get(f"/{n}") for n in range(number)) + get("/last", more=CLOSE)
+    with served.connected() as connection:
+        sender = threading.Thread(target=connection.sendall, args=(sent,))
+        sender.start()
+        heard = read_all(connection)
+        sender.join(30)
+    paths = [line for line in heard.split(b"\r\n") if line.startswith(b"x-path")]
+    assert paths == [b"x-path: /%d" % n for n in range(number)] + [b"x-path: /last"]
+
+
+def test_requests_that_come_ahead_of_their_answers_are_not_all_read() -> None:
+    with serving(drain_s=0.5) as served, served.connected() as connection:
+        connection.settimeout(2)
+        connection.sendall(get("/waits"))
+        with pytest.raises(TimeoutError):
+            connection.sendall(get("/x", more=f"X-Long: {'x' * 1000}\r\n") * 32_000)
+
+
+def test_line_ends_between_requests_keep_no_connection_open() -> None:
+    """They stopped the timer of an idle connection, and began no request that had one."""
+    bounds = ConnectionBounds(100, request_s=1.0, idle_s=1.0, unread_bytes_max=1)
+    with serving(bounds) as served, served.connected() as connection:
+        connection.sendall(get("/unread"))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"\r\n")
+        assert read_all(connection) == b""
+
+
+def test_a_body_that_is_not_wanted_is_dropped_up_to_its_bound() -> None:
+    with serving(ConnectionBounds(100, request_s=30.0, idle_s=30.0, unread_bytes_max=1 << 20)) as served:
+        for length, ended in ((1 << 19, False), (1 << 30, True)):
+            with served.connected() as connection:
+                connection.sendall(get("/unread", method="POST", more=f"Content-Length: {length}\r\n"))
+                assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+                with contextlib.suppress(ConnectionError):
+                    for _ in range(min(length, 64 << 20) >> 16):
+                        connection.sendall(b"x" * (1 << 16))
+                    connection.sendall(get("/unread"))
+                    assert not ended
+                    assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_an_end_waits_for_what_has_begun() -> None:
+    heard: list[bytes] = []
+
+    def send_the_rest() -> None:
+        read_all(idle)  # it is closed first
+        connection.sendall(b"bc")
+        heard.append(read_all(connection))
+
+    thread = threading.Thread(target=send_the_rest)
+    with serving() as served:
+        idle, connection = served.connected(), served.connected()
+        connection.sendall(get("/x", method="POST", more="Content-Length: 3\r\n") + b"a")
+        idle.sendall(get("/unread"))
+        assert idle.recv(1000)
+        wait_for(lambda: len(served.server.connections) == 2)
+        thread.start()
+    thread.join(30)
+    assert b"connection: close\r\n" in heard[0]
+    assert heard[0].endswith(b"3\r\nabc\r\n1\r\n.\r\n0\r\n\r\n")
+    idle.close()
+    connection.close()
+
+
+def test_an_end_waits_no_longer_than_it_may() -> None:
+    with serving(drain_s=0.5) as served:
+        stuck = served.connected()
+        stuck.sendall(get("/waits"))
+        wait_for(lambda: served.server.connections)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+    assert read_all(stuck) == b""
+    stuck.close()
+
+
+def test_a_client_library_keeps_its_connection(served: Served) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{served.port}", trust_env=False) as client:
+        for n in range(5):
+            assert client.post("/x", content=b"abc" * n).content == b"abc" * n + b"."
+        assert client.post("/x", content=(b"a" * 100_000 for _ in range(30))).content == b"a" * 3_000_000 + b"."
