@@ -300,32 +300,6 @@ def test_a_primary_key_under_full_that_went_between_two_looks(stage: Stage) -> N
     assert marks(stage) == 1
 
 
-def as_it_was_kept_before(stage: Stage) -> None:
-    """Store the layouts as a home of an older Millstream has them."""
-    scope = f"capture/{stage.catalog.stream('shop').id}/layout"
-    for name, known in stage.catalog.facts(scope).items():
-        stage.catalog.put_fact(scope, name, {key: known[key] for key in ("relfilenode", "columns", "gone")})
-
-
-def test_what_an_older_version_kept_is_learnt_from(stage: Stage) -> None:
-    stage.sql(
-        *KEYED,
-        "ALTER TABLE orders REPLICA IDENTITY FULL",
-        "CREATE TABLE made (id int PRIMARY KEY, g int GENERATED ALWAYS AS (id + 1) STORED); INSERT INTO made VALUES (1)",
-        "CREATE TABLE parts (id int PRIMARY KEY) PARTITION BY RANGE (id)",
-        "CREATE TABLE low PARTITION OF parts FOR VALUES FROM (0) TO (100); INSERT INTO parts VALUES (1)",
-    )
-    stage.catch_up()
-    as_it_was_kept_before(stage)
-    stage.sql("UPDATE orders SET item = 'z' WHERE id = 20", "VACUUM FULL low")
-    stage.catch_up()
-    assert marks(stage) == 0
-    stage.sql(f"BEGIN; {BY_CODE}; COMMIT")
-    stage.catch_up()
-    assert marks(stage) == 1
-    assert_as_the_source(stage)
-
-
 def test_a_copy_that_follows_another_begins_behind_what_was_there_before_it(stage: Stage) -> None:
     """A column's old name is in a backlog: the record that voids it must come after it."""
     stage.sql(*ORDERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -48,17 +47,6 @@ def test_a_cut_tells_every_table_the_idle_ones_as_they_stood(layout: LakeLayout)
     assert cut.tables == {
         "s.a": CutTable(TableId(1), "s.a", 4, history_n=Seq(9)),
         "s.b": CutTable(TableId(2), "s.b", 7, 1, Seq(5), history_n=Seq(5)),
-    }
-
-
-def test_a_cut_of_before_tells_what_it_knew(layout: LakeLayout):
-    commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5), landed("s.b", "history", 3, 5, 2)], committed_at=NOON)
-    rows = DeltaTable(layout.commits_path).to_pyarrow_table().to_pylist()
-    of_before = {"s.a": [1, "s.a", 3, -1, 0, 2, 5], "s.b": [2, "s.b", 3, -1, 0]}
-    cut = commits._decode(rows[0] | {"tables": json.dumps(of_before)})
-    assert cut.tables == {
-        "s.a": CutTable(TableId(1), "s.a", 3, scd2=2, scd2_n=Seq(5)),
-        "s.b": CutTable(TableId(2), "s.b", 3),
     }
 
 

@@ -14,10 +14,8 @@ import pytest
 from deltalake import DeltaTable
 
 import millstream.lake.folder as folder_module
-import millstream.lake.maintenance as upkeep_module
-import millstream.lake.renames as moves_module
 from millstream.errors import LakeError
-from millstream.lake.data_files import new_name, table_in
+from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.versions import fold_into_versions
@@ -348,44 +346,6 @@ def test_names_that_moved_between_two_folds_move_all_the_same(layout: LakeLayout
             assert rows_of(found if view == "current" else found.filter(found["is_current"])) == rows
     source.rebuild()
     source.check_now()
-
-
-def test_records_of_a_lake_of_before_belong_to_the_table_that_bore_the_name(
-    layout: LakeLayout, monkeypatch: pytest.MonkeyPatch
-):
-    """Such files don't say which table they belong to, and compaction merged files of two tables."""
-    source = Source(layout)
-    with monkeypatch.context() as before:
-        for module in (folder_module, upkeep_module, moves_module):
-            before.setattr(module, "new_name", lambda version=None, **_: new_name(version))
-        before.setattr(OpenTable, "commit", lambda opened, n, **more: COMMIT(opened, n, **more | {"holds": False}))
-        source.create("a", 9, 1, 2, 3)
-        source.create("b", 7, 21)
-        source.land()
-        source.fold()
-        source.drop("a")
-        source.create("a", 12, 31, 32)
-        source.put("b", 22)
-        source.land()
-        source.fold()
-        source.tend()
-        source.check()
-    source.rename(("a", "a_old"), ("b", "a"))
-    source.put("a", 23)
-    source.put("a_old", 33)
-    source.land()
-    source.check_now()
-    source.fold()
-    source.rename(("a", "b"), ("a_old", "a"))
-    source.put("a", 34)
-    source.put("b", 21)
-    source.land()
-    source.check_now()
-    source.fold()
-    source.tend()
-    source.check()
-    source.rebuild()
-    source.check()
 
 
 def test_wider_columns_leave_each_record_with_its_table(layout: LakeLayout):

@@ -384,7 +384,7 @@ def test_what_retention_dropped_is_neither_guessed_nor_needed(
     path = layout.table_path("history", orders)
     stamp = CommitProperties(custom_metadata={"millstream": '{"on": 99}'})
     DeltaTable(path).alter.set_table_properties(
-        {"millstream.history_from_seq": "6"}, raise_if_not_exists=False, commit_properties=stamp
+        {f"millstream.history_from_seq.{orders.table_id}": "6"}, raise_if_not_exists=False, commit_properties=stamp
     )
     DeltaTable(path).delete("__seq <= 6", commit_properties=stamp)
     ids = "SELECT id, note FROM public.orders ORDER BY id"

@@ -340,16 +340,6 @@ def test_an_update_before_the_copy_of_its_row_waits_for_it(orders: TableSchema, 
     Store.of(orders).fold(records(orders, update, ("d", 2, {"id": 1, **at(3)})))
 
 
-def test_a_copied_row_of_which_only_the_day_is_known_is_never_older_than_what_came_before(
-    orders: TableSchema, records: Records
-):
-    untold = {**at(0, None), "__commit_ts": None}
-    store = Store.of(orders)
-    store.fold(records(orders, ("r", 1, {"id": 1, "note": "a", **untold}), ("c", 2, {"id": 2, "note": "a", **at(7)})))
-    store.fold(records(orders, ("r", 3, {"id": 3, "note": "a", **untold})))
-    assert short(store) == [(1, "a", 0, None, 1), (2, "a", 7, None, 2), (3, "a", 7, None, 3)]
-
-
 def test_a_truncate_asks_for_no_more_than_the_keys_that_are_met(orders: TableSchema, records: Records):
     store = Store.of(orders)
     store.fold(records(orders, *(("c", n, {"id": n, "note": "a", **at(1, n)}) for n in range(1, 9))))

@@ -15,8 +15,7 @@ Such a table is copied again. PostgreSQL sends nothing of these changes:
 A changed key has the table copied again too: the log's deletes carry the old key.
 
 The catalog keeps the columns (by number) and partitions as last seen. Comparing with them shows what
-has happened since, even while no capture ran. Facts that an older version of Millstream didn't keep
-are recorded and count as unchanged.
+has happened since, even while no capture ran.
 
 Whatever the catalogs can't rule out counts as a change. That may cause a needless copy, and misses nothing:
 
@@ -95,7 +94,7 @@ def _sent(table: SourceTable) -> list[AttributeFacts]:
 def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
     """Return the log's names of columns dropped since the table's rows were last copied, as known before this look."""
     live = {column.number for column in table.layout}
-    return {*known.get("gone", ()), *(name for number, name in _known_names(known).items() if number not in live)}
+    return {*known["gone"], *(name for number, name in _known_names(known).items() if number not in live)}
 
 
 def _known_names(known: dict[str, Any]) -> dict[int, str]:
@@ -106,11 +105,11 @@ def _known_names(known: dict[str, Any]) -> dict[int, str]:
 
 def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
     before = {number: (name, type_oid, modifier) for number, name, type_oid, modifier in known["columns"]}
-    generated, written_by = known.get("generated", ()), known.get("written_by", {})
+    generated, written_by = known["generated"], known["written_by"]
     gone, had = _gone(known, table), _known_names(known)
     sent = _sent(table)
     names = log_names([column.name for column in sent])
-    files = {oid: file for oid, (_, _, file) in known.get("partitions", {}).items()}
+    files = {oid: file for oid, (_, _, file) in known["partitions"].items()}
     rewritten = table.relfilenode != known["relfilenode"] or any(
         files.get(str(p.oid), p.relfilenode) != p.relfilenode for p in table.partitions
     )
@@ -138,7 +137,7 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]
 def _news_of_types(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
     for column in _sent(table):
         now = dict(column.parts)
-        for part, text in known.get("parts", {}).get(str(column.number), {}).items():
+        for part, text in known["parts"].get(str(column.number), {}).items():
             if now.get(part, text) != text:
                 if part.startswith("value"):
                     yield f"value {text} of column {column.name} was renamed to {now[part]}"
@@ -152,12 +151,12 @@ def _listed(table: SourceTable, sent: Restriction) -> list[int]:
 
 
 def _news_of_restriction(known: dict[str, Any], table: SourceTable, sent: Restriction) -> Iterator[str]:
-    had, listed = {number for number, *_ in known["columns"]}, known.get("listed")
+    had, listed = {number for number, *_ in known["columns"]}, known["listed"]
     for number in _listed(table, sent):
-        if listed is not None and number in had and number not in listed:
+        if number in had and number not in listed:
             name = next(c.name for c in table.layout if c.number == number)
             yield f"column {name} is sent by the publication now"
-    if known.get("condition", sent.condition) != sent.condition:
+    if known["condition"] != sent.condition:
         yield "the publication's row filter is another one"
 
 
@@ -170,20 +169,16 @@ def _key(table: SourceTable) -> list[int]:
 
 def _news_of_key(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
     key = _key(table)
-    if known.get("key", key) != key:
+    if known["key"] != key:
         yield "its key is another one"
-    elif (
-        key
-        and table.replica_identity is ReplicaIdentity.FULL
-        and known.get("key_constraint", table.key_constraint) != table.key_constraint
-    ):
+    elif key and table.replica_identity is ReplicaIdentity.FULL and known["key_constraint"] != table.key_constraint:
         # Rows with equal keys may have come and gone in between. Under other identities the stream shows it.
         yield "its primary key was dropped and added again"
 
 
 def _news_of_partitions(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
-    before = known.get("partitions")
-    if before is None or not table.partitioned:
+    before = known["partitions"]
+    if not table.partitioned:
         return
     live = {str(p.oid): p for p in table.partitions}
     joined = [p for oid, p in live.items() if oid not in before or before[oid][1] != p.attached_by]
@@ -195,7 +190,7 @@ def _news_of_partitions(known: dict[str, Any], table: SourceTable) -> Iterator[s
 
 
 def _news_of_files(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
-    before = known.get("partitions", {})
+    before = known["partitions"]
     truncated = [p.name for p in table.partitions if _has_another_file(before.get(str(p.oid)), p)]
     if truncated:
         yield f"partition {_named(truncated)} was truncated, or written anew"

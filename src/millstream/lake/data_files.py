@@ -258,7 +258,7 @@ def new_name(version: int | None = None, *, table: TableId | None = None) -> str
 
 
 def table_in(path: str) -> TableId | None:
-    """Return the table whose records a file of history has, by its name; None if it has none, in an older lake."""
+    """Return the table whose records a file of history has, by its name; None for files of other views."""
     found = _TABLE.match(path.rpartition(_SLASH)[2])
     return None if found is None else TableId(int(found[1]))
 

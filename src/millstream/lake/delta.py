@@ -32,7 +32,6 @@ from millstream.errors import (
     LakeUnavailable,
 )
 from millstream.lake.layout import LakeLayout
-from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 
 STAMP: Final = "millstream"
@@ -100,16 +99,11 @@ class OpenTable:
         )
 
     @property
-    def held(self) -> bool | None:
-        """Whether this app wrote the rows of a folded table last; None if no commit records it, in an older lake."""
+    def held(self) -> bool:
+        """Whether a folded table's rows are this app's, not those of a later table with the name."""
         holder, _, mine = self.app.rpartition("/")
         found = self.table.transaction_version(f"{holder}/{_HOLDER}")
-        return None if found is None else int(found) == int(mine)
-
-    def committed(self, table: TableId) -> Seq | None:
-        """Return the last transaction version of another table's same view in this folder."""
-        found = self.table.transaction_version(f"{self.app.rpartition('/')[0]}/{table}")
-        return None if found is None else Seq(found)
+        return self.n is not None and found is not None and int(found) == int(mine)
 
     def upkeep(self, *, exact: bool = False) -> CommitProperties:
         """Return the properties of a commit that changes no rows; `exact` as of `commit`, if it replaces every file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from typing import Final
@@ -13,14 +13,14 @@ import pyarrow.compute as pc
 from millstream.lake.data_files import NewFile, TableFiles, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, add_columns, live_files, open_table, with_features
 from millstream.lake.layout import LakeLayout
-from millstream.lake.schema_history import ALL, Span, first_of, table_of, within
+from millstream.lake.schema_history import first_of, table_of
 from millstream.lake.types import conform, same_type, union_schema
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 
-HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
+_HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
 """Followed by `.` and a table id: that table's records at or below this `seq` may be gone; their effects are in
-`current`. Alone, in an older lake, it covers all tables."""
+`current`."""
 HISTORY_BEGUN_PROPERTY: Final = "millstream.history_begun_seq"
 """The position at which a history began in place of a lost one."""
 PARTITION: Final = "__commit_date"
@@ -67,17 +67,15 @@ def records_in(
     path: str,
     shape: pa.Schema,
     *,
-    spans: Sequence[Span] = ALL,
     after: Seq = Seq(0),
     upto: Seq | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield a file's records in some columns: those in `(after, upto]` whose numbers lie in some spans."""
-    whole = tuple(spans) == ALL and not after and upto is None
+    """Yield a file's records in some columns: those in `(after, upto]`."""
+    whole = not after and upto is None
     with files.open(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
             rows = pa.Table.from_batches([batch])
             if not whole:
-                rows = rows.filter(within(batch.column("__seq"), spans))
                 rows = rows.filter(pc.field("__seq") > int(after))
                 rows = rows if upto is None else rows.filter(pc.field("__seq") <= int(upto))
             yield from conform(rows, shape).to_batches()
@@ -109,9 +107,7 @@ def reopened(layout: LakeLayout, opened: OpenTable) -> OpenTable:
 
 def history_from(opened: OpenTable) -> Seq:
     """Return the position up to which records of the handle's table may be gone; 0 if all are there."""
-    properties = opened.properties
-    told = properties.get(history_from_property(table_of(opened))) or properties.get(HISTORY_FROM_PROPERTY)
-    return Seq(int(told or 0))
+    return Seq(int(opened.properties.get(history_from_property(table_of(opened))) or 0))
 
 
 def history_begun(opened: OpenTable) -> Seq:
@@ -121,7 +117,7 @@ def history_begun(opened: OpenTable) -> Seq:
 
 def history_from_property(table: TableId) -> str:
     """Return the property that holds the position up to which a table's records may be gone."""
-    return f"{HISTORY_FROM_PROPERTY}.{table}"
+    return f"{_HISTORY_FROM_PROPERTY}.{table}"
 
 
 def lacks_beginning(opened: OpenTable) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from millstream.errors import LakeConflict, LakeHistoryLost, LakeTableForeign, LakeUnavailable
-from millstream.lake.data_files import TableFiles, folders_in, new_name, swap
+from millstream.lake.data_files import TableFiles, folders_in, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, open_table, set_properties
 from millstream.lake.folder import (
     BOUNDED,
@@ -29,7 +29,7 @@ from millstream.lake.folder import (
     widened,
 )
 from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
-from millstream.lake.schema_history import Eras, Share, eras_in, told_properties
+from millstream.lake.schema_history import Eras, eras_in, told_properties
 from millstream.lake.snapshots import Cut
 from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
@@ -45,7 +45,7 @@ class Place:
 
     folder: str
     n: Seq
-    """Position that the commits there have reached at least; 0 if an older lake doesn't record it."""
+    """Position that the commits there have reached at least."""
 
 
 Places = Mapping[TableId, Place]
@@ -71,7 +71,7 @@ def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | No
         return None
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
     stands = None if opened is None else opened.n
-    if stands is not None and place.n and stands >= place.n:
+    if stands is not None and stands >= place.n:
         return None
     if path.rsplit("/", 1)[1] != place.folder:
         path = f"{layout.root}/history/{place.folder}"
@@ -162,13 +162,11 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     if ready.n != opened.n:
         raise LakeConflict(f"another task appended to {opened.path} meanwhile", path=opened.path)
     shape = pa.schema([column for column in ready.schema() if column.name != PARTITION])
-    share = Share(source, schema.table_id)
     theirs, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)
     written = []
     for path, day in files_by_day(source):
-        spans = share.spans(path)
-        if spans:
-            rows = records_in(theirs, path, shape, spans=spans, after=after, upto=source.n)
+        if table_in(path) == schema.table_id:
+            rows = records_in(theirs, path, shape, after=after, upto=source.n)
             file = files.write(rows, shape, new_name(table=schema.table_id), partition=day_folder(day))
             written += [in_day(file, day)] if file.rows else []
     swap(ready, ready.commit(source.n), add=written, partition_by=[PARTITION])

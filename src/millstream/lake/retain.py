@@ -13,9 +13,8 @@ from datetime import date
 from millstream import failpoints
 from millstream.lake.data_files import swap, table_in
 from millstream.lake.delta import live_files, open_table, set_properties
-from millstream.lake.folder import HISTORY_FROM_PROPERTY, PARTITION, history_from_property
+from millstream.lake.folder import PARTITION, history_from_property
 from millstream.lake.layout import LakeLayout
-from millstream.lake.schema_history import Eras, Share
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -47,10 +46,6 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
         return 0
     dropped: list[str] = []
     gone: dict[TableId, int] = {}
-    share, others = (
-        Share(opened, schema.table_id),
-        {era.table_id for _, era in Eras.of(opened).told} - {schema.table_id},
-    )
     for name, last, day in zip(
         files.column("path").to_pylist(),
         files.column("max.__seq").to_pylist(),
@@ -59,19 +54,18 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
     ):
         of_age = bound.before is not None and day is not None and day < bound.before
         # Folds don't cover another table's records, which may yet follow it to its new name.
-        mine = bool(share.spans(name))
+        table = table_in(name)
+        mine = table == schema.table_id
         if last is None or last > bound.upto or not (of_age or (bound.before is None and mine)):
             continue
         dropped.append(name)
-        named = table_in(name)
-        for table in {schema.table_id, *others} if named is None else {named}:
+        if table is not None:
             gone[table] = max(gone.get(table, 0), last)
     if not dropped:
         return 0
     properties = opened.properties
-    whole = properties.get(HISTORY_FROM_PROPERTY) or 0
     ends = {history_from_property(table): last for table, last in gone.items()}
-    told = {name: str(last) for name, last in ends.items() if last > int(properties.get(name) or whole)}
+    told = {name: str(last) for name, last in ends.items() if last > int(properties.get(name) or 0)}
     if told:
         set_properties(opened, told)
     failpoints.hit("lake.before_history_drop")

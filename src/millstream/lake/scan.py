@@ -6,9 +6,6 @@ Runs in executors, with only the core package and deltalake.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from itertools import chain
-from operator import or_
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -16,9 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
-from millstream.lake.schema_history import ALL, Share
 from millstream.lake.snapshots import cuts_between
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -61,54 +58,20 @@ def scan_history(
         names = None if columns is None else [name for name in columns if name in files.schema.names]
         wanted = (pc.field("__seq") > int(after)) & (pc.field("__seq") <= int(upto))
         wanted = wanted if only is None else wanted & only
-        scanners = [
-            some.scanner(
-                columns=names,
-                filter=wanted if inside is None else wanted & inside,
-                batch_size=_SCAN_ROWS,
-                batch_readahead=4,
-                fragment_readahead=2,
-            )
-            for some, inside in ([(files, None)] if table is None else _shared_out(files, opened, table))
-        ]
-        return scanners[0] if len(scanners) == 1 else _one_after_another(scanners)
+        mine = files if table is None else _of_table(files, table)
+        return mine.scanner(
+            columns=names, filter=wanted, batch_size=_SCAN_ROWS, batch_readahead=4, fragment_readahead=2
+        )
 
 
-def _shared_out(
-    files: ds.FileSystemDataset, opened: OpenTable, table: TableId
-) -> list[tuple[ds.FileSystemDataset, pc.Expression | None]]:
-    """Return the files with records of a table: those with no others, and those with some numbers of the table's."""
-    share = Share(opened, table)
+def _of_table(files: ds.FileSystemDataset, table: TableId) -> ds.FileSystemDataset:
+    """Return the files with records of a table."""
+    import pyarrow.dataset as ds
+
     fragments = list(files.get_fragments())
-    whole = [fragment for fragment in fragments if share.spans(fragment.path) == ALL]
-    if len(whole) == len(fragments):
-        return [(files, None)]
-    mixed = [fragment for fragment in fragments if share.spans(fragment.path) not in {ALL, ()}]
-    found: list[tuple[ds.FileSystemDataset, pc.Expression | None]] = []
-    if whole or not mixed:
-        found.append((_of(files, whole), None))
-    if mixed:
-        spans = [
-            (pc.field("__seq") >= start) if end is None else (pc.field("__seq") >= start) & (pc.field("__seq") < end)
-            for start, end in share.spans(mixed[0].path)
-        ]
-        found.append((_of(files, mixed), reduce(or_, spans)))
-    return found
-
-
-def _of(files: ds.FileSystemDataset, fragments: list[ds.Fragment]) -> ds.FileSystemDataset:
-    """Return some of a dataset's files."""
-    import pyarrow.dataset as ds
-
-    return ds.FileSystemDataset(fragments, files.schema, files.format, files.filesystem)
-
-
-def _one_after_another(scanners: Sequence[ds.Scanner]) -> ds.Scanner:
-    """Return several scans of the same columns as one, for one use."""
-    import pyarrow.dataset as ds
-
-    batches = chain.from_iterable(scanner.to_batches() for scanner in scanners)
-    return ds.Scanner.from_batches(batches, schema=scanners[0].projected_schema)
+    mine = [fragment for fragment in fragments if table_in(fragment.path) == table]
+    whole = len(mine) == len(fragments)
+    return files if whole else ds.FileSystemDataset(mine, files.schema, files.format, files.filesystem)
 
 
 def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:

@@ -4,9 +4,7 @@ A folder has a table's name, and at the source a name passes from table to table
 renamed, swapped, given back. So one folder has the records of several tables. Records that a table
 brought from an earlier folder lie between the others' by number. Two things tell them apart, both exactly:
 
-- Each data file has the records of one table, and its name says of which (`new_name(table=…)`). Older lakes
-  have files without such a name. Their records were written under the folder's own name, and belong to the
-  table that had it at their number.
+- Each data file has the records of one table, and its name says of which (`new_name(table=…)`).
 - *Eras* are kept in the table's properties, by the number at which they begin. From that number on, one
   table's records had this schema. If an era's schema has the folder's own name, its table has the name from
   there on. The newest of these eras names the folder's owner. Numbers decide, never the greater table id or
@@ -24,11 +22,9 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Final
 
-import numpy as np
 import pyarrow as pa
 
 from millstream.errors import LakeTableForeign
-from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.layout import folder_of
 from millstream.model.ids import TableId
@@ -39,14 +35,8 @@ SCHEMA_PROPERTY: Final = "millstream.schema"
 """The schema of the newest record of the folder's owner."""
 SINCE_PROPERTY: Final = "millstream.since_seq"
 """Position from which the owner has had the name, without another table or another name in between."""
-FROM_SEQ_PROPERTY: Final = "millstream.from_seq"
-"""Property of histories older than eras: the first `seq` of the table with this name, if a namesake was dropped."""
 ERA_PROPERTY: Final = "millstream.schema.at."
 """Prefix of an era's property, followed by a `seq`: the schema of its table's records from there on."""
-
-Span = tuple[int, int | None]
-"""Numbers `[start, end)`; an end of None means no end."""
-ALL: Final[tuple[Span, ...]] = ((0, None),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +58,13 @@ class Eras:
 
     @classmethod
     def of(cls, opened: OpenTable) -> Eras:
-        """Return a history's eras; a history older than eras gets one, of its newest schema.
+        """Return a history's eras; a history without records yet gets one, of its newest schema.
 
         Raises:
             LakeTableForeign: the table's properties don't hold its schema.
         """
         told = [(start, decode(encoded)) for start, encoded in eras_in(opened).items()]
-        return cls(opened.path.rsplit("/", 1)[1], tuple(told) or ((first_told(opened), newest_schema(opened)),))
+        return cls(opened.path.rsplit("/", 1)[1], tuple(told) or ((Seq(0), newest_schema(opened)),))
 
     def having(self, start: Seq, schema: TableSchema) -> Eras:
         """Return these eras and one more."""
@@ -129,41 +119,6 @@ class Eras:
         """Whether another table had the name before the owner."""
         return any(schema.table_id != self.native[-1][1].table_id for _, schema in self.native)
 
-    def spans(self, table: TableId) -> tuple[Span, ...]:
-        """Return the numbers under which a table had the name."""
-        if all(schema.table_id == table for _, schema in self.native):
-            return ALL
-        ends = [int(start) for start, _ in self.native[1:]]
-        bounds = zip(self.native, [*ends, None], strict=True)
-        return tuple((int(start), end) for (start, schema), end in bounds if schema.table_id == table)
-
-
-class Share:
-    """One table's share of a history folder."""
-
-    def __init__(self, opened: OpenTable, table: TableId) -> None:
-        self._opened, self._table = opened, table
-
-    @cached_property
-    def _unnamed(self) -> tuple[Span, ...]:
-        return Eras.of(self._opened).spans(self._table)
-
-    def spans(self, path: str) -> tuple[Span, ...]:
-        """Return the numbers of the table's records in a data file: `ALL` if it has the whole file."""
-        named = table_in(path)
-        if named is not None:
-            return ALL if named == self._table else ()
-        return self._unnamed
-
-
-def within(seqs: pa.ChunkedArray | pa.Array, spans: Sequence[Span]) -> pa.Array:
-    """Return a mask of the numbers that lie in one of the spans."""
-    numbers = np.asarray(seqs)
-    inside = np.zeros(len(numbers), bool)
-    for start, end in spans:
-        inside |= (numbers >= start) & (True if end is None else numbers < end)
-    return pa.array(inside)
-
 
 def table_of(opened: OpenTable) -> TableId:
     """Return the table of a handle, for which it makes commits."""
@@ -183,39 +138,19 @@ def newest_schema(opened: OpenTable) -> TableSchema:
 
 
 def owned_since(opened: OpenTable, table: TableId) -> Seq:
-    """Return the position from which a table has had a history's name.
-
-    0 if another table has the name, or if an older lake doesn't record it.
-    """
+    """Return the position from which a table has had a history's name; 0 if another table has it."""
     return Seq(int(opened.properties.get(SINCE_PROPERTY) or 0)) if newest_schema(opened).table_id == table else Seq(0)
-
-
-def holds(opened: OpenTable, history: OpenTable) -> bool:
-    """Return whether a folded view's rows are its table's last, not those of a later table with the name."""
-    if opened.n is None or opened.held is not None:
-        return opened.n is not None and bool(opened.held)
-    # In an older lake the table whose fold went furthest was the last.
-    others = {schema.table_id for _, schema in Eras.of(history).native} - {table_of(opened)}
-    return all((opened.committed(table) or -1) < opened.n for table in others)
 
 
 def era_at(opened: OpenTable, n: Seq) -> Era | None:
     """Return the schema at `n` of the table that had the name; None if no record is that old.
 
-    If no table had the name at `n`, take the handle's table. A history older than schemas by position
-    returns its newest schema for every position.
+    If no table had the name at `n`, take the handle's table.
     """
-    if not eras_in(opened):
-        return Era(newest_schema(opened), first_told(opened))
     eras = Eras.of(opened)
     owner = eras.owner_at(n) or table_of(opened)
     schema = eras.schema_at(owner, n)
     return None if schema is None else Era(schema, eras.of_table(owner)[0][0])
-
-
-def first_told(opened: OpenTable) -> Seq:
-    """Return the position at which a history older than eras begins."""
-    return Seq(int(opened.properties.get(FROM_SEQ_PROPERTY) or 0))
 
 
 def first_of(opened: OpenTable, table: TableId) -> Seq:
@@ -247,8 +182,7 @@ def _encode(schema: TableSchema) -> str:
 @lru_cache(maxsize=4096)
 def decode(encoded: str) -> TableSchema:
     """Return the schema that a property holds."""
-    # An Arrow message begins with 0xFFFFFFFF, which in base64 doesn't begin with z.
-    packed = encoded.startswith("z")
+    packed = encoded.startswith("z")  # which no Arrow message begins with in base64
     raw = base64.b64decode(encoded[1:] if packed else encoded)
     return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(zlib.decompress(raw) if packed else raw)))
 

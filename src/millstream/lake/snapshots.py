@@ -57,9 +57,9 @@ class CutTable:
     scd2_n: Seq = Seq(0)
     """The position of `scd2` in that version."""
     history_n: Seq = Seq(0)
-    """End of the last append to history; 0 if an older cut doesn't record it."""
+    """End of the last append to history."""
     since: Seq = Seq(0)
-    """The number from which on the table has had the folder's name; 0 if an older cut doesn't record it."""
+    """The number from which on the table has had the folder's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +303,10 @@ def encode_tables(tables: Mapping[str, CutTable]) -> str:
 
 
 def decode_tables(text: str) -> dict[str, CutTable]:
-    """Parse the tables of such a text. In older cuts, the last four numbers, or the last two, are missing."""
+    """Parse the tables of such a text."""
     return {
-        folder: CutTable(TableId(table_id), name, history, current, Seq(current_n), *more)
-        for folder, (table_id, name, history, current, current_n, *more) in json.loads(text).items()
+        folder: CutTable(TableId(table_id), name, *numbers)
+        for folder, (table_id, name, *numbers) in json.loads(text).items()
     }
 
 

@@ -45,13 +45,12 @@ class NodeState:
     group: GroupNumber
     """The last commit group that it has, whole and durable."""
     persisted_upto: Seq
-    is_candidate: bool = False
+    is_candidate: bool
     """Whether a promotion goes on there."""
-    home: str = ""
-    """Id of the answering home (`instances.instance_of`). Empty: a version from before this field."""
-    dropped_upto: Seq | None = None
-    """The number up to which its log has dropped records; 0: it has everything. None: a version from before this field.
-    """
+    home: str
+    """Id of the answering home (`instances.instance_of`)."""
+    dropped_upto: Seq
+    """The number up to which its log has dropped records; 0: it has everything."""
 
     @property
     def rank(self) -> Rank:
@@ -67,7 +66,7 @@ class NodeState:
             "persisted_upto": int(self.persisted_upto),
             "is_candidate": self.is_candidate,
             "home": self.home,
-            "dropped_upto": None if self.dropped_upto is None else int(self.dropped_upto),
+            "dropped_upto": int(self.dropped_upto),
         }
 
     @classmethod
@@ -75,15 +74,14 @@ class NodeState:
         """Parse the result of `as_dict`; `ShipmentUnreadable` if it is something else."""
         try:
             fact = RoleFact.from_json(json.dumps(facts["fact"]).encode())
-            dropped = facts.get("dropped_upto")
             return cls(
                 NodeName(str(facts["node"])),
                 fact,
                 GroupNumber(int(facts["group"])),
                 Seq(int(facts["persisted_upto"])),
-                facts.get("is_candidate") is True,
-                str(facts.get("home", "")),
-                None if dropped is None else Seq(int(dropped)),
+                facts["is_candidate"] is True,
+                str(facts["home"]),
+                Seq(int(facts["dropped_upto"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ShipmentUnreadable(f"a node answers what can't be read: {error!r}") from error

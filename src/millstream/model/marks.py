@@ -31,8 +31,7 @@ class DurableMark:
     reserved_to: Seq
     """Numbers up to it may have been given out."""
     shards: int = 0
-    """Number of the writer's shards, which is the number of its folders in the stream's. 0 if an older
-    Millstream moved the mark."""
+    """Number of the writer's shards, which is the number of its folders in the stream's."""
     elsewhere: Seq | None = None
     """In a shared stream, the lowest position at that moment of the writers whose logs lie in other
     folders or that were joining. `SEQ_MAX` if there are none; None if the stream has only this

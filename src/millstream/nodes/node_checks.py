@@ -77,7 +77,7 @@ def _taken_by_another(home: Home) -> NodeNameTaken | None:
     stream = min(home.config.streams, default=None)
     with contextlib.suppress(MillstreamError):  # its server may not run, or it has no address here
         there = None if stream is None else state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S)
-        if there is not None and there.home and there.home != instance_of(home):
+        if there is not None and there.home != instance_of(home):
             at = home.config.replication.nodes.get(node)
             return NodeNameTaken(f"at {at}, where the others have {node}, another home answers", node=str(node))
     return None

@@ -41,7 +41,7 @@ from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
 from millstream.lake.scan import count_history, emptied, fold_step, read_history
-from millstream.lake.schema_history import holds, newest_schema
+from millstream.lake.schema_history import newest_schema
 from millstream.lake.types import conform, lake_columns, same_type, widest
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -264,7 +264,7 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
     path = layout.table_path("current", schema)
     app = layout.app_id("current", schema.table_id)
     opened = open_table(layout, path, app)
-    if opened is not None and opened.n is not None and opened.n >= upto and opened.held is not False:
+    if opened is not None and opened.n is not None and opened.n >= upto and opened.held:
         if not anew:
             return _standing(schema, opened, opened.n)
         upto = opened.n
@@ -276,7 +276,7 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
     schema = newest
     columns = current_columns(layout, schema, history)
     opened = with_features(layout, opened or _create(layout, schema, path, app, columns), columns)
-    first = anew or not holds(opened, history)
+    first = anew or not opened.held
     stands = Seq(0) if first else opened.n or Seq(0)
     gone = history_from(history)
     if stands < gone and lacks_beginning(history):

@@ -66,7 +66,6 @@ _OPEN_PLACE: Final = -2
 """In place of a record's index: open before the run …"""
 _BEFORE: Final = -1
 """… and between that and the first record."""
-_DAY_US: Final = 86_400_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ def fold_versions(  # noqa: D417 - `anew` is described, as code
 
 def version_inputs(columns: pa.Schema) -> list[str]:
     """Return the columns of history that a fold reads."""
-    placed = ["__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__commit_ts", "__commit_date"]
+    placed = ["__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__commit_ts"]
     return [*placed, "__unchanged", EXACT.name, "__before", *columns.names]
 
 
@@ -204,9 +203,7 @@ def _order(tail: pa.Table, ops: npt.NDArray[np.uint8], clock_us: int | None, *, 
 def _times(tail: pa.Table, marker: npt.NDArray[np.bool_], clock_us: int | None) -> tuple[Times, int | None]:
     """Return the records' times, none below the previous one, and the last of them."""
     committed = tail.column("__commit_ts").combine_chunks()
-    # History written by older versions has only the day of a copied row.
-    days = pc.multiply(tail.column("__commit_date").combine_chunks().cast(pa.int32()).cast(pa.int64()), _DAY_US)
-    moments = pc.coalesce(committed.cast(INSTANT).cast(pa.int64()), days, pa.scalar(_UNKNOWN, pa.int64()))
+    moments = pc.coalesce(committed.cast(INSTANT).cast(pa.int64()), pa.scalar(_UNKNOWN, pa.int64()))
     times = np.array(moments.to_numpy(zero_copy_only=False), np.int64)
     # A marker's own time is from this machine's clock, not the source's: it gets the time before it, if there is
     # one.

@@ -11,7 +11,7 @@ from deltalake import Transaction
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.scd2 import BEGAN_BY, VALID_FROM, VALID_TO
 from millstream.lake.scan import read_history
-from millstream.lake.schema_history import Eras, holds, table_of
+from millstream.lake.schema_history import Eras, table_of
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT
 
@@ -34,7 +34,7 @@ def taken_since(history: OpenTable) -> Seq:
 
 def goes_on(opened: OpenTable, history: OpenTable) -> bool:
     """Whether the versions are from the table's current time under the name, not an earlier time or another table."""
-    if not holds(opened, history):
+    if not opened.held:
         return False
     since = taken_since(history)
     assert opened.n is not None, "it holds them"
@@ -50,7 +50,7 @@ def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
     since = taken_since(history)
     if not since:
         return None
-    if opened is not None and holds(opened, history) and _told(opened, f"{opened.app}/{_SINCE}") == since:
+    if opened is not None and opened.held and _told(opened, f"{opened.app}/{_SINCE}") == since:
         return _told(opened, f"{opened.app}/{_ENTERED}")
     found = read_history(
         history, after=Seq(since - 1), upto=since, columns=["__commit_ts"], table=table_of(history)

@@ -58,7 +58,7 @@ from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.scan import emptied, fold_step, read_history
-from millstream.lake.schema_history import holds, newest_schema
+from millstream.lake.schema_history import newest_schema
 from millstream.lake.snapshots import cut_at, cuts_between
 from millstream.lake.types import conform, same_type
 from millstream.model.names import qualified_name
@@ -136,7 +136,7 @@ def unfolded_versions(
         LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
     """
     history = open_history(layout, schema)
-    if not holds(opened, history):
+    if not opened.held:
         raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is folded for the first time just now')
     fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
     fold.stands = opened.n
@@ -193,7 +193,7 @@ class _Fold:
 
     def run(self) -> FoldOutcome:
         opened = self.opened
-        if opened is not None and opened.n is not None and opened.n >= self.upto and opened.held is not False:
+        if opened is not None and opened.n is not None and opened.n >= self.upto and opened.held:
             return self._standing(opened.n)
         history = open_history(self.layout, self.schema)
         newest = newest_schema(history)
@@ -286,7 +286,7 @@ class _Fold:
         assert self.history is not None
         path = self.layout.table_path("current", self.schema)
         current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
-        if current is None or current.n is None or current.n < gone or not holds(current, self.history):
+        if current is None or current.n is None or current.n < gone or not current.held:
             raise LakeError(
                 f"the history of {self.schema.namespace}.{self.schema.name} was dropped up to {gone}, its versions stand at "
                 f"{self.stands or 0}, and there is no `current` to go on from",

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import BeyondRetention, LakeFilesGone
-from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of
+from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of, table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
@@ -22,7 +22,6 @@ from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.engine import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
-from millstream.lake.schema_history import ALL, Share, within
 from millstream.lake.types import conform, text_maps
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
@@ -35,13 +34,12 @@ class Run:
         self, engine: Engine, layout: LakeLayout, history: OpenTable, table: TableSchema, after: Seq, upto: Seq
     ) -> None:
         self._engine, self._history = engine, history
-        self._share = Share(history, table.table_id)
         self._files = TableFiles(layout, history.path)
         self._after, self._upto = int(after), int(upto)
         found = [
             file
             for file in files_of(history, SEQ)
-            if (file.low is None or (file.high > after and file.low <= upto)) and self._share.spans(file.path)
+            if (file.low is None or (file.high > after and file.low <= upto)) and table_in(file.path) == table.table_id
         ]
         self._found = sorted(found, key=lambda file: file.low or 0)
         self.rows = sum(file.rows for file in found)
@@ -83,10 +81,7 @@ class Run:
 
     def _inside(self, file: LiveFile, rows: pa.Table) -> pa.Table:
         """Return those of a file's rows that are in the run."""
-        spans = self._share.spans(file.path)
-        if spans != ALL:
-            rows = rows.filter(within(rows.column(SEQ), spans))
-        elif file.low is not None and file.low > self._after and file.high <= self._upto:
+        if file.low is not None and file.low > self._after and file.high <= self._upto:
             return rows
         seqs = rows.column(SEQ)
         return rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))

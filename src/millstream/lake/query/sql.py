@@ -44,7 +44,7 @@ from millstream.lake.query.snapshot_resolution import beyond, rebuilding, standi
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
 from millstream.lake.renames import open_left_behind
-from millstream.lake.schema_history import Era, era_at, first_told, holds, newest_schema
+from millstream.lake.schema_history import Era, era_at, newest_schema
 from millstream.lake.snapshots import Cut, CutTable, cut_from, last_cut
 from millstream.model.ids import TableId
 from millstream.model.names import name_in_full, parse_qualified_name, same_bare
@@ -514,7 +514,7 @@ class LakeSession:
             return era
         if self._past:
             raise LakeError("had no record then")
-        return Era(newest_schema(history), first_told(history))
+        return Era(newest_schema(history), Seq(0))
 
     def _make_records(self, folder: str) -> None:
         """Make `history."schema.table"`: every record up to the token."""
@@ -560,7 +560,7 @@ class LakeSession:
         if not has_current(schema):
             raise LakeError(f'has no key: its records are in history."{schema.namespace}.{schema.name}"')
         columns = current_columns(self._layout, schema, history)
-        base = self._base(folder, schema, history)
+        base = self._base(folder, schema)
         after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
         gone = history_from(history)
         if after < gone and after < self._n:
@@ -577,14 +577,14 @@ class LakeSession:
             sql = keyed_sql(self._engine, run, base, schema, columns)
         self._engine.view(schema.namespace, schema.name, sql)
 
-    def _base(self, folder: str, schema: TableSchema, history: OpenTable) -> OpenTable | None:
+    def _base(self, folder: str, schema: TableSchema) -> OpenTable | None:
         """Return `current` at or below the token; None if everything must come from history."""
         path, app = f"{self._layout.root}/current/{folder}", self._layout.app_id("current", schema.table_id)
         opened = open_table(self._layout, path, app)
         if opened is None:
             return None
         # The folder may belong to another table now.
-        if holds(opened, history) and opened.n is not None and opened.n <= self._n:
+        if opened.held and opened.n is not None and opened.n <= self._n:
             return opened
         table = self._tables[folder]
         fits = table.current >= 0 and table.table_id == schema.table_id and table.current_n <= self._n
