@@ -121,8 +121,11 @@ class SqliteBuffer:
     def check(self, shard: ShardId) -> None:
         shards = self.shards()
         if shard not in shards:
-            raise errors.UnknownBufferShard(
-                f"{self._file} has {len(shards)} shards", shard=int(shard), shards=[int(one) for one in shards]
+            raise errors.WriteBufferError(
+                f"{self._file} has {len(shards)} shards",
+                code="unknown_buffer_shard",
+                shard=int(shard),
+                shards=[int(one) for one in shards],
             )
 
     def close(self) -> None:
@@ -163,7 +166,9 @@ class SqliteReader(PlacedReader):
                 return BufferItem(self.place, data, stored_us)
             # Nothing lies at the place: check whether that is the end.
             if self._rows.identity() != self._identity:
-                raise errors.BufferReplaced("the buffer was made anew", known=self._identity)
+                raise errors.WriteBufferError(
+                    "the buffer was created again", code="buffer_replaced", known=self._identity
+                )
             self.check_place(*self.extent())
             if time.monotonic() >= deadline:
                 return None

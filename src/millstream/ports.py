@@ -131,13 +131,13 @@ class SequenceStore(Protocol):
 
     Raises (from the steps):
         StaleEpoch: a newer incarnation has taken over; nothing was changed.
-        UnknownWriter: the stream has no such writer.
+        SequencingError (`unknown_writer`): the stream has no such writer.
     """
 
     def register(self, name: str, location: str, *, above: Epoch = ...) -> Registration:
         """Become a writer's newest incarnation, with an epoch above every epoch in its log.
 
-        Raises `WriterNameTaken` if the writer is alive at another location.
+        Raises `writer_name_taken` if the writer is alive at another location.
         """
 
     def take_over(self, writer: WriterId) -> Registration:
@@ -153,7 +153,7 @@ class SequenceStore(Protocol):
     def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
         """Give out the next `count` numbers and record the writer's position.
 
-        Raises `InvalidCount` for an impossible count.
+        Raises `invalid_count` for an impossible count.
         """
 
     def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
@@ -306,7 +306,7 @@ class BufferWriting(Protocol):
             deadline_s: how long to wait for room, and then for the answer; None: the buffer's configured time.
 
         Raises (or ends the future with):
-            UnknownBufferShard: there is no such shard; nothing was stored.
+            WriteBufferError (`unknown_buffer_shard`): there is no such shard; nothing was stored.
             Overloaded: too much is in flight; nothing was stored.
             RowsTooLarge: the buffer takes no operation of that size; nothing was stored.
             BufferUnavailable, BufferRefused, BufferMissing: nothing was stored.
@@ -360,7 +360,7 @@ class ShardReader(Protocol):
         Raises:
             BufferedOpUndecodable: the next item holds no operation. The position is behind it: the next call continues.
             BufferOffsetGone: the item at the position was dropped. Raised once.
-            BufferTruncated, BufferReplaced: the buffer ends before the position, or was created again. Raised always.
+            BufferTruncated, WriteBufferError (`buffer_replaced`): the buffer ends before the position, or was created again. Raised always.
             BufferUnavailable: the server can't be asked; the position is unchanged.
             BufferMissing, BufferRefused: likewise, until an operator acts.
         """
@@ -395,7 +395,7 @@ class BufferReading(Protocol):
     def reader(self, shard: ShardId) -> ShardReader:
         """Return a new reader of a shard, at its smallest offset.
 
-        Raises `UnknownBufferShard` if there is no such shard; else as `read`.
+        Raises `unknown_buffer_shard` if there is no such shard; else as `read`.
         """
 
     def close(self) -> None:

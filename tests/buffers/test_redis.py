@@ -12,9 +12,10 @@ import redis
 from tests.buffers.kills import survive
 
 from millstream.buffers.redis import RedisBuffer, RedisOptions
-from millstream.errors import BufferNotDurable, BufferOutcomeUnknown, BufferRefused, BufferUnavailable
+from millstream.errors import BufferOutcomeUnknown, BufferRefused, BufferUnavailable, WriteBufferError
 from millstream.model.buffers import BufferOffset
 from millstream.model.ids import ShardId
+from millstream.testing.errors import coded
 from millstream.testing.redis import DURABLE, EmbeddedRedis
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
 
@@ -81,7 +82,7 @@ def test_a_server_that_may_lose_what_it_acknowledged_is_refused_by_name(
     tmp_path: Path, settings: tuple[str, ...], named: str
 ) -> None:
     with EmbeddedRedis(tmp_path, settings) as server:
-        with pytest.raises(BufferNotDurable) as caught:
+        with pytest.raises(WriteBufferError, check=coded("buffer_not_durable")) as caught:
             RedisBuffer(RedisOptions(server.url, "orders", create_shards=1))
         assert any(named in wrong for wrong in caught.value.details["settings"])
         with RedisBuffer(RedisOptions(server.url, "orders", create_shards=1, accept_loss=True)) as buffer:

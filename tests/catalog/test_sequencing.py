@@ -18,11 +18,12 @@ from tests.app.homes import wait_for
 from millstream.catalog import Catalog, announcements
 from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.sequencing import PostgresSequenceStore
-from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
+from millstream.errors import CatalogError, SequencingError, StaleEpoch
 from millstream.model.ids import Epoch, StreamId, WriterId
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 from millstream.protocol.sequencer import Announcement, Drawn
 from millstream.testing import EmbeddedPostgres
+from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import MakeStore, MemorySequenceStore, SequenceStoreConformance
 
@@ -99,11 +100,11 @@ def test_trouble_with_the_sequence_is_found_at_start_and_its_remedy_works(
     with psycopg.connect(postgres.dsn, autocommit=True) as connection:
         connection.execute(altered.format(_sequence(stream)))
         if says.startswith(("stands", "is")):
-            with pytest.raises(SequenceUnusable, match=says):
+            with pytest.raises(SequencingError, check=coded("sequence_unusable"), match=says):
                 store.draw(mine.writer, mine.epoch, 1, position=Seq(0))
-        with pytest.raises(SequenceUnusable, match=says):
+        with pytest.raises(SequencingError, check=coded("sequence_unusable"), match=says):
             store.check()
-        with pytest.raises(SequenceUnusable, match=says) as caught:
+        with pytest.raises(SequencingError, check=coded("sequence_unusable"), match=says) as caught:
             store.register("a", "here")
         connection.execute(caught.value.hint)
     again = store.register("a", "here")

@@ -29,7 +29,7 @@ from millstream.errors import (
     InvalidQuery,
     InvalidToken,
     OffsetExpired,
-    QueryMemoryFull,
+    QueryBound,
     ReplicaTooStale,
     ServerUnreachable,
     TokenFromFuture,
@@ -37,6 +37,7 @@ from millstream.errors import (
     UnknownTable,
     UsageError,
 )
+from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n[streams.idle]\n'
@@ -119,7 +120,7 @@ def test_a_table_of_all_regions_takes_what_it_may_behind_an_address(tmp_path: Pa
         assert there.merged("web", "users").to_pylist() == rows[:100]
         here.append("web", "users", rows)
         assert here.merged("web", "users").to_pylist() == rows
-        with pytest.raises(QueryMemoryFull, match="users"):
+        with pytest.raises(QueryBound, check=coded("query_memory_full"), match="users"):
             there.merged("web", "users")
 
 

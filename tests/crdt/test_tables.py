@@ -17,9 +17,10 @@ from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_o
 from millstream.crdt.lattice import Kind, opened, seal
 from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
 from millstream.crdt.tables import fold, lift, merged, state_schema
-from millstream.errors import InvalidValue, MergeStateUnreadable, MergeUnsuitable, OtherStream, UsageError
+from millstream.errors import InvalidValue, MergeStateUnreadable, OtherStream, ReplicationError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
+from millstream.testing.errors import coded
 
 ENGINE = ReconciliationEngine(KEY, MERGE, "public.posts")
 LOGS = region_logs()
@@ -264,7 +265,9 @@ def test_regions_with_other_columns_and_types_meet_in_those_that_hold_both() -> 
     plan: MergePlan = engine.plan(*states)
     assert engine.value(engine.apply(states[0], plan.to_local)).column("n").to_pylist() == [3]
     assert engine.dry_run(*states).num_rows == 1
-    with pytest.raises(MergeUnsuitable, match=r"t\.n is int32 in one region and string in another"):
+    with pytest.raises(
+        ReplicationError, check=coded("merge_unsuitable"), match=r"t\.n is int32 in one region and string in another"
+    ):
         union_of("t", [narrow, pa.schema([("n", pa.string())])])
 
 
@@ -282,7 +285,7 @@ def test_what_can_not_merge_is_refused_by_name() -> None:
         ({"tags": "hide"}, ("id",), "can't merge by hide"),
         ({"gone": "lww"}, ("id",), r"t\.gone isn't there; t has id, at"),
     ):
-        with pytest.raises(MergeUnsuitable, match=said):
+        with pytest.raises(ReplicationError, check=coded("merge_unsuitable"), match=said):
             TableMerge.parse(words).check("t", columns, key)
     TableMerge.parse({"gone": "hide", "tags": "or_set", "at": "signal(7d)"}).check("t", columns, ("id",), whole=False)
     for word in ("sum", "signal", "signal(0s)", "signal(999999999d)", "hide "):
@@ -293,7 +296,7 @@ def test_what_can_not_merge_is_refused_by_name() -> None:
 
 def test_records_that_take_rows_away_are_no_merging_tables() -> None:
     records = pa.table({"__op": ["c", "d"], "__seq": [1, 2], "id": [5, 5]})
-    with pytest.raises(MergeUnsuitable, match="take rows away"):
+    with pytest.raises(ReplicationError, check=coded("merge_unsuitable"), match="take rows away"):
         lift(records, pa.array([1, 2]), RegionId(1), pa.schema([("id", pa.int64())]), TableMerge())
     empty = state_schema(COLUMNS, MERGE).empty_table()
     assert merged(fold(empty, KEY, MERGE), KEY, MERGE).num_rows == 0

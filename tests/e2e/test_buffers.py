@@ -18,8 +18,9 @@ from tests.app.homes import done, make_home, run, wait_for
 from tests.commands import Command
 
 import millstream
-from millstream.errors import StreamReadsBuffer
+from millstream.errors import WriteBufferError
 from millstream.home.home import Home
+from millstream.testing.errors import coded
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
 from millstream.writers.buffered import open_buffer
@@ -117,7 +118,7 @@ def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
         assert records(south, "visits") == visits
         done(south, "capture", "run", "--until-caught-up")
     assert records(north, "clicks") == []
-    with millstream.open(south) as home, pytest.raises(StreamReadsBuffer):
+    with millstream.open(south) as home, pytest.raises(WriteBufferError, check=coded("stream_reads_buffer")):
         home.append("shop", "clicks", {"number": 0, "piece": 0})
 
 

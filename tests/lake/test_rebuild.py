@@ -21,7 +21,7 @@ from deltalake import DeltaTable, write_deltalake
 from tests.lake.test_scd2 import at
 from tests.lake.test_versions import seconds
 
-from millstream.errors import LakeHistoryLost, LakeTableForeign
+from millstream.errors import LakeError, LakeTableForeign
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
@@ -32,6 +32,7 @@ from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.testing.errors import coded
 
 Records = Callable[..., pa.RecordBatch]
 VIEWS: tuple[View, ...] = ("current", "scd2")
@@ -169,7 +170,7 @@ def test_a_history_that_is_damaged_begins_anew_with_a_copy_of_the_source(
     land(landed, orders, records(orders, ("c", 11, {"id": 11, "note": "a", **at(7)})), 11)
     for file in path.glob("*/*.parquet"):
         file.unlink()
-    with pytest.raises(LakeHistoryLost) as caught:
+    with pytest.raises(LakeError, check=coded("lake_history_lost")) as caught:
         check_history(landed, orders)
     assert "--from source" in caught.value.hint
     aside = restart_history(landed, orders, Seq(11))
@@ -182,7 +183,7 @@ def test_a_history_that_is_damaged_begins_anew_with_a_copy_of_the_source(
     fold(landed, orders, 30)
     assert ids(landed, orders) == list(kept)
     assert [row for row in seconds(landed, orders) if row[2] is None] == [(n, 5 if n == 3 else 1, None) for n in kept]
-    with pytest.raises(LakeHistoryLost, match="have been dropped"):
+    with pytest.raises(LakeError, check=coded("lake_history_lost"), match="have been dropped"):
         check_history(landed, orders)
 
 
@@ -215,10 +216,12 @@ def test_a_history_that_was_set_back_is_an_error_with_the_way_out(
     if tended:
         tend_table(landed, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2)
     batch = records(orders, ("c", 11, {"id": 11, "note": "c", **at(7)}))
-    with pytest.raises(LakeHistoryLost, match="was set back: it ends at 8, and went to 10 before") as caught:
+    with pytest.raises(
+        LakeError, check=coded("lake_history_lost"), match="was set back: it ends at 8, and went to 10 before"
+    ) as caught:
         append_history(landed, orders, [batch], Seq(11))
     assert "--from source" in caught.value.hint
-    with pytest.raises(LakeHistoryLost, match="set back"):
+    with pytest.raises(LakeError, check=coded("lake_history_lost"), match="set back"):
         check_history(landed, orders)
     assert restart_history(landed, orders, Seq(10)) is not None
     assert append_history(landed, orders, [batch], Seq(11)).rows == 1
@@ -230,5 +233,5 @@ def test_a_renamed_table_whose_records_are_gone_does_not_begin_without_them(
 ):
     shutil.rmtree(landed.table_path("history", orders))
     renamed = replace(orders, name="sales", version=SchemaVersion(2))
-    with pytest.raises(LakeHistoryLost, match=r"public\.orders was moved away"):
+    with pytest.raises(LakeError, check=coded("lake_history_lost"), match=r"public\.orders was moved away"):
         append_history(landed, renamed, [records(renamed, ("c", 11, {"id": 11, **at(7)}))], Seq(11))

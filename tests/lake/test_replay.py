@@ -15,13 +15,14 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from millstream.errors import LakeTableExists, TokenFromFuture, UnknownTable, UsageError
+from millstream.errors import LakeError, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.replay import replay_path, replay_range
 from millstream.lake.snapshots import Cut, commit_cut, last_cut
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.testing.errors import coded
 
 Records = Callable[..., pa.RecordBatch]
 
@@ -62,11 +63,11 @@ def test_a_path_counts_from_the_current_folder_and_is_told_in_full(
 
 def test_nothing_is_overwritten(layout: LakeLayout, cut: Cut, tmp_path: Path):
     replay_range(layout, cut, "public.orders", after=Seq(2), upto=Seq(7), into="march")
-    with pytest.raises(LakeTableExists):
+    with pytest.raises(LakeError, check=coded("lake_table_exists")):
         replay_range(layout, cut, "public.orders", after=Seq(2), upto=Seq(8), into="march")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letters.parquet").write_bytes(b"precious")
-    with pytest.raises(LakeTableExists):
+    with pytest.raises(LakeError, check=coded("lake_table_exists")):
         replay_range(layout, cut, "public.orders", after=Seq(0), upto=Seq(9), into=str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "letters.parquet").read_bytes() == b"precious"
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tests.lake.test_fold import texts_in
 from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, told_by, version_of
 
-from millstream.errors import InvalidQuery, LakeError, LakeSchemaConflict
+from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.delta import open_table, set_properties
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import VERSION_COLUMNS
@@ -42,6 +42,7 @@ from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
+from millstream.testing.errors import coded
 
 TINY = FoldSizes(leaf_bytes=3_000, small_bytes=0, rows_max=4)
 
@@ -195,7 +196,7 @@ def test_a_table_made_again_goes_on_behind_the_one_that_bore_its_name(
 def test_a_column_of_ours_in_the_table_is_an_error_by_name(layout: LakeLayout, orders: TableSchema, records: Records):
     odd = replace(orders, columns=(*orders.columns, Column("Valid_From", pa.string())))
     land(layout, odd, records(odd, ("c", 1, {"id": 1, **at(1)})), 1)
-    with pytest.raises(LakeSchemaConflict, match=r"public\.orders has a column Valid_From"):
+    with pytest.raises(LakeError, check=coded("lake_schema_conflict"), match=r"public\.orders has a column Valid_From"):
         fold_into_versions(layout, odd, Seq(1))
 
 

@@ -16,10 +16,9 @@ import millstream
 from millstream.cli.main import cli
 from millstream.errors import (
     MillstreamError,
-    NotCaughtUp,
     ReadOnly,
+    ReplicationError,
     RoleUnreadable,
-    UnknownNode,
     UnknownStream,
     UsageError,
 )
@@ -36,6 +35,7 @@ from millstream.nodes.restoring import restore_stream
 from millstream.nodes.staleness import age_of_replica, note_age
 from millstream.private_files import replace_file
 from millstream.protocol.replication.roles import Promise, Role, RoleFact
+from millstream.testing.errors import coded
 
 
 def home_of(node: Node) -> Home:
@@ -83,7 +83,7 @@ def test_a_promise_that_nobody_could_keep_isnt_given(tmp_path: Path, epoch: Any)
         home = home_of(a)
         with pytest.raises(UsageError):
             answer_node(home, {"op": "promise", "stream": STREAM, "epoch": epoch, "to": "b"})
-        with pytest.raises((UsageError, UnknownNode)):
+        with pytest.raises(MillstreamError, check=coded("usage", "unknown_node")):
             answer_node(home, {"op": "promise", "stream": STREAM, "epoch": 1, "to": "nobody here"})
         assert Roles(home).leads(STREAM)
 
@@ -156,7 +156,7 @@ def test_a_promotion_goes_by_the_level_and_the_nodes_that_the_leader_acknowledge
             b"damaged",
         ):
             notes.documents((Document(LEVEL, 1, said),))
-            with pytest.raises(NotCaughtUp):
+            with pytest.raises(ReplicationError, check=coded("not_caught_up")):
                 promote(home, STREAM)
             assert Roles(home).of(STREAM).role is Role.FOLLOWS
         notes.documents((Document(LEVEL, 2, own.document().data),))

@@ -19,7 +19,7 @@ from tests.app.homes import make_home, run, wait_for
 from tests.serving.servers import served
 
 import millstream
-from millstream.errors import AckLevelUnavailable, ConfigError, NotEnoughReplicas, UsageError
+from millstream.errors import ConfigError, NotEnoughReplicas, ReplicationError, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.operations import Appended
@@ -27,6 +27,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Holding
 from millstream.processes.locks import RoleLock, holder, writer_role
 from millstream.spark.sink import SinkOptions
+from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.acks import AcksFile
@@ -230,7 +231,7 @@ def test_a_level_that_is_none_or_that_nobody_can_tell_is_refused(tmp_path: Path)
     home = make_home(tmp_path / "buffered", buffered)
     with millstream.open(home) as opened:
         opened.append("web", "clicks", {"n": 0}, acks="local")
-        with pytest.raises(AckLevelUnavailable, match="write buffer"):
+        with pytest.raises(ReplicationError, check=coded("ack_level_unavailable"), match="write buffer"):
             opened.append("web", "clicks", {"n": 1}, acks="durable(1)")
 
 
@@ -239,7 +240,7 @@ def test_a_level_that_is_none_or_that_nobody_can_tell_is_refused(tmp_path: Path)
 )
 def test_a_level_that_nobody_will_ever_reach_is_refused_at_once(tmp_path: Path, level: str, lacking: str) -> None:
     with millstream.open(make_home(tmp_path / "web", LOCAL)) as opened:
-        with pytest.raises(AckLevelUnavailable, match=lacking):
+        with pytest.raises(ReplicationError, check=coded("ack_level_unavailable"), match=lacking):
             opened.append("web", "clicks", {"n": 0}, acks=level)
         opened.append("web", "clicks", {"n": 1}, acks="local")
     assert numbers(tmp_path / "web") == [1]

@@ -24,9 +24,9 @@ from millstream.errors import (
     NodeNameTaken,
     OtherStream,
     ReplicaGap,
+    ReplicationError,
     RoleUnreadable,
     ShipmentUnreadable,
-    UnknownNode,
 )
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
@@ -287,7 +287,8 @@ def test_who_isnt_to_follow_is_refused():
     led = Led()
     (drop, _) = led.step(shipping.Joined(LinkId(1), hello(NodeName("z"))))
     assert isinstance(drop, shipping.DropLink)
-    assert isinstance(drop.why, UnknownNode)
+    assert isinstance(drop.why, ReplicationError)
+    assert drop.why.code == "unknown_node"
     (drop, _) = led.step(shipping.Joined(LinkId(1), Hello(OTHER, B, Epoch(0), {})))
     assert isinstance(drop, shipping.DropLink)
     assert isinstance(drop.why, OtherStream)

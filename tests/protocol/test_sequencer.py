@@ -11,17 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.protocol import sequencer_search as search
 from tests.protocol.sequencer_search import Budget, Scope
 
-from millstream.errors import (
-    InvalidCount,
-    NotInFlight,
-    StaleEpoch,
-    UnknownWriter,
-    WriterAlive,
-    WriterNameTaken,
-)
+from millstream.errors import SequencingError, StaleEpoch, WriterAlive
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import SEQ_MAX, Direction, Seq, SeqRange
 from millstream.protocol.sequencer import Announcement, Ledger, LedgerView, StreamView, WriterNumbers, WriterPhase
+from millstream.testing.errors import coded
 
 A, B = WriterId(1), WriterId(2)
 
@@ -220,7 +214,7 @@ def test_an_older_incarnation_is_refused_everything():
 def test_counts_that_no_range_has(count: int):
     ledger = opened("a")
     ledger, _ = ledger.draw(A, Epoch(1), 1, position=Seq(0), now_us=0, lease_us=1)
-    with pytest.raises(InvalidCount) as caught:
+    with pytest.raises(SequencingError, check=coded("invalid_count")) as caught:
         ledger.draw(A, Epoch(1), count, position=Seq(0), now_us=0, lease_us=1)
     assert caught.value.details["count"] == count
     assert ledger.draw(A, Epoch(1), 1, position=Seq(0), now_us=0, lease_us=1)[1].given == SeqRange(Seq(2), 1)
@@ -232,10 +226,10 @@ def test_what_is_not_in_flight_cannot_be_ended_and_nothing_is_wedged():
         numbers.asks()
         numbers.given(SeqRange(Seq(first), 3))
     for wrong in (SeqRange(Seq(1), 2), SeqRange(Seq(2), 3), SeqRange(Seq(7), 1), SeqRange(Seq(0), 0)):
-        with pytest.raises(NotInFlight):
+        with pytest.raises(SequencingError, check=coded("not_in_flight")):
             numbers.finish(wrong)
     numbers.finish(SeqRange(Seq(4), 3))
-    with pytest.raises(NotInFlight):
+    with pytest.raises(SequencingError, check=coded("not_in_flight")):
         numbers.abort(SeqRange(Seq(4), 3))
     assert numbers.finish(SeqRange(Seq(1), 3)) == 6
 
@@ -276,9 +270,9 @@ def test_who_was_forgotten_is_fenced():
 
 def test_a_name_in_use_elsewhere_is_refused_and_so_is_a_log_that_is_not_here():
     ledger = opened("a")
-    with pytest.raises(WriterNameTaken, match="lives"):
+    with pytest.raises(SequencingError, check=coded("writer_name_taken"), match="lives"):
         ledger.register("a", "another home", now_us=9, lease_us=10)
-    with pytest.raises(WriterNameTaken, match="undecided"):
+    with pytest.raises(SequencingError, check=coded("writer_name_taken"), match="undecided"):
         ledger.register("a", "another home", now_us=10, lease_us=10)
     ledger = ledger.settle(A, Epoch(1))
     moved, registered = ledger.register("a", "another home", now_us=0, lease_us=10)
@@ -292,7 +286,7 @@ def test_only_what_is_dead_is_taken_over_or_forgotten():
             early()
         assert caught.value.details["lease_s"] > 0
     assert ledger.take_over(A, now_us=10, lease_us=1)[1].epoch == 2
-    with pytest.raises(UnknownWriter):
+    with pytest.raises(SequencingError, check=coded("unknown_writer")):
         ledger.take_over(B, now_us=0, lease_us=1)
     settled = ledger.settle(A, Epoch(1))
     for needless in (lambda: settled.take_over(A, now_us=99, lease_us=1), lambda: settled.forget(A, now_us=99)):

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millstream.errors import NotInFlight
+from millstream.errors import SequencingError
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import EmbeddedNumbers
+from millstream.testing.errors import coded
 
 
 class SequencerAgainstModel(RuleBasedStateMachine):
@@ -87,7 +88,7 @@ def test_numbers_are_not_given_before_they_are_reserved_nor_ended_twice():
     sequencer.reserved(Seq(10))
     given = sequencer.allocate(1)
     sequencer.finish(given)
-    with pytest.raises(NotInFlight):
+    with pytest.raises(SequencingError, check=coded("not_in_flight")):
         sequencer.abort(given)
 
 

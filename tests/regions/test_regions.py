@@ -23,10 +23,10 @@ from millstream.errors import (
     ConfigError,
     HomeBusy,
     MergeStateUnreadable,
-    MergeUnsuitable,
     MillstreamError,
     OtherRegion,
     OtherStream,
+    ReplicationError,
     UnknownTable,
     UsageError,
 )
@@ -36,6 +36,7 @@ from millstream.processes.locks import RoleLock
 from millstream.protocol.retention import Bounds, Retention
 from millstream.regions.reconciling import reconcile_stream
 from millstream.regions.region_table import RegionTable, newest_time
+from millstream.testing.errors import coded
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
 
@@ -229,19 +230,22 @@ def test_tables_that_can_not_merge_are_refused_by_name(tmp_path: Path) -> None:
             home.append("shop", "notes", [{"id": 1, "text": "x"}])
             home.append("shop", "loose", [{"n": 1}])
             assert home.merged("shop", "notes").to_pylist() == [{"id": 1, "text": "x"}]
-            with pytest.raises(MergeUnsuitable, match="loose has no key"):
+            with pytest.raises(ReplicationError, check=coded("merge_unsuitable"), match="loose has no key"):
                 home.merged("shop", "loose")
             with pytest.raises(UnknownTable):
                 home.merged("shop", "nothing")
         with millstream.open(two) as home:
             home.append("shop", "notes", [{"id": "text", "text": "x"}])
         follow(one, two, 2)
-        with pytest.raises(MergeUnsuitable, match=r"notes\.id is .* in one region"):
+        with pytest.raises(ReplicationError, check=coded("merge_unsuitable"), match=r"notes\.id is .* in one region"):
             RegionTable(Home(one), "shop", "notes")
         (one / "millstream.toml").write_text(
             CONFIG.format(region=1).replace('likes = "pn_counter"', 'title = "pn_counter"')
         )
-        with pytest.raises(MergeUnsuitable, match=r"posts\.title is string"), millstream.open(one) as home:
+        with (
+            pytest.raises(ReplicationError, check=coded("merge_unsuitable"), match=r"posts\.title is string"),
+            millstream.open(one) as home,
+        ):
             home.append("shop", "posts", [{"id": 9}])
         assert doctor(one) == ("merge_unsuitable", "public.posts.title is string, which can't merge by pn_counter")
         (one / "millstream.toml").write_text("[streams.shop]\nregion = 1\n")
@@ -301,7 +305,10 @@ def test_columns_that_merge_otherwise_lose_nothing_that_retention_has_dropped(tm
         assert opened.merged("shop", "posts").to_pylist()[0]["likes"] == 3
     # For this column the state has more than the newest value, and it can't be converted.
     file.write_text(small.format(region=1).replace("union_set", "or_set"))
-    with millstream.open(home) as opened, pytest.raises(MergeUnsuitable, match="retention has dropped"):
+    with (
+        millstream.open(home) as opened,
+        pytest.raises(ReplicationError, check=coded("merge_unsuitable"), match="retention has dropped"),
+    ):
         opened.merged("shop", "posts")
     kept = home / "data" / "regions" / "shop" / "public.posts.state"
     before = kept.read_bytes()

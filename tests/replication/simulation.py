@@ -560,7 +560,7 @@ class Node:
                     self.world.promoted(self, fact, losses)
                     self.lead()
                 case promoting.Failed(error):
-                    self.world.count(f"promotion failed by {type(error).__name__}")
+                    self.world.count(f"promotion failed by {error.code}")
                     self.promotion = None
                     self.resume()
 

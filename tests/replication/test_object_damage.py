@@ -19,7 +19,7 @@ from tests.app.homes import run, wait_for
 from tests.replication.test_object_branches import STREAM, Scene, write
 
 from millstream.codec.log_segment import SegmentHeader
-from millstream.errors import InvalidTime, InvalidToken, StoreDamaged, TimeFromFuture, UsageError
+from millstream.errors import InvalidTime, InvalidToken, ShipmentUnreadable, TimeFromFuture, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import StreamId
 from millstream.model.marks import DroppedMark
@@ -28,6 +28,7 @@ from millstream.nodes.restoring import restore_stream
 from millstream.protocol.replication.roles import RoleFact
 from millstream.replication.object_scrub import Scrubbed
 from millstream.replication.object_store import ObjectStoreTransport
+from millstream.testing.errors import coded
 from millstream.wal.files import RealFiles
 from millstream.wal.mark import MarkFile
 from millstream.wal.reader import StreamReader
@@ -109,7 +110,7 @@ def test_what_lies_in_front_of_a_damaged_segment_is_restored_and_who_has_it_puts
     home = tmp_path / "restored"
     wal = home / "data" / "wal" / "web"
     base, behind = (int(path.name) for path in segments(stored.store)[which : which + 2])
-    with pytest.raises(StoreDamaged) as refused:
+    with pytest.raises(ShipmentUnreadable, check=coded("store_damaged")) as refused:
         restore_stream(store.as_uri(), "web", home)
     details = refused.value.details
     assert (details["shard"], details["base_offset"]) == (0, base)
@@ -123,7 +124,7 @@ def test_what_lies_in_front_of_a_damaged_segment_is_restored_and_who_has_it_puts
     if upto:
         assert f"--at {token}" in refused.value.hint
         for at in (f"{KEPT}{upto + 1}", "now"):
-            with pytest.raises(StoreDamaged):
+            with pytest.raises(ShipmentUnreadable, check=coded("store_damaged")):
                 restore_stream(store.as_uri(), "web", home, at=at)
     else:
         assert token is None
@@ -153,7 +154,7 @@ def test_a_restore_in_front_of_damage_is_a_log_to_be_written_and_gives_no_number
     # A moment is a commit's, in microseconds. As with `query --as-of`, nothing after it is there.
     moment = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC) + timedelta(microseconds=upto - 7)
     told: list[str] = []
-    with pytest.raises(StoreDamaged):
+    with pytest.raises(ShipmentUnreadable, check=coded("store_damaged")):
         restore_stream(store.as_uri(), "web", home, at=(moment + timedelta(microseconds=7)).isoformat())
     with pytest.raises(UsageError, match="was committed after"):
         restore_stream(store.as_uri(), "web", home, at="2023-11-14")
@@ -190,7 +191,7 @@ def test_of_a_log_whose_beginning_is_dropped_only_what_is_known_to_follow_it_is_
     # The other shard lacks everything before its first segment, or before the beginning of the
     # dropped one.
     DAMAGE[what](segments(scene.store, 1)[0 if what == "a bit of its header" else 2])
-    with pytest.raises(StoreDamaged) as refused:
+    with pytest.raises(ShipmentUnreadable, check=coded("store_damaged")) as refused:
         restore_stream(scene.store.as_uri(), "web", tmp_path / "restored")
     upto = refused.value.details["persisted_upto"]
     if what == "a bit of its header":

@@ -15,7 +15,7 @@ PARTS = 5
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "100000"))
 WANTED = {
     "catching up", "clock jumps", "cut off", "damaged", "doubled", "kill", "left alone", "lost", "missing", "power cut",
-    "promotion failed by NotCaughtUp", "promotion failed by PromotionLost", "promotions", "promotions with losses", "reordered",
+    "promotion failed by not_caught_up", "promotion failed by promotion_lost", "promotions", "promotions with losses", "reordered",
     "set aside", "wiped",
 }  # fmt: skip
 

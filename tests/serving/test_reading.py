@@ -18,11 +18,12 @@ from tests.app.served import serving
 from tests.serving.servers import served
 
 import millstream
-from millstream.errors import QueryMemoryFull, QuerySpillFull, QueryTimeout
+from millstream.errors import QueryBound, QueryTimeout
 from millstream.home.home import Home
 from millstream.model.access import Rights
 from millstream.serving.access import Access
 from millstream.serving.application import Application
+from millstream.testing.errors import coded
 
 
 @pytest.fixture
@@ -104,11 +105,11 @@ def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> Non
     with served(made) as server, millstream.connect(f"http://{server.address}") as there:
         assert not left_behind.exists()
         there.append("web", "users", {"id": 1})
-        for sql, error, size in (
-            ("select array_agg(r) from range(10000000) t(r)", QueryMemoryFull, 16 << 20),
-            (SORTED.format(1_000_000), QuerySpillFull, 8 << 20),
+        for sql, code, size in (
+            ("select array_agg(r) from range(10000000) t(r)", "query_memory_full", 16 << 20),
+            (SORTED.format(1_000_000), "query_spill_full", 8 << 20),
         ):
-            with pytest.raises(error) as caught:
+            with pytest.raises(QueryBound, check=coded(code)) as caught:
                 there.query(sql, stream="web")
             assert caught.value.details["size_max"] == size
             assert "[http] query_" in caught.value.hint
@@ -188,6 +189,6 @@ def test_what_became_of_rows_is_told_in_stretches_of_a_size(tmp_path: Path) -> N
             assert {row["id"] for one in stretches for row in one.rows.to_pylist()} == expected
             assert len(stretches) > 1, "compressed they have room in one"
             here.append("web", "users", [{"id": k, "text": "." * 1000} for k in range(3000)])
-            with pytest.raises(QueryMemoryFull, match="more than 1048576 bytes"):
+            with pytest.raises(QueryBound, check=coded("query_memory_full"), match="more than 1048576 bytes"):
                 list(there.read_latest("web", "users"))
             assert len(list(here.read_latest("web", "users"))) == 1

@@ -19,7 +19,7 @@ import pytest
 from deltalake import DeltaTable
 from tests.spark.test_other_readers import DELTA, JARS
 
-from millstream.errors import LakeSchemaConflict
+from millstream.errors import LakeError
 from millstream.lake.folded.current import fold_table
 from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
@@ -33,6 +33,7 @@ from millstream.model.positions import Seq
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.testing._servers.maven import fetch
+from millstream.testing.errors import coded
 
 VIEWS: tuple[View, ...] = ("history", "current", "scd2")
 MOMENT = datetime(2026, 2, 3, 4, 5, 6, 7, tzinfo=UTC)
@@ -150,7 +151,7 @@ def test_a_column_may_get_any_type_and_every_reader_opens_the_table(tmp_path: Pa
         if follows:
             land(layout, after, update, first + 1)
         else:
-            with pytest.raises(LakeSchemaConflict) as refused:
+            with pytest.raises(LakeError, check=coded("lake_schema_conflict")) as refused:
                 land(layout, after, update, first + 1)
             assert "--from source" in refused.value.hint
             for view in VIEWS:

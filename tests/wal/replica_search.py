@@ -21,8 +21,8 @@ from millstream.errors import (
     DiskFull,
     FollowerBehindRetention,
     MillstreamError,
-    ReplicaFailed,
     ReplicaGap,
+    ReplicationError,
     ShipmentUnreadable,
 )
 from millstream.model.ids import GroupNumber, ShardId
@@ -176,7 +176,9 @@ class ReplicaLife(DrawnLog):
         except Crash:
             self._count("follower crashed")
             self._end(follower)
-        except ReplicaFailed:
+        except ReplicationError as failed:
+            if failed.code != "replica_failed":
+                raise
             self._count("follower failed")
             self._end(follower)
         except DiskFull:
@@ -303,7 +305,9 @@ class ReplicaLife(DrawnLog):
             follower.log.apply(replace(shipment, parts=tuple(parts), marks={}))
         except DiskFull:
             raise
-        except ReplicaFailed:
+        except ReplicationError as failed:
+            if failed.code != "replica_failed":
+                raise
             raise
         except MillstreamError as error:
             self._count(f"damaged: {error.code}")

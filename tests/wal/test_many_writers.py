@@ -15,7 +15,7 @@ from millstream.errors import (
     AppendOutcomeUnknown,
     CatalogBusy,
     LossNotAccepted,
-    SequenceUnusable,
+    SequencingError,
     ShardLocked,
     ShardTaken,
     StaleEpoch,
@@ -29,6 +29,7 @@ from millstream.model.positions import Lsn, Seq, SeqRange, StreamToken
 from millstream.model.schema import TableSchema
 from millstream.protocol.sequencer import Drawn
 from millstream.testing.clock import ManualClock
+from millstream.testing.errors import coded
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.testing.log import plain_operations, plain_rows, plain_table
 from millstream.testing.sequencing import MemorySequenceStore
@@ -538,7 +539,9 @@ def test_a_store_that_is_older_than_another_writers_log_gives_no_number():
     writers.open.pop(0).close()
     writers.store.ledger = backup
     writers.clock.advance(60.0)
-    with pytest.raises(SequenceUnusable, match="numbers up to 12, and the catalog says that only 8"):
+    with pytest.raises(
+        SequencingError, check=coded("sequence_unusable"), match="numbers up to 12, and the catalog says that only 8"
+    ):
         writers.start(1)
 
 
@@ -547,7 +550,7 @@ def test_numbers_that_go_back_are_refused():
     log = writers.start(0)
     writers.append(0)
     writers.store.ledger = replace(writers.store.ledger, newest=Seq(1))
-    with pytest.raises(SequenceUnusable, match="though numbers up to 4"):
+    with pytest.raises(SequencingError, check=coded("sequence_unusable"), match="though numbers up to 4"):
         writers.append(0)
     assert log.failure is None
     writers.store.ledger = replace(writers.store.ledger, newest=Seq(4))
@@ -594,7 +597,7 @@ def test_a_store_that_is_older_than_the_log_gives_no_number():
     writers.store = MemorySequenceStore(writers.clock)
     with pytest.raises(StaleEpoch):
         writers.start(0)
-    with pytest.raises(SequenceUnusable) as caught:
+    with pytest.raises(SequencingError, check=coded("sequence_unusable")) as caught:
         writers.start(0, above=1)
     assert caught.value.details == {"log": 4, "store": 0}
 

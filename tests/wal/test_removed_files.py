@@ -11,8 +11,9 @@ import pytest
 from tests.wal.replica_pairs import Pair
 from tests.wal.truth import FOLDER
 
-from millstream.errors import AppendOutcomeUnknown, CorruptWal, IoFailed, ReplicaFailed, WriterClosed
+from millstream.errors import AppendOutcomeUnknown, CorruptWal, IoFailed, ReplicationError, WriterClosed
 from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.writing.writer import LogWriter
 
@@ -79,7 +80,7 @@ def test_a_follower_takes_nothing_into_a_segment_that_no_name_leads_to() -> None
         folder = f"{FOLDER}/{shard:05}"
         (segment,) = (name for name in pair.files.listdir(folder) if name.endswith(".wal"))
         pair.files.remove(f"{folder}/{segment}")
-    with pytest.raises(ReplicaFailed, match="removed or replaced"):
+    with pytest.raises(ReplicationError, check=coded("replica_failed"), match="removed or replaced"):
         pair.ship()
 
 

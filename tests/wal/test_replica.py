@@ -17,8 +17,8 @@ from millstream.errors import (
     Diverged,
     FollowerBehindRetention,
     OtherStream,
-    ReplicaFailed,
     ReplicaGap,
+    ReplicationError,
     ShardLocked,
     ShipmentUnreadable,
 )
@@ -27,6 +27,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, Shipment
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing.clock import ManualClock
+from millstream.testing.errors import coded
 from millstream.testing.files import MemoryFiles, lose_all
 from millstream.wal.layout import list_segments, segment_path, shard_folder
 from millstream.wal.mark import read_mark
@@ -420,9 +421,9 @@ def test_a_failed_fsync_ends_it_and_what_was_only_cached_is_written_again(pair: 
     pair.ship()
     pair.append(2)
     pair.files.plan.fail_sync_at = frozenset({pair.files.plan.syncs + 1})
-    with pytest.raises(ReplicaFailed):
+    with pytest.raises(ReplicationError, check=coded("replica_failed")):
         pair.ship()
-    with pytest.raises(ReplicaFailed):
+    with pytest.raises(ReplicationError, check=coded("replica_failed")):
         pair.ship()
     pair.files.plan.fail_sync_at = frozenset()
     pair.reopen()

@@ -22,12 +22,11 @@ from millstream.codec.buffered_op import encode_op
 from millstream.codec.checksums import crc32c
 from millstream.errors import (
     BufferOffsetGone,
-    BufferReplaced,
-    BufferTruncated,
     CatalogError,
     MillstreamError,
     UnsupportedFormat,
     UsageError,
+    WriteBufferError,
 )
 from millstream.ingest.buffer_consumer import OperationTaker
 from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
@@ -37,6 +36,7 @@ from millstream.model.operations import FIRST_SHARD, WriteOps
 from millstream.model.positions import Offset, Seq
 from millstream.routing.router import Router
 from millstream.routing.rules import Matcher, RoutingRules, ShardConfig, SpecificTarget, Target
+from millstream.testing.errors import code_of, coded
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
@@ -296,16 +296,16 @@ def dropped(home: Home) -> None:
 
 
 @pytest.mark.parametrize(
-    ("befalls", "error"), [(remade, BufferReplaced), (cut, BufferTruncated), (dropped, BufferOffsetGone)]
+    ("befalls", "code"), [(remade, "buffer_replaced"), (cut, "buffer_truncated"), (dropped, "buffer_offset_gone")]
 )
 def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs(
-    home: Home, befalls: Callable[[Home], None], error: type[MillstreamError]
+    home: Home, befalls: Callable[[Home], None], code: str
 ) -> None:
     home.put(NORTH, "one", "two", "three")
     home.take()
     befalls(home)
     for _ in range(2):
-        with pytest.raises(error) as caught:
+        with pytest.raises(WriteBufferError, check=coded(code)) as caught:
             home.take()
         assert NAME in caught.value.message
     assert home.texts() == ["one", "two", "three"]
@@ -522,5 +522,5 @@ def test_a_buffer_made_anew_under_a_running_reader_ends_it(home: Home) -> None:
         remade(home)
         home.put(NORTH, "another", "buffer's")
         thread.join(180)
-        assert [type(error) for error in found] == [BufferReplaced]
+        assert [code_of(error) for error in found] == ["buffer_replaced"]
     assert home.texts()[0] == "one"

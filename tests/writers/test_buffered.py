@@ -16,13 +16,14 @@ from millstream.errors import (
     InvalidValue,
     MillstreamError,
     Overloaded,
-    SessionsNotKnown,
+    WriteBufferError,
     WriterClosed,
 )
 from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
 from millstream.model.writes import AppendBatch, WriteId
+from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations
 from millstream.testing.write_buffer import NORTH, SOUTH, next_op
 from millstream.wal.writing.writer import LogWriter
@@ -122,7 +123,7 @@ def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_call
 def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: AppenderToBuffer) -> None:
     """The log lacks the session and reported number 1: buffer readers then skipped writes after a restart."""
     assert isinstance(append_of("s", 1, appender), Appended)
-    with pytest.raises(SessionsNotKnown) as caught:
+    with pytest.raises(WriteBufferError, check=coded("sessions_not_known")) as caught:
         appender.session("s")
     assert "next_number" in caught.value.hint
 

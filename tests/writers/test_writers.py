@@ -28,7 +28,7 @@ from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.database import Database as CatalogDatabase
 from millstream.catalog.sequencing import PostgresSequenceStore
-from millstream.errors import CatalogError, LeaseTooShort, LogError, ShardTaken
+from millstream.errors import CatalogError, LogError, SequencingError, ShardTaken
 from millstream.home.home import Home
 from millstream.model.ids import StreamId
 from millstream.model.operations import TableRows
@@ -36,6 +36,7 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.ports import Announcements
 from millstream.protocol.sequencer import Announcement
 from millstream.testing import EmbeddedPostgres
+from millstream.testing.errors import coded
 from millstream.testing.log import plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import UnreliableAnnouncements
@@ -354,7 +355,7 @@ def test_a_name_needs_a_catalog_that_can_be_shared(tmp_path: Path, postgres: Dat
 def test_a_lease_that_is_shorter_than_the_way_to_the_catalog(home: Path, postgres: Database) -> None:
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
     done(home, "capture", "run", "--until-caught-up")
-    with pytest.raises(LeaseTooShort) as caught:
+    with pytest.raises(SequencingError, check=coded("lease_too_short")) as caught:
         second_writer(home, postgres.dsn, lease_s=0.000_01)
     assert caught.value.details["lease_s"] == 0.000_01
 

@@ -155,7 +155,7 @@ class OpenHome:
         Raises:
             UnknownStream, UnknownTable, InvalidToken, OffsetExpired, TokenFromFuture: as `read`.
             UsageError: the table has no key, or a token is a vector token.
-            QueryMemoryFull: one operation changes more rows of the table than a server reads at once.
+            QueryBound (`query_memory_full`): one operation changes more rows of the table than a server reads at once.
         """
         yield from latest_stretches(
             self._reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=self._latest_bytes_max
@@ -176,11 +176,11 @@ class OpenHome:
 
         Raises:
             UnknownTable: no region has records of it.
-            MergeUnsuitable: it can't merge as configured.
+            ReplicationError (`merge_unsuitable`): it can't merge as configured.
             OtherRegion, OtherStream: a log doesn't match its folder, or the earlier merged state.
             OffsetExpired: retention has dropped records that weren't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
-            QueryMemoryFull: it is larger than a server reads at once.
+            QueryBound (`query_memory_full`): it is larger than a server reads at once.
             ReplicaTooStale: this node's data of one of the regions is older than allowed; `stream` names
                 the region (`shop@2`).
         """
@@ -251,7 +251,7 @@ class OpenHome:
                 appended.
             NotEnoughReplicas: it is durable here, but others didn't confirm in time that they have it,
                 too.
-            AckLevelUnavailable: the requested level can't be met here; nothing was appended.
+            ReplicationError (`ack_level_unavailable`): the requested level can't be met here; nothing was appended.
             MissingExtra: reading needs only the core; this needs `millstream[run]`.
         """
         check_deadline(deadline_s)
@@ -289,7 +289,7 @@ class OpenHome:
         Raises:
             UnknownStream: there is no such stream.
             SessionsNeedOneWriter: several writers share it.
-            SessionsNotKnown: it writes to a buffer.
+            WriteBufferError (`sessions_not_known`): it writes to a buffer.
             HomeBusy, WriterClosed: as `append`.
         """
         return self._home_appender().session(stream, name)

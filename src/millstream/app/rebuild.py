@@ -17,7 +17,7 @@ from millstream.app.status import held_scope, held_tables
 from millstream.app.tables import copy_table
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
-from millstream.errors import HomeBusy, LakeError, LakeSchemaConflict, MillstreamError, UnknownTable, UsageError
+from millstream.errors import HomeBusy, MillstreamError, UnknownTable, UsageError, error_of
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import PIPELINE, Home
 from millstream.model.names import parse_qualified_name
@@ -92,7 +92,7 @@ def rebuild_table(
     Raises:
         UnknownTable: the lake or the catalog has no table of that name.
         UsageError: it is being copied, it has no such view, or it can't be copied.
-        LakeHistoryLost: history can't provide it; the hint says what can.
+        LakeError (`lake_history_lost`): history can't provide it; the hint says what can.
         MillstreamError: it failed, with the pipeline's own reason.
     """
     home.prepare()
@@ -213,7 +213,7 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
         if (damage := damage_of(place.layout, cast("View", view), place.schema)) is not None
     }
     held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)), {})
-    if held.get("code") == LakeSchemaConflict.code:
+    if held.get("code") == "lake_schema_conflict":
         for view in {"history", "scd2"} & {"history", *views}:
             damaged.setdefault(view, held["reason"])
     for view, damage in damaged.items():
@@ -249,7 +249,7 @@ def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
     place.rebuilds.forget(place.row.id)
     for told in outcome.values():
         if told["state"] == "failed":
-            raise LakeError(told["message"], hint=told["hint"], code=told["code"])
+            raise error_of({**told, "details": {}})
     return [RebuiltView(view, told.get("rows"), told["aside"]) for view, told in outcome.items()]
 
 
@@ -265,7 +265,7 @@ def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None])
         told: dict[str, Any]
         try:
             if request.before_copy:
-                forget = held is not None and held.get("code") == LakeSchemaConflict.code
+                forget = held is not None and held.get("code") == "lake_schema_conflict"
                 n = cut.n if held is None or forget else Seq(held["after"])
                 told = {"state": "done", "aside": make_way(place.layout, view, place.schema, n, forget=forget)}
             else:

@@ -116,7 +116,7 @@ class RedisBuffer:
 
     Raises:
         BufferMissing: it doesn't exist, and isn't to be made.
-        BufferNotDurable: the server doesn't promise to keep what it acknowledges.
+        WriteBufferError (`buffer_not_durable`): the server doesn't promise to keep what it acknowledges.
         BufferUnavailable, BufferRefused: the server can't be reached, or refuses.
         MissingExtra: redis isn't installed.
     """

@@ -7,14 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import (
-    BufferMissing,
-    BufferNotDurable,
-    BufferRefused,
-    BufferUnavailable,
-    MissingExtra,
-    WriteBufferError,
-)
+from millstream.errors import BufferMissing, BufferRefused, BufferUnavailable, MissingExtra, WriteBufferError
 from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import ShardId
 
@@ -122,7 +115,7 @@ def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
     """Check that the server keeps what it acknowledges.
 
     Raises:
-        BufferNotDurable: it doesn't, or doesn't show it, and that isn't accepted; details: what is
+        WriteBufferError (`buffer_not_durable`): it doesn't, or doesn't show it, and that isn't accepted; details: what is
             wrong.
         BufferUnavailable, BufferRefused: it can't be asked.
     """
@@ -143,8 +136,9 @@ def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
     if accept_loss:
         logger.warning("%s", problem)
         return
-    raise BufferNotDurable(
+    raise WriteBufferError(
         problem,
+        code="buffer_not_durable",
         hint="Set them on the server (appendonly yes, appendfsync always), or take the risk: accept_loss = true in [streams.S.buffer].",
         buffer=name,
         settings=wrong,

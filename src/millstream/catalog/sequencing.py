@@ -21,7 +21,7 @@ from sqlalchemy import Connection, select, text, update
 from millstream.catalog import tables as t
 from millstream.catalog.database import Database
 from millstream.catalog.part import lock_stream, now_us
-from millstream.errors import CatalogError, InvalidCount, SequenceUnusable
+from millstream.errors import CatalogError, SequencingError
 from millstream.libpq import fetch_row
 from millstream.model.ids import Epoch, StreamId, WriterId
 from millstream.model.names import CATALOG_SCHEMA
@@ -74,7 +74,7 @@ class PostgresSequenceStore:
         """Implement the port.
 
         Raises:
-            SequenceUnusable: the sequence was changed from outside; the hint has the SQL.
+            SequencingError (`sequence_unusable`): the sequence was changed from outside; the hint has the SQL.
         """
 
         def step(connection: Connection, ledger: Ledger, now: int) -> tuple[Ledger, Registration]:
@@ -99,7 +99,9 @@ class PostgresSequenceStore:
     def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
         """Implement the port, in one round trip."""
         if not 0 < count < SEQ_MAX:
-            raise InvalidCount(f"{count} numbers can't be given out", hint="Ask for at least 1.", count=count)
+            raise SequencingError(
+                f"{count} numbers can't be given out", code="invalid_count", hint="Ask for at least 1.", count=count
+            )
         arguments = (str(self._stream), writer, epoch, count, position, self._lease_us)
         with self._drawing:
             try:
@@ -109,8 +111,9 @@ class PostgresSequenceStore:
                 raise error if isinstance(error, CatalogError) else self._database.translate(error) from error
         first, elsewhere = row or (None, None)
         if first == 0:
-            raise InvalidCount(
+            raise SequencingError(
                 f"{count} numbers are more than the stream has left",
+                code="invalid_count",
                 hint=f"Somebody has set {self._named} to its end: `SELECT max(given_to) FROM {CATALOG_SCHEMA}.writers` says where it stood.",
                 count=count,
             )
@@ -156,7 +159,7 @@ class PostgresSequenceStore:
         return self._look(lambda ledger: ledger.writers)
 
     def check(self) -> None:
-        """Raise `SequenceUnusable` if the sequence isn't as it was created. Nothing is changed."""
+        """Raise `sequence_unusable` if the sequence isn't as it was created. Nothing is changed."""
         with self._database.read() as connection:
             self._check(connection, self._seen(connection))
 
@@ -256,14 +259,15 @@ class PostgresSequenceStore:
     def _check(self, connection: Connection, ledger: Ledger) -> Seq | None:
         """Return the sequence's position; None if it isn't created so far.
 
-        `SequenceUnusable` if it isn't as it was created.
+        `sequence_unusable` if it isn't as it was created.
         """
         given = self._given(connection, ledger)
         found = connection.execute(text(_SETTINGS), {"schema": CATALOG_SCHEMA, "name": self._name}).one_or_none()
         if found is None:
             if any(entry.given_to for entry in ledger.writers):
-                raise SequenceUnusable(
+                raise SequencingError(
                     f"the sequence {self._named} is gone, though numbers up to {given} were given out",
+                    code="sequence_unusable",
                     hint=f"CREATE SEQUENCE {self._named}; SELECT setval('{self._named}', {given});",
                     given=int(given),
                 )
@@ -282,15 +286,17 @@ class PostgresSequenceStore:
             if is_wrong
         ]
         if wrong:
-            raise SequenceUnusable(
+            raise SequencingError(
                 f"the sequence {self._named} was altered: it has {', '.join(wrong)}",
+                code="sequence_unusable",
                 hint=f"ALTER SEQUENCE {self._named} AS bigint INCREMENT 1 NO CYCLE CACHE 1 MINVALUE 1 MAXVALUE {SEQ_MAX};"
                 + (f" ALTER SEQUENCE {self._named} SET LOGGED;" if persistence != "p" else ""),
                 found=wrong,
             )
         if last < given:
-            raise SequenceUnusable(
+            raise SequencingError(
                 f"the sequence {self._named} was restarted or set back: it stands at {last}, though numbers up to {given} were given out",
+                code="sequence_unusable",
                 hint=f"SELECT setval('{self._named}', {given});",
                 found=int(last),
                 given=int(given),

@@ -12,13 +12,12 @@ from millstream.codec.buffered_op import decode_op
 from millstream.errors import (
     BufferedOpUndecodable,
     BufferOffsetGone,
-    BufferReplaced,
     BufferSeekBeyondEnd,
     BufferTruncated,
     CodecError,
     MillstreamError,
-    UnknownBufferShard,
     UnsupportedFormat,
+    WriteBufferError,
 )
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import ShardId
@@ -119,10 +118,11 @@ class PlacedReader(ABC):
         """Release the reader's resources. The base class has none."""
 
 
-def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> UnknownBufferShard:
+def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> WriteBufferError:
     """Return the error that the shard doesn't exist."""
-    return UnknownBufferShard(
+    return WriteBufferError(
         f"write buffer {buffer} has no shard {shard}; it has {len(shards)}",
+        code="unknown_buffer_shard",
         hint="Name one of them; a table's rows lie on the shard that the routing says.",
         buffer=buffer,
         shard=int(shard),
@@ -130,10 +130,14 @@ def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> U
     )
 
 
-def replaced(buffer: str, known: str, found: str) -> BufferReplaced:
+def replaced(buffer: str, known: str, found: str) -> WriteBufferError:
     """Return the error that the buffer isn't the one read before."""
-    return BufferReplaced(
-        f"write buffer {buffer} was made anew while it was read", buffer=buffer, known=known, found=found
+    return WriteBufferError(
+        f"write buffer {buffer} was made anew while it was read",
+        code="buffer_replaced",
+        buffer=buffer,
+        known=known,
+        found=found,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 import pyarrow as pa
 
-from millstream.errors import MergeUnsuitable, UsageError
+from millstream.errors import ReplicationError, UsageError
 
 _UNITS_NS: Final = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86_400 * 10**9}
 _SIGNAL: Final = re.compile(r"signal\((\d{1,9})(ms|s|m|h|d)\)\Z")
@@ -103,12 +103,13 @@ class TableMerge:
             whole: whether these are all its columns; if not, a declared column may come later.
 
         Raises:
-            MergeUnsuitable: the table has no key, or one that can't be ordered; or a declared column is missing, is
+            ReplicationError (`merge_unsuitable`): the table has no key, or one that can't be ordered; or a declared column is missing, is
                 in the key, or has a type that doesn't merge this way. Details: table, column.
         """
         if not key:
-            raise MergeUnsuitable(
+            raise ReplicationError(
                 f"{table} has no key to tell its rows by, so they can't merge",
+                code="merge_unsuitable",
                 hint='Give it one: [streams.S.keys] "schema.table" = ["id"].',
                 table=table,
             )
@@ -132,7 +133,7 @@ def union_of(table: str, schemas: Sequence[pa.Schema]) -> pa.Schema:
     """Return the columns of several regions' or versions' tables, in the narrowest types that hold all values.
 
     Raises:
-        MergeUnsuitable: a column has types that no one type holds.
+        ReplicationError (`merge_unsuitable`): a column has types that no one type holds.
     """
     types: dict[str, pa.DataType] = {}
     for schema in schemas:
@@ -187,5 +188,5 @@ def _suits(kind: MergeKind, column: pa.DataType) -> bool:
     return any(fits(column) for fits in _SUITS[kind])
 
 
-def _unsuitable(table: str, column: str, why: str) -> MergeUnsuitable:
-    return MergeUnsuitable(f"{table}.{column} {why}", table=table, column=column)
+def _unsuitable(table: str, column: str, why: str) -> ReplicationError:
+    return ReplicationError(f"{table}.{column} {why}", code="merge_unsuitable", table=table, column=column)

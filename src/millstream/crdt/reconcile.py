@@ -117,7 +117,7 @@ class ReconciliationEngine:
 
         Raises:
             OtherStream: the sides have received from two different logs of one region.
-            MergeUnsuitable: a column has types that no one type holds.
+            ReplicationError (`merge_unsuitable`): a column has types that no one type holds.
         """
         return MergePlan(
             to_local=self.missing(remote, local.vector),

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from millstream.crdt.columns import codes_of, decays, greatest, last_of_each, sums, unions, whole_column
 from millstream.crdt.declared import MergeKind, TableMerge
-from millstream.errors import MergeUnsuitable
+from millstream.errors import ReplicationError
 from millstream.model.ids import RegionId
 
 REGION: Final = pa.field("__region", pa.int64(), nullable=False)
@@ -76,12 +76,14 @@ def lift(
         table: the table's name, for the error.
 
     Raises:
-        MergeUnsuitable: a record isn't a row that applications write: captured tables have such records.
+        ReplicationError (`merge_unsuitable`): a record isn't a row that applications write: captured tables have such records.
     """
     ops = records.column("__op")
     if not pc.all(pc.is_in(ops, _OPS)).as_py() and len(ops):
-        raise MergeUnsuitable(
-            f"{table} has records that take rows away: only tables that applications write merge", table=table
+        raise ReplicationError(
+            f"{table} has records that take rows away: only tables that applications write merge",
+            code="merge_unsuitable",
+            table=table,
         )
     made: dict[str, pa.Array] = {
         REGION.name: pa.array(np.full(len(ops), int(region), np.int64)),

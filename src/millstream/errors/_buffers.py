@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class WriteBufferError(MillstreamError):
     """An error about a write buffer."""
 
     code = "write_buffer"
+    codes: ClassVar[Mapping[str, Code]] = {
+        "buffer_replaced": Code(
+            "The write buffer of that name was created again after it was read. Details: buffer, known, found.",
+            Retry.OPERATOR,
+            "Restore the old buffer, or give the stream a buffer with another `name`, which it reads from its start.",
+        ),
+        "buffer_not_durable": Code(
+            "The write buffer's server may lose acknowledged writes; details: buffer, settings.",
+            Retry.OPERATOR,
+        ),
+        "unknown_buffer_shard": Code(
+            "The write buffer has no such shard; details: buffer, shard, shards.",
+        ),
+        "sessions_not_known": Code(
+            "A session's writes are in a write buffer, and the home that writes to the buffer has no record of "
+            "them. Details: session, buffer.",
+            Retry.OPERATOR,
+            "Pass `next_number=` with the session's first number, leave out the session's name, or give each "
+            "write an idempotency key.",
+        ),
+        "stream_reads_buffer": Code(
+            "The stream takes its rows from a write buffer, so applications can't append to it; details: stream, "
+            "buffer.",
+            Retry.OPERATOR,
+            "Append to the stream that writes the buffer, or remove [streams.S.buffer] from the configuration.",
+        ),
+    }
 
 
 class BufferUnavailable(WriteBufferError):
@@ -47,14 +77,6 @@ class BufferMissing(WriteBufferError):
     default_hint = "Make it where it lives, or let Millstream do so: [streams.S.buffer] create = true."
 
 
-class BufferReplaced(WriteBufferError):
-    """The write buffer of that name isn't the one read before: it was created again. Details: buffer, known, found."""
-
-    code = "buffer_replaced"
-    retry = Retry.OPERATOR
-    default_hint = "Restore it; or give the stream a buffer under another `name`, from whose start it then reads."
-
-
 class BufferTruncated(WriteBufferError):
     """A write buffer ends before the position that was read up to: it was truncated, or restored from an older copy.
 
@@ -64,19 +86,6 @@ class BufferTruncated(WriteBufferError):
     code = "buffer_truncated"
     retry = Retry.OPERATOR
     default_hint = "Restore what it held; what was taken from it before is in the log."
-
-
-class BufferNotDurable(WriteBufferError):
-    """The write buffer's server isn't set to keep what it acknowledges; details: buffer, settings."""
-
-    code = "buffer_not_durable"
-    retry = Retry.OPERATOR
-
-
-class UnknownBufferShard(WriteBufferError):
-    """The write buffer has no such shard; details: buffer, shard, shards."""
-
-    code = "unknown_buffer_shard"
 
 
 class BufferOffsetGone(WriteBufferError):
@@ -104,22 +113,3 @@ class BufferedOpUndecodable(WriteBufferError):
 
     code = "buffered_op_undecodable"
     default_hint = "Look who else writes into the buffer; what follows is read."
-
-
-class SessionsNotKnown(WriteBufferError):
-    """A session's writes lie in a write buffer, and the home that writes to the buffer has no record of them.
-
-    Details: session, buffer.
-    """
-
-    code = "sessions_not_known"
-    retry = Retry.OPERATOR
-    default_hint = "Number its writes yourself: `next_number=` says where a session begins. Or leave its name out, or give each write an idempotency key."
-
-
-class StreamReadsBuffer(WriteBufferError):
-    """The stream takes its rows from a write buffer, so applications can't append to it; details: stream, buffer."""
-
-    code = "stream_reads_buffer"
-    retry = Retry.OPERATOR
-    default_hint = "Append where the buffer is written, or take [streams.S.buffer] out of the configuration."

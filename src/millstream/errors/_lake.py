@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class LakeError(MillstreamError):
     """An error about the lake's tables."""
 
     code = "lake"
+    codes: ClassVar[Mapping[str, Code]] = {
+        "lake_history_lost": Code(
+            "A table can't be built from its history, which is damaged or doesn't reach back; details: table.",
+            Retry.OPERATOR,
+        ),
+        "lake_table_exists": Code(
+            "A new table's location already holds a table or other files; nothing is overwritten. Details: path.",
+            hint="Choose another name, or delete that folder.",
+        ),
+        "lake_schema_conflict": Code(
+            "A lake table can't follow a schema change; details: table, column.",
+            Retry.OPERATOR,
+        ),
+        "lake_in_database": Code(
+            "The command works on lakes of files, and the stream's tables are in PostgreSQL.",
+            Retry.OPERATOR,
+            "Query that database with psql or another client; run `millstream tables copy T` to write a table's "
+            "rows again.",
+            exit_code=2,
+        ),
+    }
 
 
 class LakeTableForeign(LakeError):
@@ -18,33 +42,12 @@ class LakeTableForeign(LakeError):
     retry = Retry.OPERATOR
 
 
-class LakeHistoryLost(LakeError):
-    """A table can't be built from its history, which is damaged or doesn't reach back; details: table."""
-
-    code = "lake_history_lost"
-    retry = Retry.OPERATOR
-
-
 class LakeFilesGone(LakeError):
     """Files that a lake table names don't exist: they were deleted or vacuumed; details: path."""
 
     code = "lake_files_gone"
     retry = Retry.OPERATOR
     default_hint = "`millstream pipeline rebuild T` builds the table anew, from its history or `--from source`."
-
-
-class LakeTableExists(LakeError):
-    """A new table's location already holds a table or other files; nothing is overwritten. Details: path."""
-
-    code = "lake_table_exists"
-    default_hint = "Choose another name, or delete that folder."
-
-
-class LakeSchemaConflict(LakeError):
-    """A lake table can't follow a schema change; details: table, column."""
-
-    code = "lake_schema_conflict"
-    retry = Retry.OPERATOR
 
 
 class LakeConflict(LakeError):
@@ -75,14 +78,18 @@ class DestinationError(LakeError):
 
     code = "destination"
     retry = Retry.OPERATOR
-
-
-class DestinationUnavailable(DestinationError):
-    """The destination doesn't answer, is read-only or full just now; the failed step is retried."""
-
-    code = "destination_unavailable"
-    retry = Retry.BACKOFF
-    default_hint = "Look at the destination's server; what failed is tried again."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "destination_unavailable": Code(
+            "The destination doesn't answer, is read-only or full; the failed step is retried.",
+            Retry.BACKOFF,
+            "Check the destination's server.",
+        ),
+        "destination_refused": Code(
+            "The destination rejects a value or a definition; nothing of the table's batch was written. Details: "
+            "table, sqlstate.",
+            Retry.OPERATOR,
+        ),
+    }
 
 
 class DestinationWentBack(DestinationError):
@@ -96,42 +103,26 @@ class DestinationWentBack(DestinationError):
     default_hint = "The pipeline begins anew where the destination stands, if the log still has what it lacks."
 
 
-class DestinationRefused(DestinationError):
-    """The destination rejects a value or a definition; nothing of the table's batch was written.
-
-    Details: table, sqlstate.
-    """
-
-    code = "destination_refused"
-
-
-class LakeInDatabase(LakeError):
-    """The command is for lakes of files, and the stream's tables lie in PostgreSQL."""
-
-    code = "lake_in_database"
-    exit_code = 2
-    retry = Retry.OPERATOR
-    default_hint = "Ask that database itself, with psql or any other client; `millstream tables copy T` writes a table's rows anew."
-
-
 class QueryBound(LakeError):
     """A query exceeds its limit of the server's resources; the server goes on with other queries."""
 
     code = "query_bound"
-
-
-class QueryMemoryFull(QueryBound):
-    """A query, or reading a table's changes, needs more memory than one query may have; details: size_max (bytes)."""
-
-    code = "query_memory_full"
-    default_hint = "Ask for less at once (fewer columns, a narrower WHERE), or raise `[http] query_memory_bytes_max`."
-
-
-class QuerySpillFull(QueryBound):
-    """A query spills more to disk than one query may, to sort, join or group. Details: size_max (bytes)."""
-
-    code = "query_spill_full"
-    default_hint = "Ask for less at once (fewer columns, a narrower WHERE), or raise `[http] query_spill_bytes_max`."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "query_memory_full": Code(
+            "A query, or reading a table's changes, needs more memory than one query may have; details: size_max "
+            "(bytes).",
+            hint=("Query less data (fewer columns, a narrower WHERE), or raise `[http] query_memory_bytes_max`."),
+        ),
+        "query_spill_full": Code(
+            "A query spills more to disk than one query may, to sort, join or group. Details: size_max (bytes).",
+            hint=("Query less data (fewer columns, a narrower WHERE), or raise `[http] query_spill_bytes_max`."),
+        ),
+        "query_crashed": Code(
+            "DuckDB failed in the process that ran a query, before the answer was complete. Other queries "
+            "continue. Details: status.",
+            hint="Write the query in another form, and report the failing query.",
+        ),
+    }
 
 
 class QueryTimeout(QueryBound):
@@ -139,13 +130,3 @@ class QueryTimeout(QueryBound):
 
     code = "query_timeout"
     default_hint = "Ask for less at once, take the answer faster, or raise `[http] query_timeout`."
-
-
-class QueryCrashed(QueryBound):
-    """DuckDB failed in the process that ran a query, before the answer was complete.
-
-    Other queries go on. Details: status.
-    """
-
-    code = "query_crashed"
-    default_hint = "Ask in another form, and report the query that ends so."

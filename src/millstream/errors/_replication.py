@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class ReplicationError(MillstreamError):
@@ -10,6 +13,44 @@ class ReplicationError(MillstreamError):
 
     code = "replication"
     retry = Retry.BACKOFF
+    codes: ClassVar[Mapping[str, Code]] = {
+        "replica_failed": Code(
+            "The follower's disk failed: the shipment in flight may or may not be durable. The follower opens its"
+            " log again and continues after its valid end.",
+            Retry.REOPEN,
+            "Check the follower's disk if this repeats.",
+        ),
+        "ack_level_unavailable": Code(
+            "The requested acknowledgement level can't be met or checked here; nothing was written.",
+            Retry.OPERATOR,
+            'Append with acks = "local", to a stream with its own log and one writer.',
+        ),
+        "not_caught_up": Code(
+            "The node to be promoted lacks records that were acknowledged elsewhere.",
+            Retry.OPERATOR,
+            "Let the node catch up, promote a node with more records, or run `millstream promote --accept-loss`, "
+            "which prints the loss.",
+        ),
+        "two_leaders": Code(
+            "Two nodes lead a stream, and neither was promoted: each has its own log, because one was never "
+            "configured to follow.",
+            Retry.OPERATOR,
+            "Choose the leader; on the other node, stop `millstream run`, move data/wal/STREAM away (its records "
+            "aren't in the leader's log), then run `millstream follow`.",
+        ),
+        "unknown_node": Code(
+            "There is no such node.",
+            Retry.OPERATOR,
+            "Run `millstream replicas` to list the nodes, or add this one to [replication] nodes in millstream.toml.",
+        ),
+        "merge_unsuitable": Code(
+            "A table or a column can't merge as configured.",
+            Retry.OPERATOR,
+            "Correct [streams.S.merge] in millstream.toml: counters are for numbers, sets for lists, hide for "
+            "booleans, lww for any type.",
+            exit_code=2,
+        ),
+    }
 
 
 class ReplicaGap(ReplicationError):
@@ -32,24 +73,15 @@ class ShipmentUnreadable(ReplicationError):
 
     code = "shipment_unreadable"
     default_hint = "It is sent again. If this repeats, both sides need the same version of Millstream."
-
-
-class StoreDamaged(ShipmentUnreadable):
-    """An object of the object store is damaged or missing, and the requested records lie in it or behind it."""
-
-    code = "store_damaged"
-    default_hint = (
-        "`millstream scrub`, at a node that still has these bytes in its log, puts the object back. Where none has: put it back from an older "
-        "version or a copy of the store. What lies in front of it `millstream restore --at` brings back."
-    )
-
-
-class ReplicaFailed(ReplicationError):
-    """The follower's disk failed: the shipment in flight may or may not be durable. Only reopening its log decides."""
-
-    code = "replica_failed"
-    retry = Retry.REOPEN
-    default_hint = "Nothing: the follower opens its log anew, and goes on behind what it finds. If this repeats, look after the disk."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "store_damaged": Code(
+            "An object of the object store is damaged or missing, and the requested records are in it or after it.",
+            Retry.BACKOFF,
+            "Run `millstream scrub` at a node that still has these bytes in its log. If no node has, restore the "
+            "object from an older version or a copy of the store, or run `millstream restore --at` for the "
+            "records before it.",
+        ),
+    }
 
 
 class OtherStream(ReplicationError):
@@ -100,42 +132,12 @@ class NotEnoughReplicas(ReplicationError):
     )
 
 
-class AckLevelUnavailable(ReplicationError):
-    """The requested acknowledgement level can't be met or checked here; nothing was written."""
-
-    code = "ack_level_unavailable"
-    retry = Retry.OPERATOR
-    default_hint = 'Append with acks = "local", to a stream that is kept in a log and has one writer.'
-
-
-class NotCaughtUp(ReplicationError):
-    """The node to be promoted lacks records that were acknowledged elsewhere."""
-
-    code = "not_caught_up"
-    retry = Retry.OPERATOR
-    default_hint = "Let it catch up, or promote a node that has more; --accept-loss promotes it and says what is lost."
-
-
 class PromotionLost(ReplicationError):
     """Another node is being promoted, or was at the same time."""
 
     code = "promotion_lost"
     retry = Retry.OPERATOR
     default_hint = "Have this node follow the one that won: `millstream follow`."
-
-
-class TwoLeaders(ReplicationError):
-    """Two nodes lead a stream, and neither was promoted.
-
-    Each has a log of its own, because one was never configured to follow.
-    """
-
-    code = "two_leaders"
-    retry = Retry.OPERATOR
-    default_hint = (
-        "Decide whose log it is to be. On the other node, stop `millstream run`, move data/wal/STREAM away (what it has isn't in the first one's log), then "
-        "`millstream follow` the first."
-    )
 
 
 class StoreUnusable(ReplicationError):
@@ -165,14 +167,6 @@ class LinkLost(ReplicationError):
     )
 
 
-class UnknownNode(ReplicationError):
-    """There is no such node."""
-
-    code = "unknown_node"
-    retry = Retry.OPERATOR
-    default_hint = "`millstream replicas` lists them; [replication] nodes in millstream.toml names them."
-
-
 class NodeNameTaken(ReplicationError):
     """Another home uses this node's name: it already follows, or holds the promise that this one asks for."""
 
@@ -200,15 +194,6 @@ class MergeStateUnreadable(ReplicationError):
     code = "merge_state_unreadable"
     retry = Retry.OPERATOR
     default_hint = "Delete it: it is made anew from the logs of the regions."
-
-
-class MergeUnsuitable(ReplicationError):
-    """A table or a column can't merge as configured."""
-
-    code = "merge_unsuitable"
-    retry = Retry.OPERATOR
-    exit_code = 2
-    default_hint = "Mend [streams.S.merge] in millstream.toml: counters are for numbers, sets for lists, hide for booleans, lww for anything."
 
 
 class LostTailMerged(ReplicationError):

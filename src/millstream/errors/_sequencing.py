@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class SequencingError(MillstreamError):
     """A stream's numbers can't be given out or settled; numbers already settled stay settled."""
 
     code = "sequencing"
-
-
-class InvalidCount(SequencingError):
-    """The count of numbers asked for is zero, negative, or more than a stream has; details: count."""
-
-    code = "invalid_count"
-
-
-class NotInFlight(SequencingError):
-    """A finished or aborted range isn't in flight here: never given, given to another writer, or already ended.
-
-    Details: first, count.
-    """
-
-    code = "not_in_flight"
-
-
-class WriterNameTaken(SequencingError):
-    """Another process writes the stream under this name, from another folder, and its lease is valid.
-
-    Details: writer, location.
-    """
-
-    code = "writer_name_taken"
-    retry = Retry.OPERATOR
-    default_hint = "Give each writer of a stream a name of its own: `[writer] name` in millstream.toml."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "invalid_count": Code(
+            "The number of sequence numbers requested is zero, negative, or more than a stream has; details: count.",
+        ),
+        "not_in_flight": Code(
+            "A finished or aborted range isn't in flight here: it was never allocated, belongs to another writer,"
+            " or has ended. Details: first, count.",
+        ),
+        "writer_name_taken": Code(
+            "Another process writes the stream under this name, from another folder, and its lease is valid. "
+            "Details: writer, location.",
+            Retry.OPERATOR,
+            "Give each writer of a stream its own `[writer] name` in millstream.toml.",
+        ),
+        "lease_too_short": Code(
+            "The lease is shorter than a renewal takes: it would expire under a live writer. Details: lease_s, "
+            "round_trip_s.",
+            Retry.OPERATOR,
+            "Raise `[writer] lease`, or use a catalog server with a shorter round trip.",
+            exit_code=2,
+        ),
+        "unknown_writer": Code(
+            "The stream has no writer of that name or number; details: writer, known.",
+        ),
+        "sequence_unusable": Code(
+            "The store's sequence numbers can't be right for this stream. It was restored from an older copy, "
+            "moved back, or set up differently; numbers would be allocated twice, so none is. Details: the value "
+            "found and the value expected.",
+            Retry.OPERATOR,
+        ),
+    }
 
 
 class WriterAlive(SequencingError):
@@ -43,32 +51,3 @@ class WriterAlive(SequencingError):
     code = "writer_alive"
     retry = Retry.BACKOFF
     default_hint = "Stop it, or wait until its lease has run out; `millstream writers` shows it."
-
-
-class LeaseTooShort(SequencingError):
-    """The lease is shorter than a renewal takes: it would expire under a live writer.
-
-    Details: lease_s, round_trip_s.
-    """
-
-    code = "lease_too_short"
-    retry = Retry.OPERATOR
-    exit_code = 2
-    default_hint = "Raise `[writer] lease`, or bring the catalog's server nearer."
-
-
-class UnknownWriter(SequencingError):
-    """The stream has no writer of that name or number; details: writer, known."""
-
-    code = "unknown_writer"
-
-
-class SequenceUnusable(SequencingError):
-    """The store's numbers can't be right for this stream. Details: the value found and the value expected.
-
-    The store was restored from an older copy, moved back, or set up otherwise. Numbers would be
-    given twice, so none is given.
-    """
-
-    code = "sequence_unusable"
-    retry = Retry.OPERATOR

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from millstream.client.protocol import LATEST_ROWS_MAX, Latest
-from millstream.errors import QueryMemoryFull, UnknownTable
+from millstream.errors import QueryBound, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -69,7 +69,7 @@ def latest_stretches(
         bytes_max: bytes of the table's records in one range; None for any number.
 
     Raises:
-        QueryMemoryFull: the records of one commit group, which can't be split, have more.
+        QueryBound (`query_memory_full`): the records of one commit group, which can't be split, have more.
     """
     from millstream.lake.latest import latest_rows
 
@@ -92,8 +92,9 @@ def latest_stretches(
             reach = min(high, reader.cut(low, rows_max=1))
             found = _records_within(reader, low, reach, wanted, one, bytes_max)
         if found is None:
-            raise QueryMemoryFull(
+            raise QueryBound(
                 f"what was written to {table} at once, behind {StreamToken.scalar(reader.stream_id, low)}, has more than {bytes_max} bytes",
+                code="query_memory_full",
                 hint="Read its records instead (`read`), or raise `[http] query_memory_bytes_max`.",
                 size_max=bytes_max,
             )

@@ -8,7 +8,7 @@ import tempfile
 from typing import TYPE_CHECKING, cast
 
 from millstream.config.quantities import duration_s, size_bytes
-from millstream.errors import ConfigError, LakeInDatabase, MillstreamError
+from millstream.errors import ConfigError, LakeError, MillstreamError
 from millstream.home.home import PIPELINE, Home
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.ids import ShardId, StreamId
@@ -150,13 +150,14 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
     """Return the layout of a stream's lake of files.
 
     Raises:
-        LakeInDatabase: its tables are in PostgreSQL.
+        LakeError (`lake_in_database`): its tables are in PostgreSQL.
     """
     from millstream.lake.layout import LakeLayout
 
     if stream.lake.format == "postgres":
-        raise LakeInDatabase(
+        raise LakeError(
             f"the tables of stream {name} lie in {describe_parameters(parse_address(stream.lake.location))}, not in files",
+            code="lake_in_database",
         )
     return LakeLayout(
         location=home.lake_location(stream),

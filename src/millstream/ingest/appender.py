@@ -91,7 +91,7 @@ class Appender:
             InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing
                 was appended.
             Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, NotEnoughReplicas,
-            AckLevelUnavailable: as `ports.LogAppender`.
+            ReplicationError (`ack_level_unavailable`): as `ports.LogAppender`.
         """
         (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows, acks), deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):

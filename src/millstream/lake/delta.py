@@ -23,14 +23,7 @@ from deltalake import CommitProperties, DeltaTable, Schema, TableFeatures, Trans
 from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 from deltalake.writer import WriterProperties
 
-from millstream.errors import (
-    LakeConflict,
-    LakeError,
-    LakeFilesGone,
-    LakeSchemaConflict,
-    LakeTableForeign,
-    LakeUnavailable,
-)
+from millstream.errors import LakeConflict, LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 
@@ -131,7 +124,7 @@ def lake_errors(path: str) -> Iterator[None]:
     except CommitFailedError as error:
         raise LakeConflict(f"another writer committed to {path} first: {error}", path=path) from error
     except SchemaMismatchError as error:
-        raise LakeSchemaConflict(f"{path} can't take these columns: {error}", path=path) from error
+        raise LakeError(f"{path} can't take these columns: {error}", code="lake_schema_conflict", path=path) from error
     except FileNotFoundError as error:
         raise LakeFilesGone(f"a file of {path} is gone: {error}", path=path) from error
     except (DeltaError, OSError) as error:

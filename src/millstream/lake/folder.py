@@ -85,7 +85,7 @@ def widened(layout: LakeLayout, opened: OpenTable, name: str, columns: pa.Schema
     """Return the history with room for some columns.
 
     Raises:
-        LakeSchemaConflict: a column can't follow its change; nothing was written.
+        LakeError (`lake_schema_conflict`): a column can't follow its change; nothing was written.
     """
     have = opened.schema()
     union = union_schema(name, have, columns, narrows=True)

@@ -63,10 +63,10 @@ def append_history(
         places: of the last cut, if the caller has them; otherwise they are read.
 
     Raises:
-        LakeSchemaConflict: a column can't follow its change; nothing was written.
+        LakeError (`lake_schema_conflict`): a column can't follow its change; nothing was written.
         LakeTableForeign: another program wrote into the table; nothing was written.
         LakeConflict: another task committed first; call again.
-        LakeHistoryLost: records that the table had at the last cut are gone.
+        LakeError (`lake_history_lost`): records that the table had at the last cut are gone.
     """
     assert schema.kind is not TableKind.RAW, "rows of a table that is set aside have no place in the lake"
     path = layout.table_path("history", schema)

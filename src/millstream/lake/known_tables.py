@@ -34,7 +34,7 @@ class KnownTable:
 
 
 def empty_rows(schema: TableSchema, types: Mapping[str, str]) -> pa.Table:
-    """Return the lake's empty rows of a table; raises `LakeSchemaConflict`, `ConfigError` as `lake_columns`."""
+    """Return the lake's empty rows of a table; raises `lake_schema_conflict`, `ConfigError` as `lake_columns`."""
     return lake_columns(schema, types).empty_table()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream import failpoints
-from millstream.errors import LakeError, LakeFilesGone, LakeHistoryLost, LakeTableForeign, LakeUnavailable
+from millstream.errors import LakeError, LakeFilesGone, LakeTableForeign, LakeUnavailable
 from millstream.lake.data_files import TableFiles
 from millstream.lake.delta import live_files, open_table
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
@@ -51,7 +51,7 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
     """Raise unless all of a table can be built from its history.
 
     Raises:
-        LakeHistoryLost: it is gone, damaged, or lacks its beginning.
+        LakeError (`lake_history_lost`): it is gone, damaged, or lacks its beginning.
     """
     name = qualified_name(schema.namespace, schema.name)
     damage = damage_of(layout, "history", schema)
@@ -61,8 +61,9 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
         if lacks_beginning(history):
             damage = f"records up to {history_from(history)} have been dropped from it"
     if damage is not None:
-        raise LakeHistoryLost(
+        raise LakeError(
             f"{name} can't be built from its history: {damage}",
+            code="lake_history_lost",
             hint=f"`millstream pipeline rebuild {name} --from source` copies the table anew, and its history begins there.",
             table=name,
         )
@@ -72,7 +73,7 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
     """Check that a view can be built from history, and move an unusable folder aside; return the folder's new path.
 
     Raises:
-        LakeHistoryLost: see `check_history`.
+        LakeError (`lake_history_lost`): see `check_history`.
     """
     check_history(layout, schema)
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from millstream.errors import LakeConflict, LakeHistoryLost, LakeTableForeign, LakeUnavailable
+from millstream.errors import LakeConflict, LakeError, LakeTableForeign, LakeUnavailable
 from millstream.lake.data_files import TableFiles, folders_in, new_name, swap, table_in
 from millstream.lake.delta import OpenTable, open_table, set_properties
 from millstream.lake.folder import (
@@ -92,13 +92,14 @@ def records_elsewhere(
     The arguments are those of `lost_records`.
 
     Raises:
-        LakeHistoryLost: records that the table had no longer exist.
+        LakeError (`lake_history_lost`): records that the table had no longer exist.
     """
     lost = lost_records(layout, schema, opened, places)
     if lost is not None:
         name = qualified_name(schema.namespace, schema.name)
-        raise LakeHistoryLost(
+        raise LakeError(
             f"the history of {name} is gone: {lost}",
+            code="lake_history_lost",
             hint=f"Put the folder back and run `millstream tables retry {name}`, or have the table copied anew, into a history that begins "
             f"there: `millstream pipeline rebuild {name} --from source`.",
             table=name,
@@ -146,7 +147,7 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     """Copy the records that a table's folder lacks from another folder, and commit at the position reached there.
 
     Raises:
-        LakeSchemaConflict: the columns of that time don't fit those of this folder; nothing was written.
+        LakeError (`lake_schema_conflict`): the columns of that time don't fit those of this folder; nothing was written.
         LakeConflict: another task committed first; call again.
     """
     assert source.n is not None, "it was chosen for its records"

@@ -19,15 +19,7 @@ from deltalake import write_deltalake
 from deltalake.fs import DeltaStorageHandler
 
 from millstream import failpoints
-from millstream.errors import (
-    BeyondRetention,
-    LakeError,
-    LakeTableExists,
-    LakeTableForeign,
-    TokenFromFuture,
-    UnknownTable,
-    UsageError,
-)
+from millstream.errors import BeyondRetention, LakeError, LakeTableForeign, TokenFromFuture, UnknownTable, UsageError
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.folder import BOUNDED, history_from
 from millstream.lake.layout import MESSAGES, LakeLayout, is_folder_of
@@ -79,7 +71,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
 
     Raises:
         UnknownTable: the lake has no table of that name.
-        LakeTableExists: something else is there already; details: path.
+        LakeError (`lake_table_exists`): something else is there already; details: path.
         BeyondRetention: part of the range may have been dropped from history.
         TokenFromFuture: the lake hasn't reached `upto`.
     """
@@ -115,7 +107,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
             properties={REPLAY_PROPERTY: json.dumps(asked)},
         )
     if json.loads(opened.properties.get(REPLAY_PROPERTY) or "null") != asked:
-        raise LakeTableExists(f"{path} holds another table already", path=path)
+        raise LakeError(f"{path} holds another table already", code="lake_table_exists", path=path)
     if opened.n is None:
         already = False
         _clear(layout, path)
@@ -160,7 +152,7 @@ def _opened(layout: LakeLayout, path: str, app: str) -> OpenTable | None:
     try:
         return open_table(layout, path, app)
     except LakeTableForeign as error:
-        raise LakeTableExists(f"{path} holds another table already", path=path) from error
+        raise LakeError(f"{path} holds another table already", code="lake_table_exists", path=path) from error
 
 
 def _clear(layout: LakeLayout, path: str) -> None:
@@ -175,6 +167,6 @@ def _clear(layout: LakeLayout, path: str) -> None:
         left = [name for name in every if not name.startswith("_delta_log/")]
         others = [name for name in left if not _LEFT_BEHIND.match(name)]
         if others:
-            raise LakeTableExists(f"{path} holds other files: {others[0]}", path=path)
+            raise LakeError(f"{path} holds other files: {others[0]}", code="lake_table_exists", path=path)
         for name in left:
             files.delete_file(name)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import LakeSchemaConflict
+from millstream.errors import LakeError
 from millstream.model.pgtext import INEXACT, array_of, storage_values, text_parser, text_renderer
 from millstream.model.pgtypes import lake_type
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
@@ -35,15 +35,16 @@ def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyTyp
 
     Raises:
         ConfigError: a column can't have the configured type.
-        LakeSchemaConflict: two columns' names differ only by case (Delta can't distinguish them), or a column has the
+        LakeError (`lake_schema_conflict`): two columns' names differ only by case (Delta can't distinguish them), or a column has the
             name of a record's own column.
     """
     seen = {field.name: field.name for field in RECORD_PREFIX}
     for column in schema.columns:
         other = seen.setdefault(column.name.lower(), column.name)
         if other is not column.name:
-            raise LakeSchemaConflict(
+            raise LakeError(
                 f"{schema.namespace}.{schema.name}: columns {other} and {column.name} have one name in a Delta table",
+                code="lake_schema_conflict",
                 hint="Rename the column at the source, or leave the table out.",
                 table=f"{schema.namespace}.{schema.name}",
                 column=column.name,
@@ -103,7 +104,7 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
             column that becomes a date can't keep the type, because PostgreSQL prints the two differently.
 
     Raises:
-        LakeSchemaConflict: a column's type changed to one that doesn't hold its old values.
+        LakeError (`lake_schema_conflict`): a column's type changed to one that doesn't hold its old values.
     """
     fields = []
     for field in have:
@@ -115,8 +116,9 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
         if wide is None or (
             not narrows and pa.types.is_date32(want.field(index).type) and not pa.types.is_date32(field.type)
         ):
-            raise LakeSchemaConflict(
+            raise LakeError(
                 f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
+                code="lake_schema_conflict",
                 hint=f"`millstream pipeline rebuild {table} --from source` begins its history anew in the new columns; the old one is "
                 "kept beside it.",
                 table=table,
@@ -127,8 +129,9 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
     for field in want:
         if have.get_field_index(field.name) < 0:
             if field.name.lower() in lower:
-                raise LakeSchemaConflict(
+                raise LakeError(
                     f"{table}: a column's name changed by case only ({field.name}); a Delta table can't tell them apart",
+                    code="lake_schema_conflict",
                     hint=f"`millstream pipeline rebuild {table} --from source` begins its history anew in the new columns; the old one is "
                     "kept beside it.",
                     table=table,

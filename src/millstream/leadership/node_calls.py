@@ -16,8 +16,8 @@ from millstream.errors import (
     ConfigError,
     LinkLost,
     MillstreamError,
+    ReplicationError,
     ShipmentUnreadable,
-    UnknownNode,
     UsageError,
 )
 from millstream.model.ids import Epoch, GroupNumber
@@ -102,7 +102,7 @@ def address_of(home: Home, node: str) -> LeaderAddress:
     """Return the address of a node's Flight server, or of another region's.
 
     Raises:
-        UnknownNode: it isn't configured.
+        ReplicationError (`unknown_node`): it isn't configured.
         ConfigError: the variable that has this node's token isn't set.
     """
     replication = home.config.replication
@@ -110,7 +110,9 @@ def address_of(home: Home, node: str) -> LeaderAddress:
     address = replication.nodes.get(node) or regions.get(NodeName(node))
     if address is None:
         known = ", ".join(sorted(replication.nodes)) or "none"
-        raise UnknownNode(f"{home.config_file} names no node {node}; nodes: {known}", node=node)
+        raise ReplicationError(
+            f"{home.config_file} names no node {node}; nodes: {known}", code="unknown_node", node=node
+        )
     scheme, _, place = address.partition("://")
     token = home.loaded_config.node_token()
 
@@ -145,7 +147,7 @@ def ask_node(home: Home, node: str, asked: Mapping[str, Any], *, timeout_s: floa
     """Return a node's answer.
 
     Raises:
-        UnknownNode: as `address_of`.
+        ReplicationError (`unknown_node`): as `address_of`.
         LinkLost: it can't be reached, or doesn't answer in time: the request may be carried out all the
             same.
         MillstreamError: any error of our tree that the node raised.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from millstream.errors import MillstreamError, TwoLeaders
+from millstream.errors import MillstreamError, ReplicationError
 from millstream.leadership.node_calls import state_of_node
 from millstream.leadership.roles import Roles
 from millstream.protocol.replication.roles import Promise, Role
@@ -80,6 +80,8 @@ def hearing_of_promotions(home: Home) -> Iterator[None]:
         yield
 
 
-def two_leaders(stream: str, node: str) -> TwoLeaders:
+def two_leaders(stream: str, node: str) -> ReplicationError:
     """Return the error if this node leads and another one does too, neither of them promoted."""
-    return TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)
+    return ReplicationError(
+        f"this node leads stream {stream}, and so does {node}", code="two_leaders", stream=stream, node=node
+    )

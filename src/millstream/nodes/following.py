@@ -19,7 +19,6 @@ from millstream.errors import (
     Fenced,
     FollowerBehindRetention,
     MillstreamError,
-    ReplicaFailed,
     ReplicationError,
     Retry,
     RoleUnreadable,
@@ -74,7 +73,7 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
             configuration names the leader.
 
     Raises:
-        UnknownStream, UnknownNode, ConfigError: there is no such stream or node.
+        UnknownStream, ReplicationError (`unknown_node`), ConfigError: there is no such stream or node.
         UsageError: no leader is named.
         ReplicationError: this node leads the stream, and the other one wasn't promoted.
     """
@@ -332,7 +331,7 @@ def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamErro
         return error
     if error.errno in NO_SPACE:
         return DiskFull(f"{home.data} has no space: {error}", hint="Free space: this node goes on by itself then.")
-    return ReplicaFailed(f"the disk under {home.data} failed: {error}")
+    return ReplicationError(f"the disk under {home.data} failed: {error}", code="replica_failed")
 
 
 def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:

@@ -34,7 +34,7 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         UnknownStream, UsageError: there is none of that name, or no such call.
-        UnknownNode: a node that isn't configured here asks for a promise: this node would follow one that
+        ReplicationError (`unknown_node`): a node that isn't configured here asks for a promise: this node would follow one that
             it can't find.
         Fenced: this node has promised something higher.
         NodeNameTaken: it has promised the same to another home with the caller's name.

@@ -116,8 +116,8 @@ def promote(
 
     Raises:
         UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
-        TwoLeaders: this node leads, and has never followed the other node that does.
-        NotCaughtUp: too few nodes answer, or one has more that can't be fetched; this node goes on as it
+        ReplicationError (`two_leaders`): this node leads, and has never followed the other node that does.
+        ReplicationError (`not_caught_up`): too few nodes answer, or one has more that can't be fetched; this node goes on as it
             was.
         PromotionLost: another node is being promoted, or was.
         NodeNameTaken: another home of this node's name is.

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import StoreDamaged, TimeFromFuture, TokenFromFuture, UnknownStream, UsageError
+from millstream.errors import ShipmentUnreadable, TimeFromFuture, TokenFromFuture, UnknownStream, UsageError
 from millstream.home.home import FILE_NAME, Home
 from millstream.home.time_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.leadership.roles import Roles
@@ -72,7 +72,7 @@ def restore_stream(
         UnknownStream: the store has nothing of that name.
         InvalidToken, TokenFromFuture: the token is another stream's, or lies beyond what is stored.
         InvalidTime, TimeFromFuture: it is neither a token nor a moment, or lies in the future.
-        StoreDamaged: objects are damaged, and not everything requested lies before them.
+        ShipmentUnreadable (`store_damaged`): objects are damaged, and not everything requested lies before them.
         StoreUnavailable, ShipmentUnreadable, DiskFull …: the restore can be started again, and continues
             where it was.
     """
@@ -168,7 +168,7 @@ def _home_at(folder: Path, begun: Path, stream: str, region: RegionId) -> Home:
 def _last_number(asked: datetime | StreamToken, wal: Path, found: Fetched) -> Seq:
     """Return the last number to restore.
 
-    `StoreDamaged` and `TokenFromFuture` if it isn't there, `UsageError` if nothing is.
+    `store_damaged` and `TokenFromFuture` if it isn't there, `UsageError` if nothing is.
     """
     persisted = found.end.persisted_upto
     if isinstance(asked, datetime):
@@ -190,7 +190,7 @@ def _last_number(asked: datetime | StreamToken, wal: Path, found: Fetched) -> Se
     return token
 
 
-def _damaged(found: Fetched, wal: Path) -> StoreDamaged:
+def _damaged(found: Fetched, wal: Path) -> ShipmentUnreadable:
     """Return the error if damage prevents a requested restore: it names what is damaged, what isn't, and what to do."""
     first, *others = found.damage
     more = f" (and {len(others)} more)" if others else ""
@@ -200,8 +200,9 @@ def _damaged(found: Fetched, wal: Path) -> StoreDamaged:
         token = str(StreamReader(str(wal)).token())
         whole = f"what lies in front of it is whole up to number {upto}, token {token}"
         how = f" To do without what is behind the damage, restore with --at {token} into the same folder."
-    return StoreDamaged(
+    return ShipmentUnreadable(
         f"{first.message}{more}; {whole}",
+        code="store_damaged",
         hint="Run `millstream scrub` at a node that still has these bytes in its log: it puts the object back. Where none has, put it back from an older "
         f"version or a copy of the store; then repeat this, which goes on where it was.{how}",
         **{

@@ -16,7 +16,6 @@ from millstream.errors import (
     MillstreamError,
     ReplicaGap,
     ShipmentUnreadable,
-    StoreDamaged,
     UnknownStream,
 )
 from millstream.leadership.node_calls import this_node
@@ -45,7 +44,7 @@ class Fetched:
     end: ReplicaEnd
     documents: dict[str, Document]
     size_bytes: int
-    damage: tuple[StoreDamaged, ...] = ()
+    damage: tuple[ShipmentUnreadable, ...] = ()
     """The unreadable objects: the first object of each shard."""
 
     @property
@@ -113,7 +112,7 @@ def fetch(
     Raises:
         UnknownStream: neither the store nor the folder has anything of that stream.
         Diverged: the log has other bytes than the store; nothing of it was changed.
-        StoreDamaged: an object is damaged.
+        ShipmentUnreadable (`store_damaged`): an object is damaged.
         ShipmentUnreadable, StoreUnavailable, FollowerBehindRetention, DiskFull …: as its parts raise
             them.
     """
@@ -188,7 +187,7 @@ class _Damage:
     end_of: ShardId
     end: ByteEnd
     """End of the readable part."""
-    error: StoreDamaged
+    error: ShipmentUnreadable
 
 
 def _damage_in(error: MillstreamError, log: ReplicaLog, store: ObjectStoreTransport) -> _Damage | None:
@@ -210,7 +209,7 @@ def _damage_in(error: MillstreamError, log: ReplicaLog, store: ObjectStoreTransp
         else f"object {name} is damaged: {error.message}"
     )
     facts: dict[str, Any] = {"shard": int(shard), "base_offset": int(end.base_offset), "byte": end.position}
-    return _Damage(shard, end, StoreDamaged(message, object=name, **facts))
+    return _Damage(shard, end, ShipmentUnreadable(message, code="store_damaged", object=name, **facts))
 
 
 def _told_of(error: MillstreamError, found: _Damage | None) -> MillstreamError:
@@ -222,7 +221,9 @@ def _told_of(error: MillstreamError, found: _Damage | None) -> MillstreamError:
             "puts them back; else put them back from an older version or a copy of the store. `millstream follow --rebuild` begins with what the store has.",
         )
     if found is None and isinstance(error, ShipmentUnreadable) and "object" not in error.details:
-        return StoreDamaged(f"what the object store has is damaged: {error.message}", **error.details)
+        return ShipmentUnreadable(
+            f"what the object store has is damaged: {error.message}", code="store_damaged", **error.details
+        )
     return error if found is None else found.error
 
 

@@ -77,7 +77,7 @@ def reconcile_stream(
 
     Raises:
         UsageError: no table is named, and the configuration merges none.
-        UnknownStream, UnknownTable, MergeUnsuitable, OtherRegion, OtherStream, OffsetExpired,
+        UnknownStream, UnknownTable, ReplicationError (`merge_unsuitable`), OtherRegion, OtherStream, OffsetExpired,
         MergeStateUnreadable: see `OpenHome.merged`; tables already done stay so.
         LostTailMerged: as those, but all other tables are done.
         HomeBusy: another process reconciles here.

@@ -40,11 +40,11 @@ from millstream.errors import (
     LogTruncated,
     LostTailMerged,
     MergeStateUnreadable,
-    MergeUnsuitable,
     MillstreamError,
     OtherRegion,
     OtherStream,
-    QueryMemoryFull,
+    QueryBound,
+    ReplicationError,
     TokenFromFuture,
     UnknownStream,
     UnknownTable,
@@ -129,9 +129,9 @@ class RegionTable:
             aren't folded yet; None for no limit.
 
     Raises:
-        QueryMemoryFull: the kept state alone is larger.
+        QueryBound (`query_memory_full`): the kept state alone is larger.
         UnknownTable: no region has records of it.
-        MergeUnsuitable: it can't merge as configured.
+        ReplicationError (`merge_unsuitable`): it can't merge as configured.
         OtherRegion: a log belongs to another region than its folder.
     """
 
@@ -156,13 +156,15 @@ class RegionTable:
         for region, found in schemas.items():
             for schema in found:
                 if schema.source != 0:
-                    raise MergeUnsuitable(
+                    raise ReplicationError(
                         f"{self.name} is captured in region {region}: only tables that applications write merge",
+                        code="merge_unsuitable",
                         table=self.name,
                     )
                 if schema.key != key:
-                    raise MergeUnsuitable(
+                    raise ReplicationError(
                         f"{self.name} has the key {', '.join(schema.key) or 'none'} in region {region}, and {', '.join(key) or 'none'} here",
+                        code="merge_unsuitable",
                         hint="Give it one key in all regions: [streams.S.keys].",
                         table=self.name,
                     )
@@ -225,8 +227,9 @@ class RegionTable:
 
     def _check_fits(self, size: int, table: str) -> None:
         if self._bytes_max is not None and size > self._bytes_max:
-            raise QueryMemoryFull(
+            raise QueryBound(
                 f"{table}, merged, has more than {self._bytes_max} bytes",
+                code="query_memory_full",
                 hint="Read it where the home lies (`millstream.open`), or raise `[http] query_memory_bytes_max` there.",
                 size_max=self._bytes_max,
             )
@@ -271,7 +274,7 @@ class RegionTable:
             OffsetExpired: records were dropped, and `take` is None.
             OtherStream: a region's log was recreated after the state was kept.
             MergeStateUnreadable: the kept state is damaged.
-            MergeUnsuitable: columns merge differently than before, and retention has dropped the records
+            ReplicationError (`merge_unsuitable`): columns merge differently than before, and retention has dropped the records
                 to rebuild from.
             LostTailMerged: a region has lost its merged tail, and retention has dropped the records to
                 read again.
@@ -364,9 +367,10 @@ class RegionTable:
             return
         for region, reader in self._readers.items():
             if region in heard and reader.first_seq() > 1:
-                raise MergeUnsuitable(
+                raise ReplicationError(
                     f"{self.name} has merged otherwise so far, or by another key; that can't be made anew: retention has dropped what region "
                     f"{region} wrote before number {reader.first_seq()}",
+                    code="merge_unsuitable",
                     hint=f"Put [streams.S.merge] and the key back as they were. To do without what was dropped, move {self._file} away.",
                     table=self.name,
                     region=int(region),
@@ -460,7 +464,7 @@ def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
 
 
 def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
-    """Refuse merge declarations that don't fit the tables' columns; `MergeUnsuitable` names table and column."""
+    """Refuse merge declarations that don't fit the tables' columns; `merge_unsuitable` names table and column."""
     declared = {parse_qualified_name(name) for name in config.merge}
     for schema in schemas:
         if schema.source == 0 and (schema.namespace, schema.name) in declared:
@@ -471,7 +475,7 @@ def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
     """Check before a writer starts that each log belongs to its region, and that tables can merge as configured.
 
     Raises:
-        MergeUnsuitable, OtherRegion: an error that would prevent opening the stream.
+        ReplicationError (`merge_unsuitable`), OtherRegion: an error that would prevent opening the stream.
         LogError, CatalogError: the check isn't possible.
     """
     if home.has_catalog():

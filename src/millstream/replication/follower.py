@@ -190,7 +190,7 @@ class WalFollower:
             Diverged, OtherStream, FollowerBehindRetention: a person has to intervene.
             AccessError, LinkLost …: with `until_caught_up`, if the leader refuses this node, or
                 can't be reached for a minute.
-            ReplicaFailed: the disk failed.
+            ReplicationError (`replica_failed`): the disk failed.
             CatalogError, OSError …: durable state couldn't be stored.
         """
         self._apart_since_s = time.monotonic()

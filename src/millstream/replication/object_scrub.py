@@ -15,15 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import (
-    CorruptFrame,
-    Diverged,
-    OtherStream,
-    ShipmentUnreadable,
-    StoreDamaged,
-    TruncatedFrame,
-    UnsupportedFormat,
-)
+from millstream.errors import CorruptFrame, Diverged, OtherStream, ShipmentUnreadable, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset
 from millstream.model.replication import Shipment
@@ -61,7 +53,7 @@ class Scrubbed:
     """Number of segments and shipments that were read."""
     size_bytes: int = 0
     mended: list[Mended] = field(default_factory=list)
-    damaged: list[StoreDamaged] = field(default_factory=list)
+    damaged: list[ShipmentUnreadable] = field(default_factory=list)
     """Remaining damage, each with what to do."""
 
 
@@ -152,7 +144,9 @@ class Scrub:
             try:
                 message = message_in(name, data)
             except ShipmentUnreadable as error:
-                self._found.damaged.append(StoreDamaged(error.message, hint=error.hint, object=name))
+                self._found.damaged.append(
+                    ShipmentUnreadable(error.message, code="store_damaged", hint=error.hint, object=name)
+                )
                 continue
             epoch = group_of(name)[0]
             for part in message.parts if isinstance(message, Shipment) else ():
@@ -253,7 +247,7 @@ class Scrub:
         except FileNotFoundError:
             why = "this node's log doesn't have it"
         facts: dict[str, Any] = {"object": name, "shard": int(shard), "base_offset": int(base)}
-        self._found.damaged.append(StoreDamaged(f"{was}; {why}", **facts))
+        self._found.damaged.append(ShipmentUnreadable(f"{was}; {why}", code="store_damaged", **facts))
         header: SegmentHeader | None = None
         with suppress(CorruptFrame, TruncatedFrame, UnsupportedFormat):
             header = SegmentHeader.decode(self._reader_of_object(name, stored_bytes)(0, SEGMENT_HEADER_SIZE))

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 
 from millstream.app.local_client import open_lake
-from millstream.errors import MillstreamError, QueryMemoryFull
+from millstream.errors import MillstreamError, QueryBound
 from millstream.lake.query.bounds import QueryBounds
 from millstream.serving.query_frames import Frame, QueryRequest, WorkerStart, write_frame
 from millstream.serving.row_streams import as_stream, in_pieces
@@ -96,7 +96,9 @@ def _answer(start: WorkerStart, request: QueryRequest, out: BinaryIO) -> None:
         os._exit(0)
     except (MemoryError, pa.ArrowMemoryError):
         size = start.memory_bytes
-        full = QueryMemoryFull(f"the query needs more than {size} bytes of memory at once", size_max=size)
+        full = QueryBound(
+            f"the query needs more than {size} bytes of memory at once", code="query_memory_full", size_max=size
+        )
         write_frame(out, Frame.ERROR, json.dumps(full.as_dict()).encode())
     except BaseException:  # noqa: BLE001 - told by the server
         traceback.print_exc()

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Final, cast
 
-from millstream.errors import LakeError, MillstreamError, QueryCrashed, QueryMemoryFull, QueryTimeout, error_of
+from millstream.errors import LakeError, MillstreamError, QueryBound, QueryTimeout, error_of
 from millstream.private_files import make_folder
 from millstream.serving.query_frames import Frame, QueryRequest, WorkerStart, read_frame
 
@@ -88,8 +88,9 @@ class QueryWorkers:
                 return worker
             status, said = worker.end()
             if is_new:
-                raise QueryCrashed(
+                raise QueryBound(
                     f"a process for queries didn't start (status {status}): {said.decode(errors='replace')}",
+                    code="query_crashed",
                     status=status,
                 )
 
@@ -121,8 +122,8 @@ class AskedQuery:
         """Yield the answer's bytes, as they are made.
 
         Raises:
-            QueryTimeout, QueryMemoryFull, QuerySpillFull: it exceeded its limit.
-            QueryCrashed: its process ended.
+            QueryTimeout, QueryBound (`query_memory_full`), QueryBound (`query_spill_full`): it exceeded its limit.
+            QueryBound (`query_crashed`): its process ended.
             MillstreamError: the errors of `LakeSession.stream`.
         """
         bounds, asking = self._workers.bounds, self._asking
@@ -195,9 +196,15 @@ class AskedQuery:
         size = self._workers.bounds.memory_bytes
         # The system kills processes that take more than there is.
         if status == -signal.SIGKILL or any(words in said for words in _NO_MEMORY):
-            raise QueryMemoryFull(f"the query needs more than {size} bytes of memory at once", size_max=size)
+            raise QueryBound(
+                f"the query needs more than {size} bytes of memory at once", code="query_memory_full", size_max=size
+            )
         last = said.decode(errors="replace").strip().rpartition("\n")[2]
-        raise QueryCrashed(f"the query's process ended with status {status}{': ' if last else ''}{last}", status=status)
+        raise QueryBound(
+            f"the query's process ended with status {status}{': ' if last else ''}{last}",
+            code="query_crashed",
+            status=status,
+        )
 
 
 class _Worker:

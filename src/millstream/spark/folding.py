@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.catalog.rebuilds import Rebuilds
-from millstream.errors import EngineError, LakeSchemaConflict, MillstreamError, Retry
+from millstream.errors import EngineError, MillstreamError, Retry
 from millstream.lake.data_files import NewFile
 from millstream.lake.folded.current import FoldPlan
 from millstream.lake.folded.versions import has_versions
@@ -235,7 +235,7 @@ class Folder:
             with self._batches:
                 held = self._ledger.held.get(request.table_id)
                 # The columns can't follow the source's: rows from before the copy don't fit the new ones.
-                forget = held is not None and held.code == LakeSchemaConflict.code
+                forget = held is not None and held.code == "lake_schema_conflict"
                 n = self._ledger.cut.n if held is None or forget else held.after
                 newest = self._catalog.latest_schemas(self._config.stream_id).get(request.table_id, schema)
                 for view in request.views:

@@ -44,7 +44,7 @@ def region_records(spark: SparkSession, logs: Mapping[RegionId, str], table: str
 
     Raises:
         UnknownTable: no region has records of it.
-        MergeUnsuitable: a column has types that no one type holds.
+        ReplicationError (`merge_unsuitable`): a column has types that no one type holds.
     """
     wanted = parse_qualified_name(table)
     readers = {region: StreamReader(folder) for region, folder in logs.items()}
@@ -108,7 +108,7 @@ def merged_regions(
         at_ns: the moment for which signals have decayed; if None, the newest record's, which is looked up at once.
 
     Raises:
-        MergeUnsuitable: a column can't merge so.
+        ReplicationError (`merge_unsuitable`): a column can't merge so.
     """
     merge.check("the table", columns, key)
     names = [name for name in columns.names if name not in key]

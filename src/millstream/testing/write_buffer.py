@@ -27,11 +27,9 @@ from millstream.errors import (
     BufferedOpUndecodable,
     BufferMissing,
     BufferOffsetGone,
-    BufferReplaced,
     BufferSeekBeyondEnd,
-    BufferTruncated,
     InvalidValue,
-    UnknownBufferShard,
+    WriteBufferError,
     WriterClosed,
 )
 from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
@@ -40,6 +38,7 @@ from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRo
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.ports import ShardReader, WriteBuffer
+from millstream.testing.errors import coded
 
 __all__ = ["BufferStage", "WriteBufferConformance", "application_op", "next_op", "same_op"]
 
@@ -218,10 +217,10 @@ class WriteBufferConformance:
         assert (texts_of(next_op(north)), texts_of(next_op(south))) == (["north"], ["south"])
         assert (north.read(), south.read()) == (ReadPause.PENDING, ReadPause.PENDING)
         for wrong in (ShardId(2), ShardId(-1)):
-            with pytest.raises(UnknownBufferShard) as caught:
+            with pytest.raises(WriteBufferError, check=coded("unknown_buffer_shard")) as caught:
                 buffer.append(wrong, application_op())
             assert caught.value.details["shards"] == [0, 1]
-            with pytest.raises(UnknownBufferShard):
+            with pytest.raises(WriteBufferError, check=coded("unknown_buffer_shard")):
                 buffer.reader(wrong)
         assert (north.read(), south.read()) == (ReadPause.PENDING, ReadPause.PENDING)
 
@@ -472,7 +471,7 @@ class WriteBufferConformance:
             next_op(reader)
         stage.remake()
         for _ in range(2):
-            with pytest.raises((BufferTruncated, BufferReplaced, BufferMissing)):
+            with pytest.raises(WriteBufferError, check=coded("buffer_truncated", "buffer_replaced", "buffer_missing")):
                 _until_said(reader)
 
 

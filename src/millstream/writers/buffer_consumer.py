@@ -38,7 +38,6 @@ from millstream.catalog.sources import OF_A_BUFFER
 from millstream.errors import (
     BufferedOpUndecodable,
     BufferOffsetGone,
-    BufferReplaced,
     BufferSeekBeyondEnd,
     BufferTruncated,
     CatalogError,
@@ -49,6 +48,7 @@ from millstream.errors import (
     RoutingError,
     UnknownTable,
     UnsupportedFormat,
+    WriteBufferError,
 )
 from millstream.ingest.buffer_consumer import OperationTaker, in_order
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
@@ -165,7 +165,7 @@ class BufferTaking:
         """Take operations until stopped; with `until_caught_up`, until the log has what the buffer had at the call.
 
         Raises:
-            BufferReplaced: the buffer isn't the one that was read before.
+            WriteBufferError (`buffer_replaced`): the buffer isn't the one that was read before.
             CatalogError: the log was written with another catalog.
             BufferTruncated: the buffer ends before the position already read.
             BufferOffsetGone: the buffer has dropped items that weren't taken yet.
@@ -244,8 +244,9 @@ class BufferTaking:
                 )
             self._catalog.put_fact(self._scope, "identity", found)
         elif known != found:
-            raise BufferReplaced(
+            raise WriteBufferError(
                 f"write buffer {self._name} isn't the one that was read before: it was made anew",
+                code="buffer_replaced",
                 buffer=self._name,
                 known=known,
                 found=found,

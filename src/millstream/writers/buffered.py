@@ -12,12 +12,11 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import (
-    AckLevelUnavailable,
     BufferOutcomeUnknown,
     ConfigError,
     MillstreamError,
-    SessionsNotKnown,
-    StreamReadsBuffer,
+    ReplicationError,
+    WriteBufferError,
     WriterClosed,
 )
 from millstream.ingest.appender import Appender
@@ -151,12 +150,13 @@ class AppenderToBuffer(Appender):
         self._start: Final = StreamToken.scalar(stream, Seq(0))
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:  # noqa: ARG002 (as the appender's)
-        """Always raise `SessionsNotKnown`.
+        """Always raise `sessions_not_known`.
 
         A session that was told "nothing yet" would restart with numbers it has already used.
         """
-        raise SessionsNotKnown(
+        raise WriteBufferError(
             f"what session {name} wrote lies in write buffer {self._buffer_name}, and how far it is isn't known here",
+            code="sessions_not_known",
             session=name,
             buffer=self._buffer_name,
         )
@@ -189,10 +189,11 @@ class AppenderToBuffer(Appender):
         return self._answers(prepared, sent, give_up_s)
 
     def _check_level(self, prepared: PreparedBatch) -> None:
-        """Raise `AckLevelUnavailable` if the batch asks for more than that the buffer has the rows."""
+        """Raise `ack_level_unavailable` if the batch asks for more than that the buffer has the rows."""
         if prepared.acks is not None and prepared.acks != LOCAL:
-            raise AckLevelUnavailable(
+            raise ReplicationError(
                 f"the rows go to write buffer {self._buffer_name}, which has other guarantees than {prepared.acks}; nothing was appended",
+                code="ack_level_unavailable",
                 level=str(prepared.acks),
                 buffer=self._buffer_name,
             )
@@ -289,9 +290,10 @@ class AppenderOfReader(Appender):
         self._stream_name = stream_name
 
     def prepare(self, batch: AppendBatch) -> PreparedBatch:
-        """Always raise `StreamReadsBuffer`."""
-        raise StreamReadsBuffer(
+        """Always raise `stream_reads_buffer`."""
+        raise WriteBufferError(
             f"stream {self._stream_name} takes its rows from write buffer {self._buffer_name}; {batch.table} can't be appended to it",
+            code="stream_reads_buffer",
             stream=self._stream_name,
             buffer=self._buffer_name,
         )

@@ -25,8 +25,8 @@ import structlog
 from millstream.errors import (
     CatalogError,
     ConfigError,
-    LeaseTooShort,
     MillstreamError,
+    SequencingError,
     ShardLocked,
     StaleEpoch,
     WriterAlive,
@@ -137,11 +137,11 @@ class SharedWriter:
             announcements: how writers notify each other; through the catalog if not given.
 
         Raises:
-            LeaseTooShort: the catalog answers too slowly for it.
-            WriterNameTaken: a writer of that name has its log elsewhere.
+            SequencingError (`lease_too_short`): the catalog answers too slowly for it.
+            SequencingError (`writer_name_taken`): a writer of that name has its log elsewhere.
             ShardTaken: one of the shards is another writer's.
             ShardLocked: another process holds the folder or a shard, and goes on holding it.
-            SequenceUnusable: the numbers in the catalog were changed from outside.
+            SequencingError (`sequence_unusable`): the numbers in the catalog were changed from outside.
             CorruptWal, DiskFull …: as `LogWriter.open`.
         """
         store = store_of(catalog, stream, lease_s)
@@ -438,7 +438,7 @@ def _kept_alive(numbers: SharedNumbers, lease_s: float) -> Iterator[None]:
 
 
 def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
-    """Return the catalog's response time in seconds; `LeaseTooShort` if it takes too much of the lease in every try."""
+    """Return the catalog's response time in seconds; `lease_too_short` if it takes too much of the lease in every try."""
     round_trip_s = math.inf
     for _ in range(_TRIES):
         asked = time.monotonic()
@@ -446,8 +446,9 @@ def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
         round_trip_s = min(round_trip_s, time.monotonic() - asked)
         if round_trip_s <= lease_s / _SIGNS_A_LEASE:
             return round_trip_s
-    raise LeaseTooShort(
+    raise SequencingError(
         f"the catalog took {round_trip_s:.3f} s or more to answer, {_TRIES} times, and the lease is {lease_s} s: it would run out under a writer that lives",
+        code="lease_too_short",
         lease_s=lease_s,
         round_trip_s=round_trip_s,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.errors import ConfigError, UnknownWriter
+from millstream.errors import ConfigError, SequencingError
 from millstream.protocol.sequencer import WriterPhase
 from millstream.writers.shared_writer import (
     EMBEDDED,
@@ -79,7 +79,7 @@ def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]
         The number up to which linear readers may read from now on, and whether its log was recovered.
 
     Raises:
-        UnknownWriter: the stream has none of that name.
+        SequencingError (`unknown_writer`): the stream has none of that name.
         WriterAlive: its lease hasn't expired.
         StaleEpoch: it left nothing undecided.
         CorruptWal, DiskFull, ShardLocked …: its log is here, and can't be recovered; nothing is given up.
@@ -90,8 +90,9 @@ def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]
         entries = {entry.name: entry for entry in writers_of(catalog, found)}
         if name not in entries:
             known = sorted(entries)
-            raise UnknownWriter(
+            raise SequencingError(
                 f"the stream has no writer {name}",
+                code="unknown_writer",
                 hint=f"It has {', '.join(known)}." if known else "One writer owns it.",
                 writer=name,
                 known=known,
@@ -153,8 +154,8 @@ def examine_writers(home: Home, stream: str) -> str:
 
     Raises:
         ConfigError: several writers need a name each, and a catalog that they share.
-        LeaseTooShort: the catalog takes too long to answer for `[writer] lease`.
-        SequenceUnusable: the sequence of the stream's numbers was changed from outside.
+        SequencingError (`lease_too_short`): the catalog takes too long to answer for `[writer] lease`.
+        SequencingError (`sequence_unusable`): the sequence of the stream's numbers was changed from outside.
         CatalogError …: the catalog can't be asked.
     """
     from millstream.catalog import examine_catalog

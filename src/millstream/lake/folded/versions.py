@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream import failpoints
-from millstream.errors import LakeError, LakeFilesGone, LakeSchemaConflict, LakeUnavailable
+from millstream.errors import LakeError, LakeFilesGone, LakeUnavailable
 from millstream.lake.bounds import boundable
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
@@ -91,7 +91,7 @@ def fold_into_versions(
 
     Raises:
         LakeTableForeign: another program wrote into the versions or into history.
-        LakeSchemaConflict: a column of the table has the name of a version column.
+        LakeError (`lake_schema_conflict`): a column of the table has the name of a version column.
         LakeUnavailable: history isn't there yet, or can't be reached.
         LakeConflict: another task committed first; call again.
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
@@ -575,8 +575,9 @@ def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
     clash = [column.name for column in columns if column.name.lower() in ours]
     if clash:
         name = f"{schema.namespace}.{schema.name}"
-        raise LakeSchemaConflict(
+        raise LakeError(
             f"{name} has a column {clash[0]}, which in its versions is Millstream's",
+            code="lake_schema_conflict",
             hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
             table=name,
             column=clash[0],

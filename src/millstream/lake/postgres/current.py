@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import DestinationError, LakeError, LakeSchemaConflict, LakeTableForeign
+from millstream.errors import DestinationError, LakeError, LakeTableForeign
 from millstream.lake.folded.fold import EXACT, Folded, fold_records
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
@@ -100,8 +100,8 @@ def merge_current(
         live: tables that the source still has; another table that had this one's name is kept if it is among them.
 
     Raises:
-        LakeTableForeign, LakeHistoryLost: see `check_owner`.
-        LakeSchemaConflict: existing values don't fit a column's new type.
+        LakeTableForeign, LakeError (`lake_history_lost`): see `check_owner`.
+        LakeError (`lake_schema_conflict`): existing values don't fit a column's new type.
     """
     place = place_of(target, "current", schema)
     holder = registered_at(connection, place)
@@ -283,8 +283,9 @@ def _evolve(
     try:
         connection.execute(f"ALTER TABLE {place.quoted} {', '.join(changes)}".encode())
     except (psycopg.DataError, psycopg.errors.DependentObjectsStillExist, psycopg.errors.FeatureNotSupported) as error:
-        raise LakeSchemaConflict(
+        raise LakeError(
             f"{place.quoted} can't follow its source: {' '.join(str(error).split())}",
+            code="lake_schema_conflict",
             hint=f"Drop {place.quoted} and its row in millstream_lake.tables at the destination, then `millstream tables copy` of it."
             if isinstance(error, psycopg.DataError)
             else f"Drop what depends on {place.quoted} at the destination; it is tried again.",

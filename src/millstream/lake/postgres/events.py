@@ -79,7 +79,7 @@ def ensure_events(connection: Connection, target: PostgresTarget, schema: TableS
 
     Raises:
         LakeTableForeign: something else has the name.
-        LakeHistoryLost: the table was ours, and was dropped.
+        LakeError (`lake_history_lost`): the table was ours, and was dropped.
     """
     place = place_of(target, "changes", schema)
     owner, relation = registered_at(connection, place), relation_at(connection, place)

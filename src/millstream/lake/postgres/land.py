@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.compute as pc
 
 from millstream import failpoints
-from millstream.errors import DestinationError, DestinationUnavailable, DestinationWentBack, MillstreamError
+from millstream.errors import DestinationError, DestinationWentBack, MillstreamError
 from millstream.lake.layout import TableCommit, folder_of, has_current
 from millstream.lake.postgres.current import check_can_merge, merge_current
 from millstream.lake.postgres.events import append_events, bring_up_all, ensure_events
@@ -149,8 +149,10 @@ def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: 
     assert row is not None, "a SELECT of values has a row"
     is_read_only, is_made, database, user, encoding, lacks, closed = row
     if is_read_only:
-        raise DestinationUnavailable(
-            f"{target.place} takes no writes", hint="Name the primary, or end its read-only mode."
+        raise DestinationError(
+            f"{target.place} takes no writes",
+            code="destination_unavailable",
+            hint="Name the primary, or end its read-only mode.",
         )
     if encoding != "UTF8":
         raise DestinationError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import DestinationError, LakeHistoryLost, LakeTableForeign
+from millstream.errors import DestinationError, LakeError, LakeTableForeign
 from millstream.lake.postgres.target import PostgresTarget, TargetView, literal, translated
 from millstream.model.names import qualified_name, quote_ident
 from millstream.model.schema import TableKind, TableSchema
@@ -220,7 +220,7 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
 
     Raises:
         LakeTableForeign: something else has the name.
-        LakeHistoryLost: the table was ours, and was dropped.
+        LakeError (`lake_history_lost`): the table was ours, and was dropped.
     """
     where = f"{place.quoted} of {target.place}"
     if owner is None and relation is not None:
@@ -237,8 +237,9 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
             table=place.quoted,
         )
     if owner is not None and relation is None:
-        raise LakeHistoryLost(
+        raise LakeError(
             f"{where} was made by Millstream and isn't there any more",
+            code="lake_history_lost",
             hint=f"To begin it anew: DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = "
             f"({', '.join(map(literal, (place.view, place.namespace, place.name)))}), then `millstream tables copy` of it.",
             table=place.quoted,

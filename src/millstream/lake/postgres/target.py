@@ -7,13 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from millstream.errors import (
-    DestinationError,
-    DestinationRefused,
-    DestinationUnavailable,
-    MillstreamError,
-    MissingExtra,
-)
+from millstream.errors import DestinationError, MillstreamError, MissingExtra
 from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, pinned_session, with_patience
 from millstream.model.ids import StreamId
 
@@ -61,7 +55,7 @@ class PostgresTarget:
         """Open a connection with a pinned session, in autocommit; the caller closes it.
 
         Raises:
-            DestinationUnavailable: the server doesn't answer.
+            DestinationError (`destination_unavailable`): the server doesn't answer.
             DestinationError: the address is invalid, or this user isn't let in.
         """
         try:
@@ -106,7 +100,7 @@ def _refused(error: Exception, place: str) -> DestinationError:
         return DestinationError(
             f"{place}: {text}", hint="Correct the address in [streams.S.lake] location, or what the server lets in."
         )
-    return DestinationUnavailable(f"{place}: {text}")
+    return DestinationError(f"{place}: {text}", code="destination_unavailable")
 
 
 _PASSES: Final = ("08", "57", "58", "53", "40", "55P03", "25006")
@@ -126,9 +120,10 @@ def translate(error: psycopg.Error, place: str) -> MillstreamError:
     state, text = error.sqlstate or "", one_line(error)
     hint = _HINTS.get(state)
     if state.startswith(_PASSES) or (not state and isinstance(error, psycopg.OperationalError)):
-        return DestinationUnavailable(f"{place}: {text}", hint=hint, sqlstate=state)
-    return DestinationRefused(
+        return DestinationError(f"{place}: {text}", code="destination_unavailable", hint=hint, sqlstate=state)
+    return DestinationError(
         f"{place}: {text}",
+        code="destination_refused",
         hint=hint or "Mend at the destination what it names, then `millstream tables retry` of the table.",
         sqlstate=state,
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from millstream.errors import MillstreamError, QueryMemoryFull, QuerySpillFull, QueryTimeout
+from millstream.errors import MillstreamError, QueryBound, QueryTimeout
 
 _LOOKS_EVERY_S: Final = 0.1
 _SPILL_WORDS: Final = ("max_temp_directory_size", "failed to offload")
@@ -68,7 +68,7 @@ class Watch:
         """Raise the error that the session was ended with.
 
         Raises:
-            QueryTimeout, QuerySpillFull: it exceeded a bound.
+            QueryTimeout, QueryBound (`query_spill_full`): it exceeded a bound.
             MillstreamError: the error of `give_up`.
         """
         if self._failure is not None:
@@ -88,7 +88,9 @@ class Watch:
         if any(word in said for word in _SPILL_WORDS):
             return self._spilled(self._bounds)
         size = self._bounds.memory_bytes
-        return QueryMemoryFull(f"the query needs more than {size} bytes of memory at once", size_max=size)
+        return QueryBound(
+            f"the query needs more than {size} bytes of memory at once", code="query_memory_full", size_max=size
+        )
 
     def give_up(self, error: MillstreamError) -> None:
         """End the session's work, now and from here on: it raises the error.
@@ -123,9 +125,11 @@ class Watch:
                 self._ended.wait(_LOOKS_EVERY_S)
 
     @staticmethod
-    def _spilled(bounds: QueryBounds) -> QuerySpillFull:
+    def _spilled(bounds: QueryBounds) -> QueryBound:
         size = bounds.spill_bytes
-        return QuerySpillFull(f"the query puts more than {size} bytes aside on the disk", size_max=size)
+        return QueryBound(
+            f"the query puts more than {size} bytes aside on the disk", code="query_spill_full", size_max=size
+        )
 
 
 def _bytes_in(folder: str) -> int:

@@ -39,7 +39,14 @@ from enum import StrEnum
 from typing import Final
 
 from millstream.backoff import Backoff
-from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, NodeNameTaken, OtherStream, UnknownNode
+from millstream.errors import (
+    Fenced,
+    FollowerBehindRetention,
+    MillstreamError,
+    NodeNameTaken,
+    OtherStream,
+    ReplicationError,
+)
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -460,9 +467,11 @@ def end_of(marks: Mapping[ShardId, DurableMark]) -> ReplicaPosition:
 _NOTHING: Final = ByteEnd(Offset(0), 0)
 
 
-def _unknown_node(node: NodeName, nodes: frozenset[NodeName]) -> UnknownNode:
-    return UnknownNode(
-        f"{node} is not among those that may follow: {', '.join(sorted(nodes)) or 'nobody'}", node=str(node)
+def _unknown_node(node: NodeName, nodes: frozenset[NodeName]) -> ReplicationError:
+    return ReplicationError(
+        f"{node} is not among those that may follow: {', '.join(sorted(nodes)) or 'nobody'}",
+        code="unknown_node",
+        node=str(node),
     )
 
 

@@ -5,8 +5,8 @@
 | surveying   | asks every node for its promise and its rank            | all have answered, or time is up: another node is a candidate -> failed (PromotionLost), or has promised this name an epoch that this home never asked for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else BecomeCandidate -> candidate |
 | candidate   | takes nothing more from the leader, and notes its own promise | noted -> claiming or asking; this node has given a promise since it began -> failed (PromotionLost) |
 | claiming    | if a store decides between candidates: claims there     | claimed -> asking; another node has claimed -> failed (PromotionLost) |
-| asking      | asks every node for its promise, which makes the leader step down | a node has promised higher -> failed (PromotionLost), but surveying again if the store has decided against that promise; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and every node that answered the survey), or time is up: too few -> failed (NotCaughtUp); a node has more -> catching up; else -> promoting |
-| catching up | takes what it lacks from the node that has most, whose log can no longer grow | it has it -> promoting; can't -> failed (NotCaughtUp) |
+| asking      | asks every node for its promise, which makes the leader step down | a node has promised higher -> failed (PromotionLost), but surveying again if the store has decided against that promise; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and every node that answered the survey), or time is up: too few -> failed (ReplicationError (`not_caught_up`)); a node has more -> catching up; else -> promoting |
+| catching up | takes what it lacks from the node that has most, whose log can no longer grow | it has it -> promoting; can't -> failed (ReplicationError (`not_caught_up`)) |
 | promoting   | recovers the log, takes the catalog                     | PersistRole(leads, a term behind its last group) -> leads |
 | leads       |                                                         |                                                           |
 | failed      | the promise stays: a leader with a lower promise is fenced when it meets it. Any node can be promoted then |                |
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from millstream.errors import MillstreamError, NodeNameTaken, NotCaughtUp, PromotionLost
+from millstream.errors import MillstreamError, NodeNameTaken, PromotionLost, ReplicationError
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel, NodeName
@@ -426,7 +426,11 @@ class Promotion:
                 f"{self._node} has group {mine.group} of epoch {mine.promise.epoch}"
             )
         if more and not self._accepts_loss:
-            return self._fail(NotCaughtUp("; ".join(self.losses), nodes=sorted(more), group=int(mine.group)))
+            return self._fail(
+                ReplicationError(
+                    "; ".join(self.losses), code="not_caught_up", nodes=sorted(more), group=int(mine.group)
+                )
+            )
         self.state = State.PROMOTING
         return [TakeOverLog(self._promise)]
 
@@ -443,11 +447,12 @@ class Promotion:
             return self._fail(name_taken(promise) if promise.node == self._node else _lost_to(promise))
         return [] if promise < self._promise or promise.node == self._node else self._fail(_lost_to(promise))
 
-    def _too_few(self, here: int, what: str) -> NotCaughtUp:
+    def _too_few(self, here: int, what: str) -> ReplicationError:
         silent = sorted(self._others - self._reports.keys())
-        return NotCaughtUp(
+        return ReplicationError(
             f"{', '.join(silent)} can't be asked, and {self._wanted} of {1 + len(self._others)} nodes must answer, of which {here} do, "
             f"so that nothing acknowledged at {self._level} is lost: {what}",
+            code="not_caught_up",
             nodes=silent,
         )
 

@@ -81,11 +81,11 @@ class EmbeddedNumbers:
         return given
 
     def finish(self, given: SeqRange) -> Seq:
-        """End a range that is durable; return `persisted_upto`. `NotInFlight` if it isn't in flight."""
+        """End a range that is durable; return `persisted_upto`. `not_in_flight` if it isn't in flight."""
         return self._end(given)
 
     def abort(self, given: SeqRange) -> Seq:
-        """End a range that will never be; return `persisted_upto`. `NotInFlight` if it isn't in flight."""
+        """End a range that will never be; return `persisted_upto`. `not_in_flight` if it isn't in flight."""
         return self._end(given)
 
     def _end(self, given: SeqRange) -> Seq:

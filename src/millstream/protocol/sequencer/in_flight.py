@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from millstream.errors import NotInFlight
+from millstream.errors import SequencingError
 from millstream.model.positions import Seq, SeqRange
 
 
@@ -36,11 +36,12 @@ class InFlight:
             The last number before the first in flight now, if this range was the oldest; else None.
 
         Raises:
-            NotInFlight: it was never added, or has ended before.
+            SequencingError (`not_in_flight`): it was never added, or has ended before.
         """
         if given not in self._open:
-            raise NotInFlight(
+            raise SequencingError(
                 f"numbers {given.first} to {given.last} are not in flight here",
+                code="not_in_flight",
                 first=int(given.first),
                 count=given.count,
             )

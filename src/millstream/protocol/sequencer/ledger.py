@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from millstream.errors import InvalidCount, StaleEpoch, UnknownWriter, WriterAlive, WriterNameTaken
+from millstream.errors import SequencingError, StaleEpoch, WriterAlive
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import NO_NUMBERS, SEQ_MAX, Seq, SeqRange
 from millstream.protocol.sequencer.view import LedgerView
@@ -95,7 +95,7 @@ class Ledger:
 
     Raises (from the steps):
         StaleEpoch: the caller's epoch isn't the writer's newest, or its phase doesn't allow the step; nothing was changed.
-        UnknownWriter: the stream has no such writer.
+        SequencingError (`unknown_writer`): the stream has no such writer.
     """
 
     newest: Seq = Seq(0)
@@ -118,7 +118,7 @@ class Ledger:
             above: an epoch that its log has, if the store is older than the log.
 
         Raises:
-            WriterNameTaken: a writer of that name lives at another location.
+            SequencingError (`writer_name_taken`): a writer of that name lives at another location.
         """
         before = next((entry for entry in self.writers if entry.name == name), None)
         if before is None:
@@ -126,15 +126,17 @@ class Ledger:
             before = WriterEntry(writer, name, location, Epoch(0), WriterPhase.SETTLED, self.newest)
         elif before.location != location:
             if before.phase is not WriterPhase.SETTLED and now_us < before.lease_until_us:
-                raise WriterNameTaken(
+                raise SequencingError(
                     f"writer {name} of this stream lives, and its log lies in {before.location}, not in {location}",
+                    code="writer_name_taken",
                     writer=name,
                     location=before.location,
                 )
             if before.phase is not WriterPhase.SETTLED or before.cut_at is not None:
                 # Its last group may lie in a log at the other location: recovery of this log doesn't decide it.
-                raise WriterNameTaken(
+                raise SequencingError(
                     f"writer {name} of this stream left numbers undecided in {before.location}, which is not {location}",
+                    code="writer_name_taken",
                     hint="Start it there once, or `millstream writers forget` it and take another name here.",
                     writer=name,
                     location=before.location,
@@ -192,7 +194,7 @@ class Ledger:
         """Give the next `count` numbers, note the writer's position, and renew its lease.
 
         Raises:
-            InvalidCount: such a range can't be given.
+            SequencingError (`invalid_count`): such a range can't be given.
         """
         check_count(count, self.newest)
         entry = self._own(writer, epoch, *_GIVES_NUMBERS)
@@ -272,10 +274,12 @@ class Ledger:
         return min((e.position for e in hidden), default=SEQ_MAX)
 
     def entry(self, writer: WriterId) -> WriterEntry:
-        """Return one writer; raise `UnknownWriter` if there is none."""
+        """Return one writer; raise `unknown_writer` if there is none."""
         if not 1 <= writer <= len(self.writers):
             known = [entry.name for entry in self.writers]
-            raise UnknownWriter(f"the stream has no writer {writer}", writer=int(writer), known=known)
+            raise SequencingError(
+                f"the stream has no writer {writer}", code="unknown_writer", writer=int(writer), known=known
+            )
         return self.writers[writer - 1]
 
     def _own(self, writer: WriterId, epoch: Epoch, *phases: WriterPhase) -> WriterEntry:
@@ -300,11 +304,13 @@ def stale(entry: WriterEntry, epoch: Epoch) -> StaleEpoch:
 
 
 def check_count(count: int, newest: Seq) -> None:
-    """Raise `InvalidCount` if a range of that many numbers can't be given."""
+    """Raise `invalid_count` if a range of that many numbers can't be given."""
     if count < 1:
-        raise InvalidCount(f"{count} numbers can't be given out", hint="Ask for at least 1.", count=count)
+        raise SequencingError(
+            f"{count} numbers can't be given out", code="invalid_count", hint="Ask for at least 1.", count=count
+        )
     if newest + count > SEQ_MAX:
-        raise InvalidCount(f"{count} numbers are more than the stream has left", count=count)
+        raise SequencingError(f"{count} numbers are more than the stream has left", code="invalid_count", count=count)
 
 
 def _check_expired(entry: WriterEntry, now_us: int, done: str) -> None:

@@ -89,11 +89,11 @@ class WriterNumbers:
         return last
 
     def finish(self, given: SeqRange) -> Seq:
-        """End a range that is durable and readable; return the position. `NotInFlight` if it isn't in flight."""
+        """End a range that is durable and readable; return the position. `not_in_flight` if it isn't in flight."""
         return self._end(given)
 
     def abort(self, given: SeqRange) -> Seq:
-        """End a range that will never be; return the position. `NotInFlight` if it isn't in flight."""
+        """End a range that will never be; return the position. `not_in_flight` if it isn't in flight."""
         return self._end(given)
 
     def _end(self, given: SeqRange) -> Seq:

@@ -9,7 +9,7 @@ Bytes below the end must equal those here (else `Diverged`; nothing is overwritt
 When the disk fails:
 
 - If there is no space, the shipment's bytes are cut back. The caller gets `DiskFull`, and may send it again.
-- After any other failed write, and every failed fsync, the log takes nothing more (`ReplicaFailed`). A new open
+- After any other failed write, and every failed fsync, the log takes nothing more (`replica_failed`). A new open
   verifies the bytes after the marks, rewrites them and continues from there.
 """
 
@@ -28,8 +28,8 @@ from millstream.errors import (
     Diverged,
     MillstreamError,
     OtherStream,
-    ReplicaFailed,
     ReplicaGap,
+    ReplicationError,
     ShipmentUnreadable,
 )
 from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId, WriterId
@@ -125,7 +125,7 @@ class ReplicaLog:
         self._readers = readers
         self._withholds = withholds
         self._syncers = ThreadPoolExecutor(4, "replica-sync") if side_by_side else None
-        self.failure: ReplicaFailed | None = None
+        self.failure: ReplicationError | None = None
         """Reason why nothing more is taken; None while the log works."""
 
     @classmethod
@@ -254,11 +254,11 @@ class ReplicaLog:
             Diverged: other bytes lie here at the same place, or whole frames don't follow on; nothing was changed.
             OtherStream: it is of another stream or region; nothing was changed.
             DiskFull: there is no space; nothing of it is here, and it may come again.
-            ReplicaFailed: the disk failed; nothing more is taken.
+            ReplicationError (`replica_failed`): the disk failed; nothing more is taken.
             ShardLocked: a writer has one of the shards.
         """
         if self.failure is not None:
-            raise ReplicaFailed("the log failed before this came") from self.failure
+            raise ReplicationError("the log failed before this came", code="replica_failed") from self.failure
         if self._stream not in (None, shipment.stream) or self._region not in (None, shipment.region):
             raise OtherStream(
                 f"what came is of stream {shipment.stream} in region {shipment.region}, {self._folder} is of {self._stream} in region {self._region}"
@@ -276,10 +276,10 @@ class ReplicaLog:
         """Show readers all whole groups here: what this follower has acknowledged is held as the level requires.
 
         Raises:
-            ReplicaFailed: the disk failed; nothing more is taken.
+            ReplicationError (`replica_failed`): the disk failed; nothing more is taken.
         """
         if self.failure is not None:
-            raise ReplicaFailed("the log failed before this") from self.failure
+            raise ReplicationError("the log failed before this", code="replica_failed") from self.failure
         try:
             self._readers.move(self.marks(), self.marks())
         except OSError as error:
@@ -496,8 +496,10 @@ class ReplicaLog:
             shard.file = self._files.open_write(segment_path(shard.folder, shard.arriving.base))
         return shard.file
 
-    def _poison(self, what: str, error: BaseException) -> ReplicaFailed:
-        self.failure = ReplicaFailed(f"{self._folder}: {what}: {str(error) or type(error).__name__}")
+    def _poison(self, what: str, error: BaseException) -> ReplicationError:
+        self.failure = ReplicationError(
+            f"{self._folder}: {what}: {str(error) or type(error).__name__}", code="replica_failed"
+        )
         return self.failure
 
     # --- showing ---------------------------------------------------------------------------------------------------

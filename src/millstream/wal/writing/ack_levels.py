@@ -22,7 +22,7 @@ import pyarrow as pa
 import structlog
 
 from millstream.backoff import Backoff
-from millstream.errors import AckLevelUnavailable, LogError, NotEnoughReplicas
+from millstream.errors import LogError, NotEnoughReplicas, ReplicationError
 from millstream.model.ids import GroupNumber, StreamId
 from millstream.model.operations import OPERATION_SCHEMA, Ack, Repeated, WriteOps
 from millstream.model.positions import Seq
@@ -49,23 +49,27 @@ NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=OPERATION_SCHEMA
 
 
 def check_level(level: AckLevel, high_water: HighWater | None, reach: Reach | None = None, *, shared: bool) -> None:
-    """Raise `AckLevelUnavailable` if the level can't be observed here, or can never be reached."""
+    """Raise `ack_level_unavailable` if the level can't be observed here, or can never be reached."""
     if level == LOCAL:
         return
     if shared:
-        raise AckLevelUnavailable(
+        raise ReplicationError(
             f"this stream has several writers, each with groups of its own; nobody says of them whether {level} holds",
+            code="ack_level_unavailable",
             hint='Let one writer own the stream, or use acks = "local".',
             level=str(level),
         )
     if high_water is None:
-        raise AckLevelUnavailable(
-            f"nobody says whether {level} holds: what is written here is known to this machine alone", level=str(level)
+        raise ReplicationError(
+            f"nobody says whether {level} holds: what is written here is known to this machine alone",
+            code="ack_level_unavailable",
+            level=str(level),
         )
     lacking = None if reach is None else reach.lacks(level)
     if lacking is not None:
-        raise AckLevelUnavailable(
+        raise ReplicationError(
             lacking,
+            code="ack_level_unavailable",
             hint="Ask for less, or add to [replication] and start again who writes here: it reads the configuration when it starts.",
             level=str(level),
         )
@@ -429,7 +433,7 @@ class LevelsOfWriter:
         """Set the level that a submission waits for, its own or the stream's, unless that is this machine alone.
 
         Raises:
-            AckLevelUnavailable: the level can't be observed here, or can never be reached.
+            ReplicationError (`ack_level_unavailable`): the level can't be observed here, or can never be reached.
         """
         if not self.awaits(acks):
             return

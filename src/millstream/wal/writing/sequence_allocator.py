@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
+from millstream.errors import CatalogError, SequencingError, StaleEpoch
 from millstream.model.ids import Epoch
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 from millstream.ports import Clock, SeqReservations, SequenceStore
@@ -69,7 +69,7 @@ class GroupNumbers(Protocol):
         """Begin with what the recovered log has of the numbers given before.
 
         Raises:
-            SequenceUnusable: the store is behind the log.
+            SequencingError (`sequence_unusable`): the store is behind the log.
             StaleEpoch: a newer incarnation has taken over.
         """
 
@@ -79,7 +79,7 @@ class GroupNumbers(Protocol):
         Raises:
             StaleEpoch: a newer incarnation has taken over.
             CatalogError, CatalogBusy: the store can't be asked now; a later call may succeed.
-            InvalidCount: the stream hasn't so many left.
+            SequencingError (`invalid_count`): the stream hasn't so many left.
         """
 
     def confirm(self) -> None:
@@ -265,8 +265,9 @@ class SharedNumbers:
             # Other writers may have been given numbers since this one registered.
             newest = self._store.view().newest
         if known > newest:
-            raise SequenceUnusable(
+            raise SequencingError(
                 f"the log has numbers up to {known}, and the catalog says that only {newest} were given",
+                code="sequence_unusable",
                 hint="The catalog is older than the log (restored from a backup?): bring back the one that goes with it.",
                 log=int(known),
                 store=int(newest),
@@ -312,8 +313,9 @@ class SharedNumbers:
     def _take(self, drawn: Drawn) -> SeqRange:
         if drawn.given.first <= self._numbers.newest:
             self._numbers.refused()
-            raise SequenceUnusable(
+            raise SequencingError(
                 f"the catalog gave the number {drawn.given.first}, though numbers up to {self._numbers.newest} were given before",
+                code="sequence_unusable",
                 hint="Its sequence was set back, or it is an older copy: stop all writers; `millstream doctor` says what to run.",
                 found=int(drawn.given.first),
                 given=int(self._numbers.newest),

@@ -158,11 +158,11 @@ class LogWriter:
             high_water: reports what other machines hold; None: only the level `local` is available.
 
         Raises:
-            AckLevelUnavailable: `options` ask for more than this machine, but there are several
+            ReplicationError (`ack_level_unavailable`): `options` ask for more than this machine, but there are several
                 writers or no `high_water`.
             ShardLocked: another process writes one of the shards.
             ShardTaken: one of the shards belongs to another writer.
-            SequenceUnusable: the shared store can't be right for this log.
+            SequencingError (`sequence_unusable`): the shared store can't be right for this log.
             CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch: see `recover`; nothing was
                 changed.
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
