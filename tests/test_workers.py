@@ -17,7 +17,7 @@ PATIENCE_S = 20.0
 
 
 class Bug(Exception):
-    """What a step fails with."""
+    """The error that a step fails with."""
 
 
 @settings(deadline=None)

@@ -356,20 +356,6 @@ def test_rows_that_swap_deferrable_keys_stay(stage: Stage) -> None:
     assert {row["id"] for row in found[None]} == {"2", "3", "4", "5"}
 
 
-def test_a_table_that_an_older_version_keyed_by_a_deferrable_key_is_copied_again(stage: Stage) -> None:
-    stage.sql(*DEFERRABLE)
-    stage.catch_up()
-    stream = stage.catalog.stream("shop").id
-    bag_schema = stage.catalog.latest_schemas(stream)[stage.table("public.orders").id]
-    stage.catalog.put_schema(stream, replace(bag_schema, key=("id",)))
-    as_it_was_kept_before(stage)
-    before = marks(stage)
-    stage.sql(*SWAPS)
-    stage.catch_up()
-    assert marks(stage) == before + 1
-    assert {row["id"] for row in stage.log.replay()["public.orders"][None]} == {"2", "3", "4", "5"}
-
-
 def test_a_deferrable_key_alone_does_not_break_the_application(stage: Stage) -> None:
     """PostgreSQL accepts no deferrable key as identity.
 

@@ -65,7 +65,7 @@ class Exchange:
         self.keeps_alive = keeps_alive
         """Whether the connection takes another request after the answer."""
         self.is_gone = False
-        """Whether nobody reads an answer."""
+        """Whether the client is gone, so that an answer isn't read."""
         self.has_begun = False
         """Whether the answer has begun …"""
         self.is_answered = False
@@ -164,7 +164,7 @@ class Exchange:
 
 
 class Server(Protocol):
-    """What a connection needs of its server."""
+    """The part of a server that a connection needs."""
 
     application: Application
     bounds: ConnectionBounds
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
             self.refuse(plain_problem(503, f"{self._bounds.connections_max} connections are open, as many as may be"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the application that nobody reads its answer; see asyncio.Protocol."""
+        """Tell the application that its client is gone; see asyncio.Protocol."""
         del exc
         self.server.leave(self)
         if self.exchange is not None:
