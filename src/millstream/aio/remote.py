@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import pyarrow as pa
@@ -30,7 +30,6 @@ from millstream.client.steps import (
     Call,
     Lost,
     Nap,
-    Steps,
     append_call,
     appended,
     asked,
@@ -46,6 +45,7 @@ from millstream.client.steps import (
     whole_table,
 )
 from millstream.model.positions import StreamToken
+from millstream.model.steps import run_async
 from millstream.model.writes import SessionFacts
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
     from millstream.ingest.columns import Rows
     from millstream.model.operations import Appended
-
-_Result = TypeVar("_Result")
 
 
 class AsyncRemoteHome:
@@ -153,7 +151,9 @@ class AsyncRemoteHome:
             keep_valid_rows=keep_valid_rows,
             acks=acks,
         )
-        return valid.told(await self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
+        return valid.told(
+            await run_async(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do)
+        )
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""
@@ -179,7 +179,7 @@ class AsyncRemoteHome:
         return json_of(await self._asked(call), self._url)
 
     async def _asked(self, call: Call) -> Answer:
-        return await self._done(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic))
+        return await run_async(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic), self._do)
 
     async def _pieces(self, call: Call) -> AsyncGenerator[pa.Table, None]:
         response: httpx.Response = (await self._asked(call)).open
@@ -195,19 +195,11 @@ class AsyncRemoteHome:
         if not pieces.ended:
             raise cut_off(self._url, "the connection was closed")
 
-    async def _done(self, steps: Steps[_Result]) -> _Result:
-        """Carry out the requests and waits of the steps."""
-        try:
-            wish = next(steps)
-            while True:
-                if isinstance(wish, Nap):
-                    await asyncio.sleep(wish.seconds)
-                    wish = steps.send(None)
-                else:
-                    wish = steps.send(await self._exchanged(wish))
-        except StopIteration as end:
-            result: _Result = end.value
-            return result
+    async def _do(self, step: Call | Nap) -> Answer | Lost | None:
+        if isinstance(step, Nap):
+            await asyncio.sleep(step.seconds)
+            return None
+        return await self._exchanged(step)
 
     async def _exchanged(self, call: Call) -> Answer | Lost:
         request = request_of(self._http, call, self._timeout_s)

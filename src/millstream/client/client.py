@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -20,7 +20,6 @@ from millstream.client.steps import (
     Call,
     Lost,
     Nap,
-    Steps,
     append_call,
     appended,
     asked,
@@ -38,6 +37,7 @@ from millstream.client.steps import (
 from millstream.errors import AnswerCutOff, MissingExtra, UsageError
 from millstream.ingest.valid_rows import columns_for
 from millstream.model.positions import StreamToken
+from millstream.model.steps import run
 from millstream.model.writes import SessionFacts
 
 try:
@@ -57,8 +57,6 @@ TIMEOUT_S: Final = 60.0
 """How long to wait for an answer's next bytes, and for a server to answer at all."""
 _CONNECTIONS_MAX: Final = 64
 _HANDSHAKE_S: Final = 2.0
-
-_Result = TypeVar("_Result")
 
 
 class RemoteHome:
@@ -164,7 +162,7 @@ class RemoteHome:
             keep_valid_rows=keep_valid_rows,
             acks=acks,
         )
-        return valid.told(self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
+        return valid.told(run(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return as `OpenHome.session`."""
@@ -190,7 +188,7 @@ class RemoteHome:
         return json_of(self._asked(call), self._url)
 
     def _asked(self, call: Call) -> Answer:
-        return self._done(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic))
+        return run(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic), self._do)
 
     def _pieces(self, call: Call) -> Iterator[pa.Table]:
         response: httpx.Response = self._asked(call).open
@@ -204,19 +202,11 @@ class RemoteHome:
         if not pieces.ended:
             raise cut_off(self._url, "the connection was closed")
 
-    def _done(self, steps: Steps[_Result]) -> _Result:
-        """Carry out the requests and waits of the steps."""
-        try:
-            wish = next(steps)
-            while True:
-                if isinstance(wish, Nap):
-                    time.sleep(wish.seconds)
-                    wish = steps.send(None)
-                else:
-                    wish = steps.send(self._exchanged(wish))
-        except StopIteration as end:
-            result: _Result = end.value
-            return result
+    def _do(self, step: Call | Nap) -> Answer | Lost | None:
+        if isinstance(step, Nap):
+            time.sleep(step.seconds)
+            return None
+        return self._exchanged(step)
 
     def _exchanged(self, call: Call) -> Answer | Lost:
         request = request_of(self._http, call, self._timeout_s)

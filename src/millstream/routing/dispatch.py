@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
 import structlog
 
@@ -16,7 +16,8 @@ from millstream.errors import MillstreamError, PartialWrite, WriterClosed
 from millstream.model.operations import Ack, Outcome, Repeated, Submitted, WriteOps, writes_in
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.replication import AckLevel
-from millstream.model.writes import SessionFacts
+from millstream.model.steps import run, run_async
+from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.deliveries import Deliveries, Delivery
 from millstream.routing.sinks import TOOK
@@ -28,6 +29,9 @@ LOG: Final = "log"
 _THREADS_OF_A_SINK: Final = 8
 _CLOSES_WITHIN_S: Final = 10.0
 """Time that operations in flight may take before the sinks are closed anyway."""
+
+_Step: TypeAlias = tuple[WriteOps, AckLevel | None] | list[Future[SinkOutcome]]
+"""Operations for the log to append at a level, or outcomes of sinks to wait for."""
 
 
 class Dispatcher:
@@ -70,19 +74,16 @@ class Dispatcher:
             WriterClosed: this object was closed; nothing was appended.
             MillstreamError: the log's error, for all operations; or a single operation's, if none took it.
         """
-        routed = _routed(ops)
-        if routed is None:
+        if not isinstance(ops, WriteOps) or not _sinks_of(ops):
             return self._log.append(ops, deadline_s=deadline_s, acks=acks)
-        with self._taking():
-            if routed.local is not None:
-                routed.logged(self._log.append(routed.local, deadline_s=deadline_s, acks=acks))
-            wait(self._send(routed, deadline_s))
-            self._settle(routed)
-            note = routed.note()
-            if note is not None:
-                with suppress(MillstreamError):
-                    self._log.append(note, deadline_s=deadline_s)
-            return self._ack(routed)
+
+        def do(step: _Step) -> Ack | None:
+            if isinstance(step, list):
+                wait(step)
+                return None
+            return self._log.append(step[0], deadline_s=deadline_s, acks=step[1])
+
+        return run(self._steps(ops, deadline_s, acks), do)
 
     async def append_async(
         self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
@@ -91,27 +92,52 @@ class Dispatcher:
 
         If it is cancelled, it gets no answer; what the log took still goes to the sinks.
         """
-        routed = _routed(ops)
-        if routed is None:
+        if not isinstance(ops, WriteOps) or not _sinks_of(ops):
             return await self._log.append_async(ops, deadline_s=deadline_s, acks=acks)
-        task = asyncio.get_running_loop().create_task(self._append_async(routed, deadline_s, acks))
+
+        async def do(step: _Step) -> Ack | None:
+            if isinstance(step, list):
+                waiting = [asyncio.wrap_future(outcome) for outcome in step if not outcome.done()]
+                await asyncio.gather(*waiting, return_exceptions=True)
+                return None
+            return await self._log.append_async(step[0], deadline_s=deadline_s, acks=step[1])
+
+        task = asyncio.get_running_loop().create_task(run_async(self._steps(ops, deadline_s, acks), do))
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
         return await asyncio.shield(task)
 
-    async def _append_async(self, routed: _Routed, deadline_s: float | None, acks: AckLevel | None) -> Ack:
+    def _steps(
+        self, ops: WriteOps, deadline_s: float | None, acks: AckLevel | None
+    ) -> Generator[_Step, Ack | None, Ack]:
+        """Append operations of which some rows go to sinks; the steps are done by the caller."""
+        in_log = ops.rows_by_operation()
+        in_sinks = {sink: ops.rows_by_operation(sink=sink) for sink in _sinks_of(ops)}
+        beside = [n for n, count in enumerate(in_log) if not count and any(counts[n] for counts in in_sinks.values())]
+        """Operations that have no row in the log, and some in a sink."""
+        logged = [number for number in range(len(in_log)) if number not in set(beside)]
+        each: list[Outcome | None] = [None] * len(in_log)
+        """Outcome of each operation; None: the log has no row of it."""
+        writes = writes_in(ops.operations) if ops.is_keyed else [None] * len(in_log)
+        ack: Ack | None = None
         with self._taking():
-            if routed.local is not None:
-                routed.logged(await self._log.append_async(routed.local, deadline_s=deadline_s, acks=acks))
-            outcomes = self._send(routed, deadline_s)
-            waiting = [asyncio.wrap_future(outcome) for outcome in outcomes if not outcome.done()]
-            await asyncio.gather(*waiting, return_exceptions=True)
-            self._settle(routed)
-            note = routed.note()
-            if note is not None:
+            if logged:
+                own = tuple(table for table in ops.tables if table.sink is None)
+                local = replace(ops, tables=own).select(logged)
+                ack = yield local, acks
+                assert ack is not None
+                for number, part in zip(logged, ack.each or (ack.placed or local).split_ack(ack), strict=True):
+                    each[number] = part
+            told = self._send(ops, in_sinks, each, writes, deadline_s)
+            yield [outcome for of_sinks in told for outcome in of_sinks.values()]
+            self._settle(each, told)
+            # The log waits for the numbers of writes that sinks alone have. It gets them last, because writes that
+            # it knows count as taken.
+            taken = [number for number in beside if each[number] is None and writes[number] is not None]
+            if taken:
                 with suppress(MillstreamError):
-                    await self._log.append_async(note, deadline_s=deadline_s)
-            return self._ack(routed)
+                    yield replace(ops, tables=()).select(taken), None
+            return self._ack(ack, each)
 
     def _end_task(self, task: asyncio.Task[Ack]) -> None:
         self._tasks.discard(task)
@@ -150,30 +176,39 @@ class Dispatcher:
 
     # --- to sinks --------------------------------------------------------------------------------------------------
 
-    def _send(self, routed: _Routed, deadline_s: float | None) -> list[Future[SinkOutcome]]:
+    def _send(
+        self,
+        ops: WriteOps,
+        in_sinks: Mapping[str, Sequence[int]],
+        each: Sequence[Outcome | None],
+        writes: Sequence[tuple[WriteId, int] | None],
+        deadline_s: float | None,
+    ) -> list[dict[str, Future[SinkOutcome]]]:
         """Send each sink the operations that the log hasn't refused and the sink isn't known to have.
 
-        Return all their outcomes.
+        Return the outcomes of each operation, by sink.
         """
-        for sink, share in routed.shares.items():
+        told: list[dict[str, Future[SinkOutcome]]] = [{} for _ in each]
+        for sink, counts in in_sinks.items():
             new: dict[int, Delivery] = {}
-            for place, number in enumerate(share.numbers):
-                if isinstance(routed.each[number], MillstreamError):
+            for number, count in enumerate(counts):
+                if not count or isinstance(each[number], MillstreamError):
                     continue
-                delivery = self._deliveries.begin(sink, routed.writes[number])
-                routed.told[number][sink] = delivery.outcome
+                delivery = self._deliveries.begin(sink, writes[number])
+                told[number][sink] = delivery.outcome
                 if delivery.is_new:
-                    new[place] = delivery
+                    new[number] = delivery
             if not new:
                 continue
-            part = share.ops.select(list(new))
+            own = tuple(table for table in ops.tables if table.sink == sink)
+            part = replace(ops, tables=own).select(list(new))
             try:
                 self._threads.submit(self._deliver, sink, part, list(new.values()), deadline_s)
             except RuntimeError:  # closed: operations in flight took too long
                 self._end(
                     list(new.values()), [WriterClosed("the stream was closed; the sink was given nothing")] * len(new)
                 )
-        return [outcome for told in routed.told for outcome in told.values()]
+        return told
 
     def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[Delivery], deadline_s: float | None) -> None:
         outcomes: Sequence[SinkOutcome | BaseException]
@@ -190,13 +225,13 @@ class Dispatcher:
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, routed: _Routed) -> None:
+    def _settle(self, each: list[Outcome | None], told: Sequence[Mapping[str, Future[SinkOutcome]]]) -> None:
         """Set the outcome of each operation, once all its sinks have answered."""
         ignored: dict[str, MillstreamError] = {}
-        for number, told in enumerate(routed.told):
+        for number, of_sinks in enumerate(told):
             failed: dict[str, MillstreamError] = {}
             succeeded: dict[str, Any] = {}
-            for sink, future in told.items():
+            for sink, future in of_sinks.items():
                 said = future.result()
                 if not isinstance(said, MillstreamError):
                     succeeded[sink] = dict(said)
@@ -206,78 +241,21 @@ class Dispatcher:
                 else:
                     failed[sink] = said
             if failed:
-                routed.each[number] = _failure(routed.each[number], succeeded, failed)
+                each[number] = _failure(each[number], succeeded, failed)
         for sink, error in ignored.items():
             logger.warning("a sink failed, and may", sink=sink, code=error.code, error=error.message)
 
-    def _ack(self, routed: _Routed) -> Ack:
+    def _ack(self, ack: Ack | None, each: Sequence[Outcome | None]) -> Ack:
         nothing = Ack({}, SeqRange(Seq(self.shown_upto() + 1), 0))
-        each = tuple(nothing if outcome is None else outcome for outcome in routed.each)
-        if len(each) == 1 and isinstance(each[0], MillstreamError):
-            raise each[0]
-        return replace(routed.ack or nothing, each=each, placed=None)
+        outcomes = tuple(nothing if outcome is None else outcome for outcome in each)
+        if len(outcomes) == 1 and isinstance(outcomes[0], MillstreamError):
+            raise outcomes[0]
+        return replace(ack or nothing, each=outcomes, placed=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The part of operations that goes to one sink."""
-
-    numbers: Sequence[int]
-    """Numbers of these operations, in order."""
-    ops: WriteOps
-    """Only these operations."""
-
-
-class _Routed:
-    """Operations of which some rows go to sinks."""
-
-    def __init__(self, ops: WriteOps, shares: Mapping[str, _Share], rows_in_log: Sequence[int]) -> None:
-        self.ops = ops
-        self.writes = writes_in(ops.operations) if ops.is_keyed else [None] * ops.operations.num_rows
-        self.shares = shares
-        self._rows_in_log = rows_in_log
-        elsewhere = {number for share in shares.values() for number in share.numbers}
-        self._beside = [number for number in sorted(elsewhere) if not rows_in_log[number]]
-        """Operations that have no row in the log, and some in a sink."""
-        self._logged = [number for number in range(len(rows_in_log)) if rows_in_log[number] or number not in elsewhere]
-        tables = tuple(table for table in ops.tables if table.sink is None)
-        self.local = replace(ops, tables=tables).select(self._logged) if self._logged else None
-        """The part that the log gets first."""
-        self.ack: Ack | None = None
-        """The log's answer to that part."""
-        self.each: list[Outcome | None] = [None] * len(rows_in_log)
-        """Outcome of each operation; None: it is in the log with no row."""
-        self.told: list[dict[str, Future[SinkOutcome]]] = [{} for _ in rows_in_log]
-        """For each operation the outcomes by sink."""
-
-    def logged(self, ack: Ack) -> None:
-        """Note that the log has its part, except what it refuses."""
-        assert self.local is not None
-        self.ack = ack
-        parts = ack.each or (ack.placed or self.local).split_ack(ack)
-        for number, part in zip(self._logged, parts, strict=True):
-            self.each[number] = part
-
-    def note(self) -> WriteOps | None:
-        """Return operations to note in the log: they have an identity, and sinks have taken all their rows.
-
-        Otherwise the log would wait for their numbers. It gets them last, because operations that it knows count as
-        taken.
-        """
-        taken = [number for number in self._beside if self.each[number] is None and self.writes[number] is not None]
-        return replace(self.ops, tables=()).select(taken) if taken else None
-
-
-def _routed(ops: Submitted) -> _Routed | None:
-    """Return the operations split by destination; None if all go to the log."""
-    if not isinstance(ops, WriteOps):
-        return None
-    shares = {}
-    for sink in dict.fromkeys(table.sink for table in ops.tables if table.sink is not None):
-        numbers = [number for number, count in enumerate(ops.rows_by_operation(sink=sink)) if count]
-        own = tuple(table for table in ops.tables if table.sink == sink)
-        shares[sink] = _Share(numbers, replace(ops, tables=own).select(numbers))
-    return _Routed(ops, shares, ops.rows_by_operation()) if shares else None
+def _sinks_of(ops: WriteOps) -> list[str]:
+    """Return the names of the sinks that rows go to."""
+    return list(dict.fromkeys(table.sink for table in ops.tables if table.sink is not None))
 
 
 def _failure(
