@@ -19,6 +19,7 @@ from millstream.errors import (
     WriteBufferError,
     WriterClosed,
 )
+from millstream.ingest.appender import Appender
 from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
@@ -27,16 +28,16 @@ from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations
 from millstream.testing.write_buffer import NORTH, SOUTH, next_op
 from millstream.wal.writing.writer import LogWriter
-from millstream.writers.buffered import AppenderToBuffer
+from millstream.writers.buffered import BufferDestination
 
-Append = Callable[[AppenderToBuffer, AppendBatch], list[Appended | MillstreamError]]
+Append = Callable[[Appender, AppendBatch], list[Appended | MillstreamError]]
 
 
-def by_thread(appender: AppenderToBuffer, batch: AppendBatch) -> list[Appended | MillstreamError]:
+def by_thread(appender: Appender, batch: AppendBatch) -> list[Appended | MillstreamError]:
     return appender.append_batch(batch, deadline_s=10)
 
 
-def by_task(appender: AppenderToBuffer, batch: AppendBatch) -> list[Appended | MillstreamError]:
+def by_task(appender: Appender, batch: AppendBatch) -> list[Appended | MillstreamError]:
     return asyncio.run(appender.append_batch_async(batch, deadline_s=10))
 
 
@@ -46,7 +47,7 @@ def server() -> MemoryServer:
 
 
 @pytest.fixture
-def appender(tmp_path: Path, server: MemoryServer) -> Iterator[AppenderToBuffer]:
+def appender(tmp_path: Path, server: MemoryServer) -> Iterator[Appender]:
     with Catalog(tmp_path / "catalog.db") as catalog:
         stream = catalog.resolve_stream("shop")
         writer, _ = catalog.register_writer(stream)
@@ -71,7 +72,8 @@ def appender(tmp_path: Path, server: MemoryServer) -> Iterator[AppenderToBuffer]
             home_shard=lambda _: ShardId(0),
         )
         buffer = MemoryBuffer(server, "orders", create_shards=2)
-        yield AppenderToBuffer(catalog, stream, log, writer=writer, rules=rules, buffer=buffer, buffer_name="orders")
+        to = BufferDestination(buffer, "orders")
+        yield Appender(catalog, stream, to, writer=writer, rules=rules, buffer="orders")
         assert log.durable_offset(FIRST_SHARD) == 0
         log.close()
 
@@ -83,7 +85,7 @@ def batch(ids: list[int], counts: list[int]) -> AppendBatch:
 
 @pytest.mark.parametrize("append", [by_thread, by_task])
 def test_each_request_is_an_item_on_each_of_its_shards(
-    appender: AppenderToBuffer, server: MemoryServer, append: Append
+    appender: Appender, server: MemoryServer, append: Append
 ) -> None:
     outcomes = append(appender, batch([0, 2, 1, 3, 4, 5], [2, 1, 3]))
     assert all(isinstance(outcome, Appended) for outcome in outcomes)
@@ -105,7 +107,7 @@ def test_each_request_is_an_item_on_each_of_its_shards(
 
 @pytest.mark.parametrize("append", [by_thread, by_task])
 def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_called_refused(
-    appender: AppenderToBuffer, server: MemoryServer, append: Append
+    appender: Appender, server: MemoryServer, append: Append
 ) -> None:
     server.fail_next(Failure(Overloaded("full")))
     first, second = append(appender, batch([0, 2], [1, 1]))
@@ -120,7 +122,7 @@ def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_call
     assert half.details["shards"] == {"0": "overloaded"}
 
 
-def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: AppenderToBuffer) -> None:
+def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: Appender) -> None:
     """The log lacks the session and reported number 1: buffer readers then skipped writes after a restart."""
     assert isinstance(append_of("s", 1, appender), Appended)
     with pytest.raises(WriteBufferError, check=coded("sessions_not_known")) as caught:
@@ -128,22 +130,22 @@ def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: A
     assert "next_number" in caught.value.hint
 
 
-def append_of(session: str, number: int, appender: AppenderToBuffer) -> Appended | MillstreamError:
+def append_of(session: str, number: int, appender: Appender) -> Appended | MillstreamError:
     rows = pa.table({"id": pa.array([number], pa.int64())})
     (outcome,) = by_thread(appender, AppendBatch("clicks", rows, [1], [WriteId(session, number)]))
     return outcome
 
 
 @pytest.mark.parametrize("append", [by_thread, by_task])
-def test_a_buffer_that_was_closed_is_told_as_a_log_that_was(appender: AppenderToBuffer, append: Append) -> None:
+def test_a_buffer_that_was_closed_is_told_as_a_log_that_was(appender: Appender, append: Append) -> None:
     """Each request got its own error, so callers kept the old appender and never looked for its successor."""
     assert isinstance(append(appender, batch([0], [1]))[0], Appended)
-    appender._buffer.close()
+    appender._log._buffer.close()  # type: ignore[attr-defined]
     with pytest.raises(WriterClosed):
         append(appender, batch([2, 4], [1, 1]))
 
 
-def test_rows_that_are_none_never_reach_the_buffer(appender: AppenderToBuffer, server: MemoryServer) -> None:
+def test_rows_that_are_none_never_reach_the_buffer(appender: Appender, server: MemoryServer) -> None:
     rows = pa.table({"ID": pa.array([1], pa.int64())})
     appender.append_batch(batch([0], [1]), deadline_s=10)
     with pytest.raises(InvalidValue):

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from asyncio import wrap_future
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pyarrow as pa
 
 from millstream import measures
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
-from millstream.ingest.requests import PreparedBatch, check_batch, one_request, operations_of, rows_of, said
+from millstream.ingest.requests import check_batch, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import TableRules, fitted, grown
 from millstream.ingest.uninterruptible import made_elsewhere, uninterruptible
 from millstream.ingest.valid_rows import valid_part, without_clashes
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps, append_rows
+from millstream.model.operations import Ack, Appended, RejectedRow, Repeated, TableRows, WriteOps, append_rows
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.replication import AckLevel
 from millstream.model.schema import TableSchema
+from millstream.model.steps import run, run_async
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 if TYPE_CHECKING:
@@ -33,6 +37,13 @@ _SMALL_BYTES: Final = 64 << 10
 """Size in bytes up to which rows are prepared on the caller's event loop: handing them to another thread takes longer.
 """
 _SMALL_ROWS: Final = 10_000
+_Prepared: TypeAlias = tuple[
+    WriteOps | None, Sequence[int], dict[int, MillstreamError], dict[int, tuple[RejectedRow, ...]]
+]
+"""A batch's operations, if any is left, each one's request, the errors of refused requests, and the rows that
+were left out, both by the request's place."""
+_Step: TypeAlias = Callable[[], _Prepared] | WriteOps
+"""A preparation, which may take long, or operations to append."""
 
 
 class Appender:
@@ -44,6 +55,7 @@ class Appender:
         log: its writer, or this process's one of several; possibly with sinks.
         writer: that writer's number.
         rules: the configured rules of tables, and of the placement of their rows.
+        buffer: the name of the write buffer that `log` is, if it is one.
 
     Concurrency: any number of threads and event loops.
     """
@@ -56,12 +68,14 @@ class Appender:
         *,
         writer: WriterId,
         rules: TableRules,
+        buffer: str | None = None,
     ) -> None:
         self._catalog = catalog
         self._stream = stream
         self._log = log
         self._writer = writer
         self._rules = rules
+        self._buffer = buffer
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest schema of each table that this process has seen."""
 
@@ -109,30 +123,54 @@ class Appender:
             Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch: as `append`, for the
                 whole batch.
         """
-        prepared = self.prepare(batch)
-        if prepared.ops is None:
-            return prepared.outcomes(None)
-        return self._outcomes(prepared, self._log.append(prepared.ops, deadline_s=deadline_s, acks=prepared.acks))
+
+        def do(step: _Step) -> _Prepared | Ack:
+            return (
+                self._log.append(step, deadline_s=deadline_s, acks=batch.acks) if isinstance(step, WriteOps) else step()
+            )
+
+        return run(self._steps(batch), do)
 
     async def append_batch_async(
-        self, batch: AppendBatch, *, deadline_s: float | None
+        self, batch: AppendBatch, *, deadline_s: float | None, large: asyncio.Semaphore | None = None
     ) -> list[Appended | MillstreamError]:
-        """Append as `append_batch`, for a task: waits for the catalog run on other threads."""
-        if batch.rows.nbytes <= _SMALL_BYTES and self.is_small(batch):
-            prepared = self.prepare(batch)
-        else:
-            prepared = await wrap_future(made_elsewhere(lambda: self.prepare(batch)))
-        return await self.append_prepared(prepared, deadline_s=deadline_s)
+        """Append as `append_batch`, for a task: waits for the catalog run on other threads.
 
-    async def append_prepared(
-        self, prepared: PreparedBatch, *, deadline_s: float | None
-    ) -> list[Appended | MillstreamError]:
-        """Append the result of `prepare`, as `append_batch` does, for a task."""
-        if prepared.ops is None:
-            return prepared.outcomes(None)
-        return self._outcomes(
-            prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s, acks=prepared.acks)
-        )
+        Args:
+            batch: as `append_batch`.
+            deadline_s: as `append_batch`.
+            large: bounds how many batches are prepared on other threads at a time.
+        """
+
+        async def do(step: _Step) -> _Prepared | Ack:
+            if isinstance(step, WriteOps):
+                return await self._log.append_async(step, deadline_s=deadline_s, acks=batch.acks)
+            if batch.rows.nbytes <= _SMALL_BYTES and self._is_small(batch):
+                return step()
+            async with large or contextlib.nullcontext():
+                return await wrap_future(made_elsewhere(step))
+
+        return await run_async(self._steps(batch), do)
+
+    def _steps(self, batch: AppendBatch) -> Generator[_Step, Any, list[Appended | MillstreamError]]:
+        """Append a batch; the caller does the steps: the preparation, then the append to the log."""
+        began_s = time.perf_counter()
+        ops, places, errors, rejected = yield partial(self._prepared, batch)
+        outcomes: dict[int, Appended | MillstreamError] = errors
+        if ops is not None:
+            ack = yield ops
+            measures.APPEND_SECONDS.observe(time.perf_counter() - began_s, str(self._stream))
+            shown = self._log.shown_upto()
+            for place, part in zip(places, ack.each or (ack.placed or ops).split_ack(ack), strict=True):
+                if isinstance(part, MillstreamError):
+                    outcomes[place] = part
+                    continue
+                given, again = (part.given, True) if isinstance(part, Repeated) else (part, False)
+                token = self._token(given.seqs.last, shown)
+                outcomes[place] = Appended(
+                    token, given.seqs, given.offsets, again, rejected.get(place, ()), self._buffer
+                )
+        return [outcomes[place] for place in range(len(batch.counts))]
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
         """Return the durable log's facts of a session, once they are acknowledged at the stream's level.
@@ -143,8 +181,8 @@ class Appender:
         """
         return self._log.session(name, deadline_s=deadline_s)
 
-    def is_small(self, batch: AppendBatch) -> bool:
-        """Return whether `prepare` takes only a moment: few rows, and no catalog access."""
+    def _is_small(self, batch: AppendBatch) -> bool:
+        """Return whether `_prepared` takes only a moment: few rows, and no catalog access."""
         name = parse_qualified_name(batch.table)
         known = self._schemas.get(name)
         if known is None or batch.rows.num_rows > _SMALL_ROWS:
@@ -154,18 +192,16 @@ class Appender:
         except (InvalidValue, UnknownTable, IngestError, RoutingError):
             return False
 
-    def prepare(self, batch: AppendBatch) -> PreparedBatch:
+    def _prepared(self, batch: AppendBatch) -> _Prepared:
         """Return a batch's operations; new tables and columns are durable in the catalog then.
 
         Raises as `append_batch`.
         """
-        began_s = time.perf_counter()
         check_batch(batch)
         name = parse_qualified_name(batch.table)
         errors: dict[int, MillstreamError] = {}
         rejected: dict[int, tuple[RejectedRow, ...]] = {}
-        requests = len(batch.counts)
-        places: Sequence[int] = range(requests)
+        places: Sequence[int] = range(len(batch.counts))
         try:
             known, arrays = self._fit(name, batch.rows)
         except (InvalidValue, UnknownTable, IngestError, RoutingError) as error:
@@ -175,7 +211,7 @@ class Appender:
             if left is not None:
                 left, places = self._fitting_part(name, left, places, error, errors)
             if left is None:
-                return PreparedBatch(None, requests, (), errors)
+                return None, (), errors, {}
             batch = left
             # Each fits alone; a batch that is too large as a whole is its maker's responsibility.
             known, arrays = self._fit(name, batch.rows)
@@ -186,7 +222,7 @@ class Appender:
             errors |= {places[number]: error for number, error in refused.items()}
             kept = [number for number in range(len(batch.counts)) if number not in refused]
             if not kept:
-                return PreparedBatch(None, requests, (), errors)
+                return None, (), errors, {}
             batch, places = _part_of(batch, kept), [places[number] for number in kept]
             known, arrays = self._fit(name, batch.rows)
         ids, counts = batch.write_ids, batch.counts
@@ -195,7 +231,7 @@ class Appender:
             names = [column.name for column in known.columns]
             digests = digests_of(known.full_name, names, arrays, counts, [one is not None for one in ids])
         ops = WriteOps(operations_of(ids, digests), placed, is_keyed=digests is not None)
-        return PreparedBatch(ops, requests, tuple(places), errors, rejected, batch.acks, began_s)
+        return ops, places, errors, rejected
 
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
@@ -303,12 +339,9 @@ class Appender:
             self._schemas[name] = known
         return known, fitted(known, rows)
 
-    def _outcomes(self, prepared: PreparedBatch, ack: Ack) -> list[Appended | MillstreamError]:
-        measures.APPEND_SECONDS.observe(time.perf_counter() - prepared.began_s, str(self._stream))
-        shown = self._log.shown_upto()
-        return prepared.outcomes(ack, lambda numbers: self._token(numbers.last, shown))
-
     def _token(self, last: Seq, shown: Seq) -> StreamToken:
+        if self._buffer is not None:
+            return StreamToken.scalar(self._stream, Seq(0))  # the rows have no numbers yet
         if shown >= last:
             return StreamToken.scalar(self._stream, last)
         # Other writers are behind: a vector token can be read at once, and its minimum by a linear

@@ -198,15 +198,9 @@ class AppendServer:
             raise WriterClosed("the writer's process ends; nothing of it was appended")
         appender = await self._appender(stream)
         try:
-            try:
-                if len(body) <= _SMALL_BYTES and appender.is_small(batch):
-                    prepared = appender.prepare(batch)
-                else:
-                    async with self._large:
-                        prepared = await wrap_future(made_elsewhere(lambda: appender.prepare(batch)))
-            except MemoryError as error:
-                raise oversized(len(body)) from error
-            return await appender.append_prepared(prepared, deadline_s=deadline_s)
+            return await appender.append_batch_async(batch, deadline_s=deadline_s, large=self._large)
+        except MemoryError as error:
+            raise oversized(len(body)) from error
         except MillstreamError as error:
             if error.retry is Retry.REOPEN or isinstance(error, StaleEpoch):
                 # That log's writer has ended: the next request gets another one.

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
+from millstream.errors import InvalidValue, RowsTooLarge
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import (
-    Ack,
-    Appended,
-    RejectedRow,
-    Repeated,
-    WriteOps,
     append_operations,
 )
-from millstream.model.positions import SeqRange, StreamToken
 from millstream.model.records import INSTANT
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
@@ -31,49 +24,6 @@ REQUESTS_MAX: Final = 10_000
 WRITE_ID_BYTES_MAX: Final = 255
 """Size in bytes of a session's name, or of an idempotency key."""
 _NUMBER_MAX: Final = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch's requests as the log takes them, without refused ones."""
-
-    ops: WriteOps | None
-    """The operations; None if none is left."""
-    requests: int
-    """Number of requests, including refused ones."""
-    places: tuple[int, ...]
-    """Each operation's request, by its place in the batch."""
-    errors: Mapping[int, MillstreamError]
-    """Errors of refused requests, by place."""
-    rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
-    """Rows that were left out of requests, by the request's place."""
-    acks: AckLevel | None = None
-    """The acknowledgement level that the batch asks for."""
-    began_s: float = field(default_factory=time.perf_counter, compare=False)
-    """When its preparation began, by `time.perf_counter`."""
-
-    def outcomes(
-        self, ack: Ack | None, token_of: Callable[[SeqRange], StreamToken] | None = None
-    ) -> list[Appended | MillstreamError]:
-        """Return the outcome of each request, in their order.
-
-        Args:
-            ack: the acknowledgement of `ops`.
-            token_of: returns a token whose readers see these numbers.
-        """
-        outcomes: dict[int, Appended | MillstreamError] = dict(self.errors)
-        if ack is not None:
-            assert self.ops is not None
-            assert token_of is not None
-            parts = ack.each or (ack.placed or self.ops).split_ack(ack)
-            for place, part in zip(self.places, parts, strict=True):
-                if isinstance(part, MillstreamError):
-                    outcomes[place] = part
-                    continue
-                given, again = (part.given, True) if isinstance(part, Repeated) else (part, False)
-                rejected = self.rejected.get(place, ())
-                outcomes[place] = Appended(token_of(given.seqs), given.seqs, given.offsets, again, rejected)
-        return [outcomes[place] for place in range(self.requests)]
 
 
 def one_request(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,23 +18,21 @@ from millstream.errors import (
     WriteBufferError,
     WriterClosed,
 )
-from millstream.ingest.appender import Appender
 from millstream.model.buffers import BufferMeta
-from millstream.model.operations import Appended, WriteOps
-from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+from millstream.model.operations import Ack, Submitted, WriteOps
+from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.replication import LOCAL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from millstream.catalog import Catalog
     from millstream.config.model import BufferConfig
     from millstream.home.home import Home
-    from millstream.ingest.requests import PreparedBatch
-    from millstream.ingest.schemas import TableRules
-    from millstream.model.ids import ShardId, StreamId, WriterId
-    from millstream.model.writes import AppendBatch, SessionFacts
-    from millstream.ports import ApplicationLog, BufferWriting, WriteBuffer
+    from millstream.ingest.schemas import WriteRules
+    from millstream.model.ids import ShardId
+    from millstream.model.replication import AckLevel
+    from millstream.model.writes import SessionFacts
+    from millstream.ports import BufferWriting, WriteBuffer
 
     _Sent = list[tuple[ShardId, Future[BufferMeta]]]
     """An operation's parts, with their answers."""
@@ -115,39 +112,22 @@ def _factory(kind: str) -> Any:
     )
 
 
-class AppenderToBuffer(Appender):
-    """An appender whose operations go into a write buffer instead of the log; its answers have the same form.
+class BufferDestination:
+    """A write buffer as the destination of applications' appends (`ports.ApplicationLog`), instead of the log.
 
-    An answer's offsets are the buffer's: for each shard, the operation's offset and the one after it.
+    An ack's offsets are the buffer's: for each shard, the operation's offset and the one after it.
     Sequence numbers are assigned when a reader takes the operation into a log.
 
     Args:
-        catalog: as in `Appender`.
-        stream: as in `Appender`.
-        log: as in `Appender`; nothing of the stream's is written to it.
-        writer: as in `Appender`.
-        rules: as in `Appender`.
         buffer: takes the operations.
-        buffer_name: what it is called.
+        name: what it is called.
 
     Concurrency: any number of threads and event loops.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        stream: StreamId,
-        log: ApplicationLog,
-        *,
-        writer: WriterId,
-        rules: TableRules,
-        buffer: BufferWriting,
-        buffer_name: str,
-    ) -> None:
-        super().__init__(catalog, stream, log, writer=writer, rules=rules)
+    def __init__(self, buffer: BufferWriting, name: str) -> None:
         self._buffer = buffer
-        self._buffer_name = buffer_name
-        self._start: Final = StreamToken.scalar(stream, Seq(0))
+        self._name = name
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:  # noqa: ARG002 (as the appender's)
         """Always raise `sessions_not_known`.
@@ -155,74 +135,62 @@ class AppenderToBuffer(Appender):
         A session that was told "nothing yet" would restart with numbers it has already used.
         """
         raise WriteBufferError(
-            f"what session {name} wrote lies in write buffer {self._buffer_name}, and how far it is isn't known here",
+            f"what session {name} wrote lies in write buffer {self._name}, and how far it is isn't known here",
             code="sessions_not_known",
             session=name,
-            buffer=self._buffer_name,
+            buffer=self._name,
         )
 
-    def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
-        """Append as `Appender.append_batch`; the offsets are the buffer's.
+    def shown_upto(self) -> Seq:
+        """Return 0: the rows have no numbers yet."""
+        return Seq(0)
+
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
+        """Append as `ports.ApplicationLog`; `Ack.each` has the outcome of each operation.
 
         Raises the buffer's errors: `BufferUnavailable`, `BufferOutcomeUnknown` ….
         """
         give_up_s = _give_up_s(deadline_s)
-        prepared = self.prepare(batch)
-        self._check_level(prepared)
-        return self._answers(prepared, self._send_all(prepared, deadline_s), give_up_s)
+        return self._ack(self._send_all(ops, deadline_s, acks), give_up_s)
 
-    async def append_prepared(
-        self, prepared: PreparedBatch, *, deadline_s: float | None
-    ) -> list[Appended | MillstreamError]:
-        """Append as `append_batch`, with the result of `prepare`; `append_batch_async` ends here too.
-
-        One thread hands the operations over, and no thread waits for the answers.
-        """
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
+        """Append as `append`: one thread hands the operations over, and no thread waits for the answers."""
         give_up_s = _give_up_s(deadline_s)
-        self._check_level(prepared)
-        sent = await asyncio.to_thread(self._send_all, prepared, deadline_s)
-        waiting = [asyncio.wrap_future(future) for parts in sent for _, future in parts if not future.done()]
+        sent = await asyncio.to_thread(self._send_all, ops, deadline_s, acks)
+        waiting = [asyncio.wrap_future(future) for _, parts in sent for _, future in parts if not future.done()]
         if waiting:
             answers = asyncio.gather(*waiting, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(answers), _left_s(give_up_s))
-        return self._answers(prepared, sent, give_up_s)
+        return self._ack(sent, give_up_s)
 
-    def _check_level(self, prepared: PreparedBatch) -> None:
-        """Raise `ack_level_unavailable` if the batch asks for more than that the buffer has the rows."""
-        if prepared.acks is not None and prepared.acks != LOCAL:
+    def _send_all(self, ops: Submitted, deadline_s: float | None, acks: AckLevel | None) -> list[tuple[int, _Sent]]:
+        """Hand each operation to the buffer; return its row count and its parts.
+
+        `ack_level_unavailable` if more is asked for than that the buffer has the rows.
+        """
+        assert isinstance(ops, WriteOps), "applications' operations are in memory"
+        if acks is not None and acks != LOCAL:
             raise ReplicationError(
-                f"the rows go to write buffer {self._buffer_name}, which has other guarantees than {prepared.acks}; nothing was appended",
+                f"the rows go to write buffer {self._name}, which has other guarantees than {acks}; nothing was appended",
                 code="ack_level_unavailable",
-                level=str(prepared.acks),
-                buffer=self._buffer_name,
+                level=str(acks),
+                buffer=self._name,
             )
+        return [(op.row_count, self._send(op, deadline_s)) for op in ops.split()]
 
-    def _send_all(self, prepared: PreparedBatch, deadline_s: float | None) -> list[_Sent]:
-        """Hand each operation of a batch to the buffer."""
-        if prepared.ops is None:
-            return []
-        return [self._send(op, deadline_s) for op in prepared.ops.split()]
-
-    def _answers(
-        self, prepared: PreparedBatch, sent: Sequence[_Sent], give_up_s: float | None
-    ) -> list[Appended | MillstreamError]:
-        """Return the result of each request; waits for missing answers.
+    def _ack(self, sent: Sequence[tuple[int, _Sent]], give_up_s: float | None) -> Ack:
+        """Return the outcome of each operation; waits for missing answers.
 
         `WriterClosed` if the buffer was closed before all of them.
         """
-        outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
-        counts = [] if prepared.ops is None else prepared.ops.rows_by_operation()
-        for place, count, parts in zip(prepared.places, counts, sent, strict=True):
-            found = self._answer(count, parts, give_up_s)
-            if isinstance(found, Appended):
-                found = replace(found, rejected=prepared.rejected.get(place, ()))
-            outcomes[place] = found
-        sent_ones = [outcomes[place] for place in prepared.places]
-        if sent_ones and all(isinstance(outcome, WriterClosed) for outcome in sent_ones):
-            # Raise the log's error, so that the holder of this appender requests another one.
-            raise WriterClosed(f"write buffer {self._buffer_name} was closed; nothing was stored")
-        return [outcomes[place] for place in range(prepared.requests)]
+        each = tuple(self._answer(count, parts, give_up_s) for count, parts in sent)
+        if all(isinstance(outcome, WriterClosed) for outcome in each):
+            # Raise the log's error, so that the holder of this destination requests another one.
+            raise WriterClosed(f"write buffer {self._name} was closed; nothing was stored")
+        return Ack({}, SeqRange(Seq(0), 0), each=each)
 
     def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
         """Hand an operation's parts to the buffer. A part that it refuses is a failed future."""
@@ -236,7 +204,7 @@ class AppenderToBuffer(Appender):
             parts.append((shard, future))
         return parts
 
-    def _answer(self, count: int, parts: _Sent, give_up_s: float | None) -> Appended | MillstreamError:
+    def _answer(self, count: int, parts: _Sent, give_up_s: float | None) -> Ack | MillstreamError:
         stored: dict[ShardId, tuple[Offset, Offset]] = {}
         failed: dict[ShardId, MillstreamError] = {}
         for shard, future in parts:
@@ -245,20 +213,20 @@ class AppenderToBuffer(Appender):
                 stored[shard] = Offset(meta.offset), Offset(meta.offset + 1)
             except TimeoutError:
                 failed[shard] = BufferOutcomeUnknown(
-                    f"write buffer {self._buffer_name} didn't say in time whether it has the rows",
-                    buffer=self._buffer_name,
+                    f"write buffer {self._name} didn't say in time whether it has the rows",
+                    buffer=self._name,
                     shard=int(shard),
                 )
             except MillstreamError as error:
                 failed[shard] = error
         if not failed:
-            return Appended(self._start, SeqRange(Seq(0), count), stored, buffer=self._buffer_name)
+            return Ack(stored, SeqRange(Seq(0), count))
         first = next(iter(failed.values()))
         if not stored:
             return first
         return BufferOutcomeUnknown(
-            f"write buffer {self._buffer_name} has the rows of shards {sorted(stored)}, and not all of {sorted(failed)}: {first.message}",
-            buffer=self._buffer_name,
+            f"write buffer {self._name} has the rows of shards {sorted(stored)}, and not all of {sorted(failed)}: {first.message}",
+            buffer=self._name,
             shards={str(shard): error.code for shard, error in failed.items()},
         )
 
@@ -271,29 +239,15 @@ def _left_s(give_up_s: float | None) -> float | None:
     return None if give_up_s is None else max(0.0, give_up_s - time.monotonic())
 
 
-class AppenderOfReader(Appender):
-    """The appender of a stream that reads from a write buffer: it refuses appends, and names the buffer."""
+def refuses_appends(stream: str, buffer: str) -> Callable[[str, str], WriteRules]:
+    """Return the rules of tables of a stream that reads from a write buffer: they refuse appends, and name the buffer."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        stream: StreamId,
-        log: ApplicationLog,
-        *,
-        writer: WriterId,
-        rules: TableRules,
-        buffer_name: str,
-        stream_name: str,
-    ) -> None:
-        super().__init__(catalog, stream, log, writer=writer, rules=rules)
-        self._buffer_name = buffer_name
-        self._stream_name = stream_name
-
-    def prepare(self, batch: AppendBatch) -> PreparedBatch:
-        """Always raise `stream_reads_buffer`."""
+    def rules_of(namespace: str, table: str) -> WriteRules:
         raise WriteBufferError(
-            f"stream {self._stream_name} takes its rows from write buffer {self._buffer_name}; {batch.table} can't be appended to it",
+            f"stream {stream} takes its rows from write buffer {buffer}; {namespace}.{table} can't be appended to it",
             code="stream_reads_buffer",
-            stream=self._stream_name,
-            buffer=self._buffer_name,
+            stream=stream,
+            buffer=buffer,
         )
+
+    return rules_of

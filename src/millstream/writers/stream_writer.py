@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from millstream.errors import ClockSkew, LogError, OtherRegion, ShardLocked, StaleEpoch
@@ -25,10 +25,10 @@ from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
 from millstream.wal.replica.shipping import durable_marks
 from millstream.writers.buffered import (
-    AppenderOfReader,
-    AppenderToBuffer,
+    BufferDestination,
     buffer_name,
     open_buffer,
+    refuses_appends,
 )
 from millstream.writers.older_catalog import adopt_log
 from millstream.writers.routing import StreamRouting, shards_to_open
@@ -118,30 +118,16 @@ def stream_writer(
             hear_regions(home, name, config, log)
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         rules, buffer = _table_rules(config, routing, first_shard), config.buffer
+        to: ApplicationLog = log
+        written: str | None = None
         if buffer is None:
             to = _with_sinks(home, name, config, log, stream, open_other, opened)
-            appender = Appender(catalog, stream, to, writer=writer, rules=rules)
         elif buffer.role == "writes":
-            to_buffer = opened.enter_context(open_buffer(home, name, buffer))
-            appender = AppenderToBuffer(
-                catalog,
-                stream,
-                log,
-                writer=writer,
-                rules=rules,
-                buffer=to_buffer,
-                buffer_name=buffer_name(name, buffer),
-            )
+            written = buffer_name(name, buffer)
+            to = BufferDestination(opened.enter_context(open_buffer(home, name, buffer)), written)
         else:
-            appender = AppenderOfReader(
-                catalog,
-                stream,
-                log,
-                writer=writer,
-                rules=rules,
-                buffer_name=buffer_name(name, buffer),
-                stream_name=name,
-            )
+            rules = replace(rules, rules_of=refuses_appends(name, buffer_name(name, buffer)))
+        appender = Appender(catalog, stream, to, writer=writer, rules=rules, buffer=written)
         yield StreamWriter(stream, log, first_shard, appender, own, routing)
 
 
