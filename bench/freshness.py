@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -266,7 +267,7 @@ def disk_factor() -> Iterator[Figure]:
     )
 
 
-@measures("driver_back_s")
+@measures("driver_back_s", "driver_back_whole_s")
 def driver_back() -> Iterator[Figure]:
     """Kill the pipeline's driver with its JVM; measure the time until an answer has a row that was committed then."""
     rows = asked.rows or ROWS_SMALL
@@ -277,8 +278,8 @@ def driver_back() -> Iterator[Figure]:
         connection.execute(f"INSERT INTO accounts SELECT {VALUES}, 0, -1 FROM generate_series(1, {rows}) AS n")
         home = make_home(server, path / "home", [_TABLE])
         home.run("run", "--until-caught-up")
-        took_s = []
-        with home.running("run") as run, millstream.open(str(home.path)) as opened:
+        whole_s = []
+        with home.running("run", "--log-format", "json") as run, millstream.open(str(home.path)) as opened:
 
             def shows(number: int) -> bool:
                 found = opened.query("SELECT n FROM public.accounts WHERE id = 1", stream="bench")
@@ -291,14 +292,40 @@ def driver_back() -> Iterator[Figure]:
                 connection.execute("UPDATE accounts SET n = %s WHERE id = 1", [number])
                 wait_for("the driver to be back", partial(shows, number), process=run)
                 if number:
-                    took_s.append(time.perf_counter() - began_at)
-    yield reported(
-        "driver_back_s",
-        took_s,
-        unit="s",
-        goal="<= 30",
-        rows=rows,
-        size_bytes=rows * _ROW_BYTES,
-        note=f"SIGKILL of the pipeline's process under `millstream run`; from there until a query shows a row that was committed right after;"
-        f" table of {rows:,} rows; at most {max(took_s):.1f} s",
+                    whole_s.append(time.perf_counter() - began_at)
+        starts_s = _driver_starts_s(path / "run.log")
+    said = (
+        "SIGKILL of the pipeline's process under `millstream run`; from there until a query shows a row that was committed right after;"
+        f" table of {rows:,} rows"
     )
+    for name, took_s, goal, note in (
+        (
+            "driver_back_s",
+            [took - start for took, start in zip(whole_s, starts_s, strict=True)],
+            "reported",
+            (
+                "less the time from when the supervisor noticed until Spark was ready again: its delay, which doubles from kill to kill, and the start"
+                f" of process and Spark, {statistics.median(starts_s):.1f} s together at the median"
+            ),
+        ),
+        ("driver_back_whole_s", whole_s, "<= 30", "all of it"),
+    ):
+        yield reported(
+            name, took_s, unit="s", goal=goal, rows=rows, size_bytes=rows * _ROW_BYTES, note=f"{said}; {note}"
+        )
+
+
+def _driver_starts_s(log: Path) -> list[float]:
+    """Return the seconds from each death of the driver until its successor's Spark was ready."""
+    starts, died_at = [], None
+    for line in log.read_text().splitlines():
+        event = json.loads(line) if line.startswith("{") else {}
+        if event.get("part") != "pipeline":
+            continue
+        at = datetime.fromisoformat(event["timestamp"])
+        if event["event"] == "died":
+            died_at = at
+        elif event["event"] == "spark" and event["state"] == "ready" and died_at is not None:
+            starts.append((at - died_at).total_seconds())
+            died_at = None
+    return starts
