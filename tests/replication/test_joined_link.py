@@ -15,9 +15,9 @@ from tests.wal.truth import FOLDER
 from millstream.errors import LinkLost, ReplicaGap, ShipmentUnreadable
 from millstream.model.ids import Epoch
 from millstream.model.replication import Document, NodeName, Shipment
-from millstream.replication.in_process import InProcessTransport
 from millstream.replication.joined_link import JoinedLink, joined
 from millstream.testing.files import MemoryFiles
+from millstream.testing.in_process import InProcessTransport
 from millstream.testing.transport import hello_of
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.shipping import ShipSource

@@ -19,9 +19,9 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.ports import LeaderLink, Transport
 from millstream.replication.flight import FlightTransport, LeaderAddress
-from millstream.replication.in_process import InProcessTransport
 from millstream.replication.object_layout import behind
 from millstream.replication.object_store import ObjectStoreTransport
+from millstream.testing.in_process import InProcessTransport
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.log import ReplicaLog

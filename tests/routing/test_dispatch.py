@@ -14,7 +14,6 @@ import pytest
 from tests.app.homes import wait_for
 from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
-from millstream.buffers.memory import MemoryBuffer, MemoryServer
 from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, Retry, RowsTooLarge, WriterClosed
 from millstream.ingest.requests import operations_of
 from millstream.model.buffers import ReadPause
@@ -30,6 +29,7 @@ from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import HashRing, Matcher, ShardConfig, SpecificTarget, Target
 from millstream.routing.sinks import BufferSink
+from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
 
 KEYED = schema_of({"id": pa.int64(), "n": pa.int64()}, key=("id",))
 

@@ -16,7 +16,6 @@ import pytest
 from tests.app.homes import wait_for
 
 from millstream.app.tables import retry_table
-from millstream.buffers.memory import MemoryBuffer, MemoryServer
 from millstream.catalog import Catalog
 from millstream.codec.buffered_op import encode_op
 from millstream.codec.checksums import crc32c
@@ -37,6 +36,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.routing.router import Router
 from millstream.routing.rules import Matcher, RoutingRules, ShardConfig, SpecificTarget, Target
 from millstream.testing.errors import code_of, coded
+from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter

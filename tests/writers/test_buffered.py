@@ -9,7 +9,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.catalog import Catalog
 from millstream.errors import (
     BufferOutcomeUnknown,
@@ -26,6 +25,7 @@ from millstream.model.operations import FIRST_SHARD, Appended, TableRows
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations
+from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.testing.write_buffer import NORTH, SOUTH, next_op
 from millstream.wal.writing.writer import LogWriter
 from millstream.writers.buffered import BufferDestination
@@ -109,14 +109,14 @@ def test_each_request_is_an_item_on_each_of_its_shards(
 def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_called_refused(
     appender: Appender, server: MemoryServer, append: Append
 ) -> None:
-    server.fail_next(Failure(Overloaded("full")))
+    server.fail_next(BufferFailure(Overloaded("full")))
     first, second = append(appender, batch([0, 2], [1, 1]))
     assert isinstance(first, Overloaded)
     assert isinstance(second, Appended)
     server.fail_next(lost_answer("orders", NORTH))
     (lost,) = append(appender, batch([4], [1]))
     assert isinstance(lost, BufferOutcomeUnknown)
-    server.fail_next(Failure(Overloaded("full")))  # of the northern part; the southern one is stored
+    server.fail_next(BufferFailure(Overloaded("full")))  # of the northern part; the southern one is stored
     (half,) = append(appender, batch([6, 7], [2]))
     assert isinstance(half, BufferOutcomeUnknown)
     assert half.details["shards"] == {"0": "overloaded"}

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from millstream.testing.catalog_races import CatalogRaces
     from millstream.testing.clock import ManualClock
     from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
+    from millstream.testing.in_process import InProcessTransport, LinkFaults
     from millstream.testing.kafka import EmbeddedKafka
+    from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
     from millstream.testing.redis import EmbeddedRedis
     from millstream.testing.s3 import EmbeddedS3
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from millstream.testing.write_buffer import BufferStage, WriteBufferConformance
 
 _HOMES = {
+    "BufferFailure": "memory_buffer",
     "BufferStage": "write_buffer",
     "CatalogConformance": "catalog",
     "CatalogRaces": "catalog_races",
@@ -31,9 +34,13 @@ _HOMES = {
     "EmbeddedRedis": "redis",
     "EmbeddedS3": "s3",
     "FaultPlan": "files",
+    "InProcessTransport": "in_process",
     "LinkConformance": "transport",
+    "LinkFaults": "in_process",
     "ManualClock": "clock",
+    "MemoryBuffer": "memory_buffer",
     "MemoryFiles": "files",
+    "MemoryServer": "memory_buffer",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
     "ShopWorkload": "shop",
@@ -47,6 +54,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BufferFailure",
     "BufferStage",
     "CatalogConformance",
     "CatalogRaces",
@@ -56,9 +64,13 @@ __all__ = [
     "EmbeddedRedis",
     "EmbeddedS3",
     "FaultPlan",
+    "InProcessTransport",
     "LinkConformance",
+    "LinkFaults",
     "ManualClock",
+    "MemoryBuffer",
     "MemoryFiles",
+    "MemoryServer",
     "PostgresStartError",
     "PostgresUnavailable",
     "ShopWorkload",

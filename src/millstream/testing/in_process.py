@@ -34,7 +34,7 @@ _NEVER_NS: Final = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
+class LinkFaults:
     """Probabilities of faults, each from 0 to 1."""
 
     drop: float = 0.0
@@ -51,7 +51,7 @@ class Faults:
     partition_s: float = 1.0
 
 
-NO_FAULTS: Final = Faults()
+NO_FAULTS: Final = LinkFaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class InProcessTransport:
         self,
         *,
         clock: Clock | None = None,
-        faults: Faults = NO_FAULTS,
+        faults: LinkFaults = NO_FAULTS,
         seed: int = 0,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
@@ -108,7 +108,7 @@ class InProcessTransport:
         return _FollowerEnd(down, up)
 
     def _chance(self, way: str) -> random.Random:
-        return random.Random(f"{self._seed}/{self._counted}/{way}")  # noqa: S311 # faults, not secrets
+        return random.Random(f"{self._seed}/{self._counted}/{way}")  # faults, not secrets
 
     def cut(self, node: NodeName, seconds: float | None = None) -> None:
         """Cut a node off for that long, or until `mend`: messages to and from it are lost, and it can't connect."""
@@ -131,7 +131,7 @@ class InProcessTransport:
 class _Wire:
     """Shared state of a transport's links: clock, faults, nodes cut off, and one lock."""
 
-    def __init__(self, clock: Clock, faults: Faults, window_bytes: int) -> None:
+    def __init__(self, clock: Clock, faults: LinkFaults, window_bytes: int) -> None:
         self.clock: Final = clock
         self.faults: Final = faults
         self.window_bytes: Final = window_bytes
@@ -186,7 +186,7 @@ class _Pipe:
     def put(self, data: bytes, *, waits: bool = True) -> None:
         """Send a message: wait for room, except with a last message.
 
-        Raises `LinkLost` if the pipe has ended. Faults are silent.
+        Raises `LinkLost` if the pipe has ended. LinkFaults are silent.
         """
         with self._wire.changed:
             if waits:

@@ -10,8 +10,8 @@ import pytest
 from millstream.errors import LinkLost, ShipmentUnreadable
 from millstream.model.replication import Shipment
 from millstream.ports import FollowerLink, LeaderLink
-from millstream.replication.in_process import Faults, InProcessTransport
 from millstream.testing.clock import ManualClock
+from millstream.testing.in_process import InProcessTransport, LinkFaults
 from millstream.testing.transport import NODE, LinkConformance, acknowledgement, hello_of, shipments_of
 
 
@@ -49,7 +49,7 @@ def pair(transport: InProcessTransport) -> tuple[FollowerLink, LeaderLink]:
     return leader, follower
 
 
-def history(faults: Faults, seed: int, count: int = 200) -> list[object]:
+def history(faults: LinkFaults, seed: int, count: int = 200) -> list[object]:
     """Return what a follower receives of so many shipments, one by one; after damage, on a new link."""
     clock = ManualClock(sleeping_advances=True)
     transport = InProcessTransport(clock=clock, faults=faults, seed=seed)
@@ -78,49 +78,49 @@ WHOLE = list(range(1, 201))
 
 
 def test_without_faults_all_arrives_once():
-    assert history(Faults(), 1) == WHOLE
+    assert history(LinkFaults(), 1) == WHOLE
 
 
 def test_what_is_dropped_is_gone_and_later_things_arrive():
-    found = numbers(history(Faults(drop=0.2), 1))
+    found = numbers(history(LinkFaults(drop=0.2), 1))
     assert found == sorted(set(found))
     assert 100 < len(found) < 190
     assert set(found) < set(WHOLE)
 
 
 def test_what_is_doubled_comes_twice_in_order():
-    found = numbers(history(Faults(duplicate=0.2), 1))
+    found = numbers(history(LinkFaults(duplicate=0.2), 1))
     assert found == sorted(found)
     assert set(found) == set(WHOLE)
     assert 210 < len(found) < 300
 
 
 def test_what_is_late_holds_up_those_behind_it():
-    found = numbers(history(Faults(delay=0.3, delay_s=0.5), 1))
+    found = numbers(history(LinkFaults(delay=0.3, delay_s=0.5), 1))
     assert found == WHOLE
 
 
 def test_what_overtakes_comes_before_its_time():
-    found = numbers(history(Faults(delay=0.5, delay_s=0.5, reorder=0.3), 1))
+    found = numbers(history(LinkFaults(delay=0.5, delay_s=0.5, reorder=0.3), 1))
     assert found != WHOLE
     assert sorted(found) == WHOLE
 
 
 def test_damage_is_told_of_as_that():
-    found = history(Faults(corrupt=0.1), 1)
+    found = history(LinkFaults(corrupt=0.1), 1)
     assert 5 < found.count("shipment_unreadable") < 60
     assert len(numbers(found)) + found.count("shipment_unreadable") == 200
 
 
 def test_a_partition_loses_what_is_said_meanwhile_and_ends_by_itself():
-    found = numbers(history(Faults(partition=0.02, partition_s=0.05), 1))
+    found = numbers(history(LinkFaults(partition=0.02, partition_s=0.05), 1))
     gaps = [after - before for before, after in itertools.pairwise(found) if after - before > 1]
     assert gaps
     assert max(gaps) >= 4
 
 
 def test_a_seed_gives_the_same_faults_again():
-    faults = Faults(0.1, 0.1, 0.1, 0.05, 0.2, 0.05, 0.02, 0.05)
+    faults = LinkFaults(0.1, 0.1, 0.1, 0.05, 0.2, 0.05, 0.02, 0.05)
     found = [history(faults, seed) for seed in (1, 1, 2)]
     assert found[0] == found[1]
     assert found[0] != found[2]

@@ -49,7 +49,7 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class BufferFailure:
     """Failure of an append, in place of storing and answering."""
 
     error: MillstreamError
@@ -64,7 +64,7 @@ class MemoryServer:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._streams: dict[str, _Stream] = {}
-        self._failures: deque[Failure] = deque()
+        self._failures: deque[BufferFailure] = deque()
         self._away = False
 
     def create(self, name: str, shards: int) -> None:
@@ -79,7 +79,7 @@ class MemoryServer:
             del self._streams[name]
             self._changed.notify_all()
 
-    def fail_next(self, *failures: Failure) -> None:
+    def fail_next(self, *failures: BufferFailure) -> None:
         """Make the next appends, by any caller, fail in this way, one after the other."""
         with self._changed:
             self._failures.extend(failures)
@@ -271,6 +271,6 @@ class MemoryReader(PlacedReader):
         return self._server.extent(self._buffer, self._shard)
 
 
-def lost_answer(buffer: str, shard: ShardId) -> Failure:
+def lost_answer(buffer: str, shard: ShardId) -> BufferFailure:
     """Return a failure in which the operation is stored, and its caller gets no answer."""
-    return Failure(no_answer(buffer, shard, "at all"), stored=True)
+    return BufferFailure(no_answer(buffer, shard, "at all"), stored=True)

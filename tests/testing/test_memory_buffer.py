@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.errors import BufferOutcomeUnknown, BufferTruncated, BufferUnavailable, Overloaded, RowsTooLarge
 from millstream.model.buffers import BufferOffset, ReadPause
 from millstream.model.ids import ShardId
+from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
 
 NAME = "orders"
@@ -40,7 +40,7 @@ class TestMemory(WriteBufferConformance):
 def test_failures_come_as_asked_and_say_what_they_are() -> None:
     server = MemoryServer()
     buffer = MemoryBuffer(server, NAME, create_shards=1)
-    server.fail_next(Failure(Overloaded("full")), lost_answer(NAME, NORTH))
+    server.fail_next(BufferFailure(Overloaded("full")), lost_answer(NAME, NORTH))
     with pytest.raises(Overloaded):
         buffer.append(NORTH, application_op(texts=["refused"]))
     with pytest.raises(BufferOutcomeUnknown):
