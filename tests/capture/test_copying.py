@@ -413,7 +413,6 @@ def test_a_catalog_that_fails_under_a_copy_ends_capture_and_sets_no_table_aside(
 
     with monkeypatch.context() as patch:
         patch.setattr(stage.catalog, "put_chunks", refuse)
-        patch.setattr("threading.excepthook", lambda _: None)  # the error ends the thread, and the test sees it below
         with pytest.raises(CatalogError, match="can't be written"):
             stage.catch_up()
     assert stage.state("public.docs") is TableState.COPYING

@@ -38,6 +38,7 @@ from millstream.model.addresses import is_brokers
 from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message, Producer
@@ -257,8 +258,7 @@ class _Sender:
             "logger": SILENT,
         }
         self._producer: Producer = Producer(settings)
-        self._thread = threading.Thread(target=self._take_answers, name=f"kafka-{options.topic}", daemon=True)
-        self._thread.start()
+        self._worker = Worker(f"kafka-{options.topic}", self._take_answers).start()
 
     @property
     def has_failed(self) -> bool:
@@ -303,7 +303,7 @@ class _Sender:
         self._producer.purge(in_queue=True, in_flight=True, blocking=False)
         self._producer.flush(1.0)
         self._ended.set()
-        self._thread.join()
+        self._worker.join()
 
     def _take_answers(self) -> None:
         while not self._ended.is_set():

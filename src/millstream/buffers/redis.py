@@ -38,6 +38,7 @@ from millstream.errors import (
 from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
+from millstream.workers import Worker
 
 _BATCH_BYTES_MAX: Final = 4 << 20
 """Bytes of a batch, unless one operation is larger."""
@@ -138,8 +139,7 @@ class RedisBuffer:
         self._on_their_way = 0
         self._numbers = dict.fromkeys(self._shards, 0)
         self._closed = False
-        self._thread = threading.Thread(target=self._send, name=f"redis-{options.name}", daemon=True)
-        self._thread.start()
+        self._worker = Worker(f"redis-{options.name}", self._send).start()
 
     def shards(self) -> tuple[ShardId, ...]:
         """See `ports.BufferWriting.shards`."""
@@ -209,7 +209,7 @@ class RedisBuffer:
                 return
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        self._worker.join()
         with contextlib.suppress(MillstreamError), translated(self._options.name):
             for shard in self._shards:
                 self._client.hdel(self._keys.senders(shard), self._sender)

@@ -339,8 +339,7 @@ class _Capture:
         try:
             while not self._stop.is_set():
                 applier.step(0.2)
-                if session.watcher.error is not None:
-                    raise session.watcher.error
+                session.watcher.check()
                 now = time.monotonic()
                 renew_at = session.tables.renew_at
                 if renew_at is not None and applier.passed >= renew_at and applier.idle:

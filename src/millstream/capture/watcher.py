@@ -41,6 +41,7 @@ from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError, PublicationMissing, SourceError
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.positions import Lsn
+from millstream.workers import Worker
 
 _HEARTBEAT: Final = f"SELECT pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')"
 _STATES_EVERY_S: Final = 1.0
@@ -188,7 +189,7 @@ class Watcher:
         directory: its states are refreshed every second.
         passed: returns how far the stream is.
         on_look: called with the tables' rows after every look and every refresh of the states.
-        broken: called if the thread ends by a bug of Millstream; `error` has the exception then.
+        broken: called if a bug of Millstream ends the thread; `check` raises it then.
     """
 
     def __init__(
@@ -208,9 +209,6 @@ class Watcher:
         self._directory = directory
         self._passed = passed
         self._on_look = on_look
-        self._broken = broken
-        self.error: BaseException | None = None
-        """The bug that ended the thread. A session that continued would miss new tables and wait for copies forever."""
         self._stop = threading.Event()
         self._beat = threading.Event()
         self._last_end = Lsn(0)
@@ -223,28 +221,25 @@ class Watcher:
         """WAL that the slot keeps at the source, at the last look."""
         self.spilled_bytes: int | None = None
         """Bytes that decoding for the slot has spilled to the source's disk since its statistics began."""
-        self._thread = threading.Thread(target=self._main, name="millstream-watcher", daemon=True)
+        self._worker = Worker("millstream-watcher", self._look_on, on_failure=lambda _: broken())
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """Stop the thread and wait for its end."""
         self._stop.set()
         self._beat.set()
-        self._thread.join()
+        self._worker.join()
+
+    def check(self) -> None:
+        """Raise the bug that ended the thread: a session without it would miss new tables and wait for copies forever."""
+        self._worker.check()
 
     def beat_soon(self) -> None:
         """Send a heartbeat within a second, even if the source isn't idle."""
         self._beat.set()
-
-    def _main(self) -> None:
-        try:
-            self._look_on()
-        except BaseException as error:  # noqa: BLE001 - raised again by the session, which ends with it
-            self.error = error
-            self._broken()
 
     def _look_on(self) -> None:
         while not self._stop.is_set():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from concurrent.futures import Future, wait
-from threading import Event, Thread
+from concurrent.futures import wait
+from threading import Event
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Final
 
 from millstream.cli.context import note
+from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,22 +52,21 @@ def _print(lake: LakeSession, sql: str, style: Style) -> int:
 
 def _cancellable(lake: LakeSession, work: Callable[[], int]) -> int:
     """Run the work on a thread: while the main thread is inside DuckDB, Python can't run the handler of Ctrl-C."""
-    outcome: Future[int] = Future()
 
-    def run() -> None:
+    def run() -> int:
         try:
-            outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            return work()
+        except BaseException as error:
             # Its frames hold DuckDB's half-read result, and DuckDB complains on stderr about objects that
             # outlive the interpreter.
             clear_frames(error.__traceback__)
-            outcome.set_exception(error)
+            raise
 
     cancelled = Event()
     # A handler that raises would do so anywhere, also while the first Ctrl-C is being handled.
     before = signal.signal(signal.SIGINT, lambda _number, _frame: cancelled.set())
     try:
-        Thread(target=run, name="millstream-query", daemon=True).start()
+        outcome = call_in_thread("millstream-query", run)
         # Not by joining the thread: Python 3.11 takes it for ended after a signal.
         while not wait([outcome], _LOOK_S).done:
             if cancelled.is_set():

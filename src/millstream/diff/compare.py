@@ -9,7 +9,6 @@ whatever the table. Two ranges that differ have equal sums once in 2**60.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from millstream.model.names import TablePatterns, parse_qualified_name, qualifie
 from millstream.model.positions import Lsn, Seq, format_lsn
 from millstream.model.records import log_names
 from millstream.wal.reader import StreamReader
+from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, TableRow
@@ -430,24 +430,12 @@ def _gathered(rows: Iterator[tuple[int, int, RowText]]) -> Iterator[tuple[int, l
 
 def _both(lake: Callable[[], Sums], source: Callable[[], Sums]) -> tuple[Sums, Sums]:
     """Run both sides at once: each works in a process or a library of its own. The source's error goes first."""
-    found: list[Sums] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(source())
-        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="diff-source")
-    thread.start()
+    theirs = call_in_thread("diff-source", source)
     try:
         ours = lake()
     finally:
-        thread.join()
-        if failed:
-            raise failed[0]
-    return ours, found[0]
+        found = theirs.result()
+    return ours, found
 
 
 def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.DataType], done: TableDiff) -> None:

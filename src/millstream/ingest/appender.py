@@ -18,7 +18,7 @@ from millstream.errors import IngestError, InvalidValue, MillstreamError, Routin
 from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import check_batch, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import TableRules, fitted, grown
-from millstream.ingest.uninterruptible import made_elsewhere, uninterruptible
+from millstream.ingest.uninterruptible import uninterruptible
 from millstream.ingest.valid_rows import valid_part, without_clashes
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
@@ -28,6 +28,7 @@ from millstream.model.replication import AckLevel
 from millstream.model.schema import TableSchema
 from millstream.model.steps import run, run_async
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId
+from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -148,7 +149,7 @@ class Appender:
             if batch.rows.nbytes <= _SMALL_BYTES and self._is_small(batch):
                 return step()
             async with large or contextlib.nullcontext():
-                return await wrap_future(made_elsewhere(step))
+                return await wrap_future(call_in_thread("append-prepares", step))
 
         return await run_async(self._steps(batch), do)
 

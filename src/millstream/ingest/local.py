@@ -45,7 +45,7 @@ from millstream.ingest.frames import (
     session_told,
 )
 from millstream.ingest.requests import one_request
-from millstream.ingest.uninterruptible import made_elsewhere
+from millstream.workers import Worker, call_in_thread
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,8 +99,7 @@ class AppendServer:
         self._server = self._loop.run_until_complete(
             asyncio.start_unix_server(self._connected, sock=listening, limit=1 << 20)
         )
-        self._thread = threading.Thread(target=self._loop.run_forever, name="append-server", daemon=True)
-        self._thread.start()
+        self._worker = Worker("append-server", self._loop.run_forever).start()
 
     def close(self) -> None:
         """Take no more requests, answer those that were read, and remove the socket."""
@@ -109,7 +108,7 @@ class AppendServer:
             self._path.unlink()
         asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._worker.join()
         self._loop.close()
 
     async def _take_no_more(self) -> None:
@@ -178,7 +177,7 @@ class AppendServer:
                 appender = await self._appender(wanted[0])
                 # It may wait for others to hold the log.
                 facts = await wrap_future(
-                    made_elsewhere(lambda: appender.session(wanted[1], deadline_s=SESSION_PATIENCE_S))
+                    call_in_thread("append-session", lambda: appender.session(wanted[1], deadline_s=SESSION_PATIENCE_S))
                 )
                 return frame_of({"session": facts.as_dict()})
             return answered(await self._append(head, body))
@@ -189,7 +188,9 @@ class AppendServer:
         found = self._known.get(stream)
         if found is None:
             # It may have to open a log first.
-            found = self._known[stream] = await wrap_future(made_elsewhere(lambda: self._appender_of(stream)))
+            found = self._known[stream] = await wrap_future(
+                call_in_thread("append-opens", lambda: self._appender_of(stream))
+            )
         return found
 
     async def _append(self, head: bytes, body: bytes) -> list[Appended | MillstreamError]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from millstream.workers import call_in_thread
+
 _Made = TypeVar("_Made")
 
 
@@ -21,7 +23,7 @@ def uninterruptible(call: Callable[[], _Made]) -> _Made:
     made: Future[_Made] = Future()
     interrupted: KeyboardInterrupt | None = None
     try:
-        _begin(call, made)
+        call_in_thread("uninterruptible", call, made)
     except KeyboardInterrupt as error:
         if made.cancel():
             raise  # it hasn't begun, and won't
@@ -34,27 +36,3 @@ def uninterruptible(call: Callable[[], _Made]) -> _Made:
     if interrupted is not None:
         raise interrupted
     return made.result()
-
-
-def made_elsewhere(call: Callable[[], _Made]) -> Future[_Made]:
-    """Return a future of a call on a thread of its own.
-
-    Executors refuse work once the main thread has ended, though others go on.
-    """
-    made: Future[_Made] = Future()
-    _begin(call, made)
-    return made
-
-
-def _begin(call: Callable[[], _Made], made: Future[_Made]) -> None:
-    def make() -> None:
-        if not made.set_running_or_notify_cancel():
-            return
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it, whatever it is
-            made.set_exception(error)
-        else:
-            made.set_result(result)
-
-    threading.Thread(target=make, name="uninterruptible", daemon=True).start()

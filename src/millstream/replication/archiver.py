@@ -27,6 +27,7 @@ from millstream.wal.mark import stream_cut
 from millstream.wal.replica.divergence import ends_behind
 from millstream.wal.replica.shipping import ShipSource
 from millstream.wal.writing.session_file import covered_in
+from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.ship")
 
@@ -83,16 +84,16 @@ class WalArchiver:
         self._stored_at: ReplicaPosition = {}
         self.error: MillstreamError | None = None
         """Reason why nothing is stored just now."""
-        self._thread = threading.Thread(target=self._run, name=f"archive-{name}", daemon=True)
+        self._worker = Worker(f"archive-{name}", self._run)
 
     def start(self) -> None:
         """Start, once there is a log."""
-        self._thread.start()
+        self._worker.start()
 
     def stop(self, within_s: float) -> None:
         """Stop once everything durable now is stored, or after `within_s` seconds."""
         self._ending.set()
-        self._thread.join(within_s)
+        self._worker.join(within_s)
         if self._store is not None:
             self._store.close()
 

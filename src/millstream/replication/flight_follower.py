@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pyarrow as pa
@@ -35,6 +36,7 @@ from millstream.replication.flight_wire import (
     error_of_flight,
 )
 from millstream.replication.queues import Inbox
+from millstream.workers import Worker
 
 _SHIPMENT_BYTES_MAX: Final = 2 << 30
 
@@ -69,7 +71,7 @@ class ConnectedLink:
 
         `ended` is called at the very end. Raises as `Transport.connect`.
         """
-        threading.Thread(target=self._run, args=(ended,), name="replication-link", daemon=True).start()
+        Worker("replication-link", partial(self._run, ended)).start()
         if not self._welcome.wait(timeout_s):
             self._break(LinkLost(f"{self._address.place} didn't answer within {timeout_s:g} s"), forget=True)
         if self._closing.is_set():
@@ -133,8 +135,7 @@ class ConnectedLink:
         sending = Sending(writer)
         with self._lock:
             self._sending, self._reader = sending, reader
-        beats = threading.Thread(target=self._beat, args=(sending,), name="replication-beats", daemon=True)
-        beats.start()
+        beats = Worker("replication-beats", partial(self._beat, sending)).start()
         try:
             self._hear(reader)
         except FLIGHT_FAILURES as error:

@@ -29,6 +29,7 @@ from millstream.replication.flight_wire import (
     error_of_flight,
 )
 from millstream.replication.queues import Inbox, Window
+from millstream.workers import Worker
 
 _INBOX_BYTES: Final = 4 << 20
 """Bytes of a follower's messages that haven't been read yet."""
@@ -104,8 +105,7 @@ class ServedLink:
 
     def keep(self, reader: Any) -> None:
         """Read the follower's messages until the link has ended. Nothing uses the exchange once this returns."""
-        beats = threading.Thread(target=self._beat, name=f"replication-beats-{self._hello.node}", daemon=True)
-        beats.start()
+        beats = Worker(f"replication-beats-{self._hello.node}", self._beat).start()
         try:
             self._hear(reader)
             self._break(LinkLost(f"{self._hello.node} has closed the link"))

@@ -11,6 +11,7 @@ import time
 from typing import Final, Protocol
 
 from millstream.errors import LinkLost
+from millstream.workers import Worker
 
 _LOOKS_S: Final = 0.25
 
@@ -39,7 +40,7 @@ class Watch:
             self._links.add(link)
             if not self._runs:
                 self._runs = True
-                threading.Thread(target=self._run, name="replication-watch", daemon=True).start()
+                Worker("replication-watch", self._run).start()
 
     def remove(self, link: Watched) -> None:
         """Remove a link that has ended."""

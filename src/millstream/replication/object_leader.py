@@ -53,6 +53,7 @@ from millstream.replication.object_layout import (
 )
 from millstream.replication.objects import Listed, Objects
 from millstream.replication.queues import Inbox, Window
+from millstream.workers import Worker
 
 _OBJECT_BYTES: Final = 8 << 20
 """Bytes up to which waiting shipments go into one object: a store takes tens of milliseconds for any object."""
@@ -238,12 +239,10 @@ class StoredLink:
         self._inbox: Inbox[Acknowledgement] = Inbox(4 << 20)
         self._ended = threading.Event()
         self._sealing: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._threads = (
-            threading.Thread(target=self._write_all, name="object-store-writes", daemon=True),
-            threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True),
+        self._workers = (
+            Worker("object-store-writes", self._write_all).start(),
+            Worker("object-store-seals", self._seal_all).start(),
         )
-        for thread in self._threads:
-            thread.start()
         self._sealing.put(True)
 
     @property
@@ -260,9 +259,7 @@ class StoredLink:
         if not self._ended.is_set():
             return False
         deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return all(worker.join(max(0.0, deadline_s - time.monotonic())) for worker in self._workers)
 
     def send(self, shipment: Shipment) -> None:
         """See the port. A reader of the store reads all of it: the leader's shown positions aren't stored."""

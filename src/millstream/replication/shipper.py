@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Protocol
 
 import structlog
@@ -55,6 +56,7 @@ from millstream.protocol.replication.shipping import (
 )
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica.shipping import LogMarks, ShipSource, durable_marks
+from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.ship")
 
@@ -136,7 +138,7 @@ class WalShipper:
         self._ending = threading.Event()
         self._leader: Leader | None = None
         self._newest_documents: tuple[Document, ...] = ()
-        self._threads: list[threading.Thread] = []
+        self._workers: list[Worker] = []
         self._world = _World(
             folder, self._files, self._clock, self._events.put, self._fact_now, self._newer_documents, self._counts
         )
@@ -149,17 +151,15 @@ class WalShipper:
     def start(self) -> None:
         """Start, once there is a log."""
         for name, run in (("ship", self._run), ("ship-watch", self._watch), ("ship-accept", self._accept)):
-            thread = threading.Thread(target=run, name=f"{name}-{self._name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._workers.append(Worker(f"{name}-{self._name}", run).start())
 
     def stop(self, within_s: float) -> tuple[NodeName, ...]:
         """Ship what is durable now, for at most `within_s`; then end. Returns the followers that lack some of it."""
         self._events.put(Stopping(time.monotonic() + within_s))
         self.ended.wait(within_s + _ENDS_WITHIN_S)
         self._end()
-        for thread in self._threads:
-            thread.join(_ENDS_WITHIN_S)
+        for worker in self._workers:
+            worker.join(_ENDS_WITHIN_S)
         return self.lacking
 
     def hear(self, event: Stored | Heard) -> None:
@@ -356,14 +356,14 @@ class _Link:
     def start(self) -> None:
         """Start both threads."""
         for name, run in (("hear", self._hear), ("send", self._send)):
-            threading.Thread(target=run, name=f"ship-{name}-{self._link.hello.node}", daemon=True).start()
+            Worker(f"ship-{name}-{self._link.hello.node}", run).start()
 
     def drop(self, why: MillstreamError | None) -> None:
         """Break the link, with the reason."""
         self._dropped.set()
         self.jobs.put(None)
         # It may wait for a follower that hangs.
-        threading.Thread(target=self._part, args=(why,), name="ship-part", daemon=True).start()
+        Worker("ship-part", partial(self._part, why)).start()
 
     def _part(self, why: MillstreamError | None) -> None:
         if why is not None:

@@ -20,7 +20,6 @@ from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.home.config_mapping import place_compiled_code
 from millstream.ingest.lines import warm
-from millstream.ingest.uninterruptible import made_elsewhere
 from millstream.measures import HTTP_REQUEST_SECONDS
 from millstream.model.access import Right
 from millstream.serving.access import Access, allow
@@ -35,6 +34,7 @@ from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem
 from millstream.serving.writes import ROWS_PATH, Writes, is_rows_path
+from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -69,7 +69,7 @@ class Application:
         self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compile or load it during the first requests: the first time on a machine it takes seconds.
-        parser = made_elsewhere(warm)
+        parser = call_in_thread("warm-parser", warm)
         self._of_paths = {
             b"/write": LineWrites(self._writes, "v1", parser),
             b"/api/v2/write": LineWrites(self._writes, "v2", parser),

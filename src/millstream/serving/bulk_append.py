@@ -20,6 +20,7 @@ from millstream.ingest.arrow_rows import check_batch
 from millstream.ingest.bulk import PIECE_BYTES, Cutter, Piece, PutRequest
 from millstream.ingest.columns import table_of
 from millstream.model.writes import AppendBatch
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.model.operations import Appended
@@ -95,8 +96,7 @@ class BulkAppend:
             WriterClosed: the server ends.
         """
         cutter = Cutter(self._asked)
-        worker = threading.Thread(target=self._append_all, name="flight-append", daemon=True)
-        worker.start()
+        worker = Worker("flight-append", self._append_all).start()
         refused: tuple[Piece, MillstreamError] | None = None
         try:
             for place, (rows, metadata) in enumerate(batches):

@@ -12,6 +12,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -44,6 +45,7 @@ from millstream.serving.bulk_append import BulkAppend, Room
 from millstream.serving.bulk_read import records
 from millstream.serving.certificates import Certificates
 from millstream.serving.flight_connections import Readers, Sender, Senders, cut_connections
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -210,15 +212,13 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
             ) from error
         self.address: Final = f"{host}:{self.port}"
         for callers in (self._readers, self._senders):
-            threading.Thread(target=callers.watch, args=(self.port, self._closing), daemon=True).start()
+            Worker("flight-callers", partial(callers.watch, self.port, self._closing)).start()
 
     def end(self) -> None:
         """Take no more, let running calls end, and cut off those whose callers don't."""
         self._closing.set()
-        ending = threading.Thread(target=self.shutdown, name="flight-ends", daemon=True)
-        ending.start()
-        ending.join(_ENDS_WITHIN_S)
-        if ending.is_alive():
+        ending = Worker("flight-ends", self.shutdown).start()
+        if not ending.join(_ENDS_WITHIN_S):
             logger.warning(
                 "Flight calls that wait for their callers are cut off", connections=cut_connections(self.port)
             )
@@ -388,7 +388,7 @@ class FlightService:
 
     def renew(self) -> None:
         """End the server, whose callers are told to retry, and listen again. Runs on a thread of its own."""
-        threading.Thread(target=self._renew, name="flight-renews", daemon=True).start()
+        Worker("flight-renews", self._renew).start()
 
     def end(self) -> None:
         """Stop listening."""

@@ -13,9 +13,9 @@ import queue
 import resource
 import signal
 import sys
-import threading
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -26,6 +26,7 @@ from millstream.errors import MillstreamError, QueryBound
 from millstream.lake.query.bounds import QueryBounds
 from millstream.serving.query_frames import Frame, QueryRequest, WorkerStart, write_frame
 from millstream.serving.row_streams import as_stream, in_pieces
+from millstream.workers import Worker
 
 _IDLE_S: Final = 300.0
 """How long a worker waits for a request before it ends: it holds some 200 MB."""
@@ -59,7 +60,7 @@ def main() -> None:
         limit = begun_bytes + room
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     requests: queue.SimpleQueue[QueryRequest] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests,), name="requests", daemon=True).start()
+    Worker("requests", partial(_listen, requests)).start()
     frame = Frame.READY
     while frame is Frame.READY:
         try:

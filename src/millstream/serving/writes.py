@@ -19,7 +19,6 @@ from millstream.config.quantities import duration_s
 from millstream.errors import MediaTypeUnknown, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines, valid_columns_of
-from millstream.ingest.uninterruptible import made_elsewhere
 from millstream.ingest.valid_rows import ValidTable
 from millstream.model.access import Right
 from millstream.model.names import parse_qualified_name
@@ -40,6 +39,7 @@ from millstream.serving.requests import (
     text_of_path,
     write_id_said,
 )
+from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -188,7 +188,7 @@ class Writes:
         if size_bytes < _LARGE_BYTES:
             return make()
         async with self._large:
-            return await wrap_future(made_elsewhere(make))
+            return await wrap_future(call_in_thread("http-prepares", make))
 
 
 def media_type(headers: dict[bytes, bytes]) -> str:

@@ -51,6 +51,7 @@ from millstream.spark.ledger import Ledger, TableEntry, held_scope, request_retr
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
+from millstream.workers import Worker
 
 _ROUND_S: Final = 1.0
 """Maximum time that the thread waits for news; tables also become due with time."""
@@ -87,12 +88,11 @@ class Folder:
         self._tended_s = time.monotonic()
         self._news = threading.Event()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="millstream-fold", daemon=True)
-        self.failure: BaseException | None = None
+        self._worker = Worker("millstream-fold", self._loop, on_failure=lambda _: folded())
 
     def start(self) -> None:
         """Start folding, next to the query."""
-        self._thread.start()
+        self._worker.start()
 
     def wake(self) -> None:
         """Look for due folds again, after a cut was committed. Any thread."""
@@ -102,8 +102,12 @@ class Folder:
         """End the thread after its current round."""
         self._stopped.set()
         self._news.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._worker.join()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the thread, if it failed."""
+        return self._worker.failure
 
     def abandon(self) -> None:
         """Let the thread end on its own, without waiting for it: the engine may be gone."""
@@ -144,27 +148,23 @@ class Folder:
 
     def _loop(self) -> None:
         backoff = Backoff(0.4, 10.0, jitter=0)
-        try:
-            while not self._stopped.is_set():
-                self._news.wait(_ROUND_S)
-                self._news.clear()
-                if self._stopped.is_set():
-                    return
-                self._make_way()
-                tasks = self._tasks(self._is_due)
-                try:
-                    if tasks:
-                        self._round(tasks)
-                    self._tend()
-                    backoff.reset()
-                except (Py4JError, PySparkException):
-                    # The job failed as a whole: a worker was killed, or the JVM is gone (which the driver detects).
-                    if backoff.attempts + 1 >= _FAILED_JOBS_MAX:
-                        raise
-                    backoff.wait(self._stopped)
-        except BaseException as error:  # noqa: BLE001 - the driver raises it in its own thread
-            self.failure = error
-            self._folded()
+        while not self._stopped.is_set():
+            self._news.wait(_ROUND_S)
+            self._news.clear()
+            if self._stopped.is_set():
+                return
+            self._make_way()
+            tasks = self._tasks(self._is_due)
+            try:
+                if tasks:
+                    self._round(tasks)
+                self._tend()
+                backoff.reset()
+            except (Py4JError, PySparkException):
+                # The job failed as a whole: a worker was killed, or the JVM is gone (which the driver detects).
+                if backoff.attempts + 1 >= _FAILED_JOBS_MAX:
+                    raise
+                backoff.wait(self._stopped)
 
     def _is_due(self, entry: TableEntry) -> bool:
         now = time.monotonic()

@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Barrier
@@ -56,15 +57,9 @@ def _work(pipe: Pipe, started: Barrier, rounds: Barrier) -> None:
         started.wait(_PATIENCE_S)
         try:
             # All open it at once: the first race is about creating its tables.
-            with Catalog(place) as catalog:
-                threads = [
-                    threading.Thread(target=run, args=(race, catalog, number * _THREADS + n, answers))
-                    for n in range(_THREADS)
-                ]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+            with Catalog(place) as catalog, ThreadPoolExecutor(_THREADS) as pool:
+                for n in range(_THREADS):
+                    pool.submit(run, race, catalog, number * _THREADS + n, answers)
         except Exception as error:  # noqa: BLE001 - as above
             rounds.abort()
             answers.append(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -191,11 +192,8 @@ class SequenceStoreConformance:
                 given.append(got)
                 position = got.last
 
-        threads = [threading.Thread(target=draw, args=(f"w{n}",)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(draw, [f"w{n}" for n in range(8)]))
         ends = sorted((one.first, one.last) for one in given)
         assert len(ends) == 8 * 29
         assert [first for first, _ in ends] == [1, *(last + 1 for _, last in ends[:-1])]

@@ -23,13 +23,13 @@ from millstream.ingest.columns import Rows
 from millstream.ingest.local import AppendClient, AppendServer
 from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import one_request
-from millstream.ingest.uninterruptible import made_elsewhere, uninterruptible
+from millstream.ingest.uninterruptible import uninterruptible
 from millstream.ingest.valid_rows import columns_for
 from millstream.leadership.roles import Roles
 from millstream.processes.control import ControlServer, have_done
 from millstream.processes.locks import RoleLock, holder, writer_role
 from millstream.processes.logs import leave_logs_to_application
-from millstream.workers import Worker
+from millstream.workers import Worker, call_in_thread
 from millstream.writers.stream_writer import stream_writer
 from millstream.writers.writer_facts import refuse_embedded_catalog
 
@@ -186,12 +186,12 @@ class HomeAppender:
             try:
                 way = self._ready_way()
                 if way is None:
-                    way = await wrap_future(made_elsewhere(self._way))
+                    way = await wrap_future(call_in_thread("append-opens", self._way))
                 if isinstance(way, AppendClient):
                     return await self._client_here().append_batch(stream, batch, deadline_s=deadline_s)
                 appender = way.opened_appender_of(stream)
                 if appender is None:
-                    appender = await wrap_future(made_elsewhere(partial(way.appender_of, stream)))
+                    appender = await wrap_future(call_in_thread("append-opens", partial(way.appender_of, stream)))
                 return await appender.append_batch_async(batch, deadline_s=deadline_s)
             except (WriterClosed, HomeBusy):
                 self._forget(way)

@@ -16,6 +16,7 @@ import structlog
 from millstream.capture.copying.reader import ChunkReader
 from millstream.capture.source import Connection
 from millstream.errors import CodecError, MillstreamError, Retry, SourceError
+from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.capture")
 
@@ -72,14 +73,12 @@ class ChunkWorkers(Generic[S]):
         self._changed = threading.Condition()
         self._stopped = False
         self._connections: set[Connection] = set()
-        self._threads = [
-            threading.Thread(target=self._main, name=f"millstream-{purpose}-{n}", daemon=True) for n in range(count)
-        ]
+        self._workers = [Worker(f"millstream-{purpose}-{n}", self._main, on_failure=self.fail) for n in range(count)]
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in self._threads:
-            thread.start()
+        for worker in self._workers:
+            worker.start()
 
     def stop(self) -> None:
         """End the threads; their queries at the source are cancelled."""
@@ -90,8 +89,13 @@ class ChunkWorkers(Generic[S]):
         for connection in busy:
             with contextlib.suppress(psycopg.Error):
                 connection.cancel_safe(timeout=_CANCEL_S)
-        for thread in self._threads:
-            thread.join()
+        for worker in self._workers:
+            worker.join()
+
+    def fail(self, error: BaseException) -> None:
+        """End the session by an error that isn't a subject's own. Any thread."""
+        self.error = error
+        self._broken()
 
     def queue(self, subject: S, work: Work, *, after_s: float = 0.0, attempt: int = 0) -> None:
         """Queue a task, to run not before some seconds have passed."""
@@ -133,17 +137,12 @@ class ChunkWorkers(Generic[S]):
             connection.close()
 
     def _on_error(self, subject: S, work: Work, attempt: int, error: BaseException) -> None:
-        """End the subject if the source or a value causes the error; any other ends the session, through `error`."""
-        try:
-            if not isinstance(error, SourceError | CodecError) and not (
-                isinstance(error, MillstreamError) and error.retry is Retry.BACKOFF
-            ):
-                raise error
-            self._again_or_failed(subject, work, attempt, error)
-        except BaseException as escaped:
-            self.error = escaped
-            self._broken()
-            raise
+        """End the subject if the source or a value causes the error; raise any other, which ends the session."""
+        if not isinstance(error, SourceError | CodecError) and not (
+            isinstance(error, MillstreamError) and error.retry is Retry.BACKOFF
+        ):
+            raise error
+        self._again_or_failed(subject, work, attempt, error)
 
     def _again_or_failed(self, subject: S, work: Work, attempt: int, error: MillstreamError) -> None:
         passes = error.retry is Retry.BACKOFF or error.details.get("sqlstate") in _TRANSIENT

@@ -28,6 +28,7 @@ from millstream.capture.stream.wire import POSTGRES_EPOCH_US, Wire
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
 from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
+from millstream.workers import Worker
 
 RUN_BYTES_MAX: Final = 8 << 20
 _COMMIT: Final = struct.Struct(">BQQq")
@@ -164,7 +165,7 @@ class Receiver:
         self._streamed: dict[int, _Streamed] = {}
         self._wake_read = self._wake_write = -1
         """A pipe that wakes the thread, open while it runs."""
-        self._thread = threading.Thread(target=self._main, name="millstream-receiver", daemon=True)
+        self._worker = Worker("millstream-receiver", self._main)
 
     # --- for other threads --------------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Receiver:
         """Begin to read."""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._thread.start()
+        self._worker.start()
 
     def stop(self, *, final: Lsn | None = None) -> None:
         """End the thread and the connection; with `final`, report that position to the source first."""
@@ -182,7 +183,7 @@ class Receiver:
             self._stop = True
             self._lock.notify_all()
         self._wake()
-        self._thread.join()
+        self._worker.join()
 
     def take(self, timeout_s: float) -> Item | None:
         """Return the next item in the stream's order; None when none came in time.

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from millstream.errors import MillstreamError, QueryBound, QueryTimeout
+from millstream.workers import Worker
 
 _LOOKS_EVERY_S: Final = 0.1
 _SPILL_WORDS: Final = ("max_temp_directory_size", "failed to offload")
@@ -59,10 +61,9 @@ class Watch:
         self._ended = threading.Event()
         self._changed = threading.Event()
         self._failure: MillstreamError | None = None
-        self._thread: threading.Thread | None = None
+        self._worker: Worker | None = None
         if bounds is not None:
-            self._thread = threading.Thread(target=self._look, args=(bounds,), name="millstream-query", daemon=True)
-            self._thread.start()
+            self._worker = Worker("millstream-query", partial(self._look, bounds)).start()
 
     def check(self) -> None:
         """Raise the error that the session was ended with.
@@ -104,8 +105,8 @@ class Watch:
         """Stop checking; nothing is interrupted from here on."""
         self._ended.set()
         self._changed.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._worker is not None:
+            self._worker.join()
 
     def _look(self, bounds: QueryBounds) -> None:
         end_s = time.monotonic() + bounds.time_s

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -21,6 +20,7 @@ from millstream.lake.delta import OpenTable, lake_errors
 from millstream.lake.query.bounds import QueryBounds, Watch
 from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
 from millstream.model.names import DEFAULT_SCHEMA
+from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import duckdb
@@ -66,17 +66,10 @@ class Engine:
                     f"SQL needs {module}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
                 )
         self.files: Final = HandedFiles()
-        self._connected: Future[duckdb.DuckDBPyConnection] = Future()
-        Thread(target=self._connect, args=(scratch, bounds), name="millstream-duckdb", daemon=True).start()
+        self._connected = call_in_thread("millstream-duckdb", partial(_connect, scratch, bounds, self.files))
         self.watch: Final = Watch(bounds, scratch, self._interrupt)
         self._scratch = scratch
         self._named = 0
-
-    def _connect(self, scratch: str, bounds: QueryBounds | None) -> None:
-        try:
-            self._connected.set_result(_connect(scratch, bounds, self.files))
-        except BaseException as error:  # noqa: BLE001 - whoever needs the connection raises it
-            self._connected.set_exception(error)
 
     def _interrupt(self) -> None:
         if self._connected.done() and self._connected.exception() is None:

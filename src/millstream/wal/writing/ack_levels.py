@@ -32,6 +32,7 @@ from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.queue import SubmissionQueue
 from millstream.wal.writing.waiters import Outcome, Waiting, answer
+from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.wal")
 
@@ -145,8 +146,7 @@ class LevelWaits:
         high_water.begin(committer.group)
         self._look()
         self._show()
-        self._thread = threading.Thread(target=self._run, name="wal-levels", daemon=True)
-        self._thread.start()
+        self._worker = Worker("wal-levels", self._run).start()
 
     # --- for the thread that writes ----------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class LevelWaits:
                 self._work.wait(min(left, _LOOK_LATE_S))
             self._closing = True
             self._work.notify_all()
-        self._thread.join()
+        self._worker.join()
         with self._lock:
             left_over = [one for kept in self._all() for one in kept]
             self._held, self._repeats = {}, {}

@@ -32,6 +32,7 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.session_file import read_copy, remove_copy, write_copy
+from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.wal")
 
@@ -94,7 +95,7 @@ class KeyedCommits:
         self._made_ns = clock.now_ns()
         """… and the time."""
         self._copy_bytes = 0
-        self._copying: threading.Thread | None = None
+        self._copying: Worker | None = None
         self._changing = threading.Lock()
         """Held while the state changes, for readers on other threads."""
 
@@ -227,7 +228,7 @@ class KeyedCommits:
             self._copy(beside=False)
 
     def _copy(self, *, beside: bool) -> None:
-        if self._copying is not None and self._copying.is_alive():
+        if self._copying is not None and self._copying.is_alive:
             return
         upto = self._committer.persisted_upto
         self._written_at, self._sealed_at = self._committer.counts.bytes_written, self._committer.counts.segments_sealed
@@ -246,8 +247,7 @@ class KeyedCommits:
             failpoints.hit("wal.after_session_copy")
 
         if beside:
-            self._copying = threading.Thread(target=write, name="session-copy", daemon=True)
-            self._copying.start()
+            self._copying = Worker("session-copy", write).start()
         else:
             write()
 

@@ -49,6 +49,7 @@ from millstream.wal.writing.waiters import (
     Waiting,
     answer,
 )
+from millstream.workers import Worker
 
 __all__ = ["LogOptions", "LogWriter", "WriterStats"]
 
@@ -111,8 +112,7 @@ class LogWriter:
         self._queue = self._empty_queue()
         self._shown_upto, self._seen_upto = shown_upto, Seq(0)
         self._levels = LevelsOfWriter(committer, self._queue, options, stream, high_water, shown_upto)
-        self._thread = threading.Thread(target=self._run, name=f"wal-writer-{stream.hex[:8]}", daemon=True)
-        self._thread.start()
+        self._worker = Worker(f"wal-writer-{stream.hex[:8]}", self._run).start()
         _OPEN_HERE.add(self)
 
     def _empty_queue(self) -> SubmissionQueue:
@@ -398,7 +398,7 @@ class LogWriter:
     def close(self) -> None:
         """Write what is queued, seal, and release the locks. After a failure the files are left as they are."""
         self._queue.end()
-        self._thread.join()
+        self._worker.join()
 
     def __enter__(self) -> Self:
         return self
