@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trustme
@@ -251,12 +250,10 @@ def test_a_server_proves_who_it_is_and_its_caller_too(home: Path, tmp_path: Path
     }.items():
         (tmp_path / name).write_bytes(pem)
         files[name] = str(tmp_path / name)
-    settings: dict[str, Any] = {
-        "ssl_certfile": files["server"],
-        "ssl_ca_certs": files["authority"],
-        "ssl_cert_reqs": ssl.CERT_REQUIRED,
-    }
-    with serving(home, **settings) as url:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=files["authority"])
+    context.load_cert_chain(files["server"])
+    context.verify_mode = ssl.CERT_REQUIRED
+    with serving(home, context=context) as url:
         with millstream.connect(url, verify=files["authority"], cert=files["client"]) as there:
             assert there.append("web", "clicks", {"n": 1}).row_count == 1
         for asks, is_trusted in (
