@@ -19,8 +19,8 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from millstream.testing._workload_values import VALUES as WORKLOAD
-from millstream.testing._workload_values import Generator, edged, integers, quoted
+from millstream.testing.workloads._values import VALUES as WORKLOAD
+from millstream.testing.workloads._values import Generator, edged, integers, quoted
 
 PINNED: Final = (
     "SET client_encoding = UTF8; SET datestyle = ISO; SET timezone = UTC; SET intervalstyle = postgres; SET extra_float_digits = 3;"
@@ -227,7 +227,7 @@ MODIFIED: Mapping[str, str] = {
     "interval year to month": "interval",
     "bit(5)": "bit(5)",
 }
-"""The type of `testing._workload_values` whose values a declared type takes."""
+"""The type of `testing.workloads._values` whose values a declared type takes."""
 MODIFIED_15: Mapping[str, Generator] = {
     "numeric(3,-2)": _one_of("0", "99900", "-100", "NaN"),
     "numeric(2,4)": _one_of("0", "0.0099", "-0.0001", "NaN"),

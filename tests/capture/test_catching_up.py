@@ -31,7 +31,7 @@ from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Lsn, Seq
 from millstream.protocol.catching_up import CatchUp, Mode
-from millstream.testing.workload import Workload
+from millstream.testing.workloads.workload import Workload
 from millstream.wal.reader import StreamReader
 
 pytestmark = pytest.mark.siege

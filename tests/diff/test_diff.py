@@ -21,7 +21,7 @@ from millstream.home.home import Home
 from millstream.processes.locks import RoleLock
 from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
-from millstream.testing.shop import ShopWorkload
+from millstream.testing.workloads.shop import ShopWorkload
 
 KINDS = {
     "number": ("numeric", ["1.0", "1.00", "NaN", "123456789012345678901234567890123456789012345.5"]),

@@ -17,7 +17,7 @@ from millstream.diff.compare import diff_stream
 from millstream.diff.repair import ask_repairs, wait_for_repairs
 from millstream.errors import LakeBehind
 from millstream.testing.pytest_plugin import Database
-from millstream.testing.shop import ShopWorkload
+from millstream.testing.workloads.shop import ShopWorkload
 
 TABLES = (
     "CREATE TABLE items (id int PRIMARY KEY, note text)",

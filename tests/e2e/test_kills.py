@@ -25,7 +25,7 @@ from tests.e2e.verdict import judge
 from tests.seeds import Seeds
 
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.testing.workload import StepInfo, Workload
+from millstream.testing.workloads.workload import StepInfo, Workload
 
 POINTS = {
     "wal.before_fsync": "before the fsync",

@@ -20,7 +20,7 @@ from millstream.testing.oracle import (
     source_rows,
     table_folder,
 )
-from millstream.testing.workload import StepInfo
+from millstream.testing.workloads.workload import StepInfo
 
 MESSAGES = "_messages"
 

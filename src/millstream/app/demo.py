@@ -35,13 +35,13 @@ from millstream.testing.oracle import (
     table_folder,
 )
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.testing.shop import ShopWorkload
+from millstream.testing.workloads.shop import ShopWorkload
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
     import psycopg
 
-    from millstream.testing.workload import StepInfo
+    from millstream.testing.workloads.workload import StepInfo
 
 _MARKER: Final = ".millstream-demo"
 """Marks a folder as a demo's, which may be deleted."""

@@ -106,7 +106,7 @@ class Folder:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the thread, if it failed."""
+        """The error that ended the thread, if it failed."""
         return self._worker.failure
 
     def abandon(self) -> None:

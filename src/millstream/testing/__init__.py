@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
     from millstream.testing.redis import EmbeddedRedis
     from millstream.testing.s3 import EmbeddedS3
-    from millstream.testing.shop import ShopWorkload
     from millstream.testing.transport import LinkConformance, TransportConformance, TransportStage
-    from millstream.testing.workload import StepInfo, Workload
+    from millstream.testing.workloads.shop import ShopWorkload
+    from millstream.testing.workloads.workload import StepInfo, Workload
     from millstream.testing.write_buffer import BufferStage, WriteBufferConformance
 
 _HOMES = {
@@ -43,11 +43,11 @@ _HOMES = {
     "MemoryServer": "memory_buffer",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
-    "ShopWorkload": "shop",
-    "StepInfo": "workload",
+    "ShopWorkload": "workloads.shop",
+    "StepInfo": "workloads.workload",
     "TransportConformance": "transport",
     "TransportStage": "transport",
-    "Workload": "workload",
+    "Workload": "workloads.workload",
     "WriteBufferConformance": "write_buffer",
     "keep_any": "files",
     "lose_all": "files",

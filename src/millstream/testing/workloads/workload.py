@@ -18,8 +18,8 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from millstream.testing._workload_tables import ADDED, Column, Key, Table, tables
-from millstream.testing._workload_values import CREATE_TYPES, VALUES
+from millstream.testing.workloads._tables import ADDED, Column, Key, Table, tables
+from millstream.testing.workloads._values import CREATE_TYPES, VALUES
 
 __all__ = ["StepInfo", "Workload", "WorkloadTable", "run_paced"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 
-from millstream.testing.workload import StepInfo, run_paced
+from millstream.testing.workloads.workload import StepInfo, run_paced
 
 __all__ = ["ShopWorkload"]
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from psycopg import sql
 
-from millstream.testing._workload_values import VALUES, Generator, edged, integers, wide_text, words
+from millstream.testing.workloads._values import VALUES, Generator, edged, integers, wide_text, words
 
 Identity = Literal["default", "full", "index", "nothing", "none"]
 Key = tuple[str, ...]

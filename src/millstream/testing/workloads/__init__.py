@@ -1,0 +1,1 @@
+"""Workloads for sources: one that uses every type and statement, and a shop's."""
