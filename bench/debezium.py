@@ -128,7 +128,7 @@ def engine() -> Iterator[Engine]:
 
     Raises:
         ArtifactUnavailable: a jar can't be fetched.
-        JavaMissing: no Java 17 or newer.
+        EngineError (`java_missing`): no Java 17 or newer.
     """
     with tempfile.TemporaryDirectory() as made:
         say("  Debezium's jars")

@@ -211,7 +211,7 @@ class LogAppender(Protocol):
             DiskFull: no space; nothing was appended.
             AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
             WriterClosed: this writer takes no more operations.
-            OutOfOrder: the log hasn't reached what the operations name as `behind`, because an earlier append failed.
+            LogError (`out_of_order`): the log hasn't reached what the operations name as `behind`, because an earlier append failed.
         """
 
     async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:

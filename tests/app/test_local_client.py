@@ -12,9 +12,10 @@ from tests.app.homes import run
 from tests.commands import Command
 
 import millstream
-from millstream.errors import HomeNotFound, HomeTooNew, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable
+from millstream.errors import InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
+from millstream.testing.errors import coded
 from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.writing.writer import LogWriter
 
@@ -103,10 +104,10 @@ def test_a_home_gives_the_latest_of_rows_a_stretch_after_the_other(tmp_path: Pat
 
 
 def test_a_folder_that_is_no_home_or_a_newer_one_is_not_opened(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(HomeNotFound):
+    with pytest.raises(UsageError, check=coded("home_not_found")):
         millstream.open(tmp_path / "nowhere")
     (home / "data" / "home.json").write_text('{"format": 2}')
-    with pytest.raises(HomeTooNew):
+    with pytest.raises(UsageError, check=coded("home_too_new")):
         millstream.open(home)
 
 
@@ -183,6 +184,6 @@ def test_a_damaged_log_is_repaired_by_the_command_that_the_dry_run_prints(home: 
 
 
 def test_a_home_that_is_not_there_is_told_by_the_argument(tmp_path: Path) -> None:
-    with pytest.raises(HomeNotFound) as caught:
+    with pytest.raises(UsageError, check=coded("home_not_found")) as caught:
         millstream.open(tmp_path / "none")
     assert "--home" not in str(caught.value) + caught.value.hint

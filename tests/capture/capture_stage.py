@@ -17,7 +17,7 @@ from tests.capture.beside import Beside, activity, joined, stacks
 
 from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import OutOfOrder, UnknownTable
+from millstream.errors import LogError, UnknownTable
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import render_value, storage_values
@@ -116,7 +116,7 @@ class MemoryLog:
             if written:
                 answer.set_result(Ack({}, SeqRange(Seq(1), ops.row_count)))
             else:
-                answer.set_exception(OutOfOrder("what it follows failed"))
+                answer.set_exception(LogError("what it follows failed", code="out_of_order"))
 
     def _write(self, ops: WriteOps | SpilledOp) -> bool:
         """Take an operation in, unless the one that it follows is missing."""

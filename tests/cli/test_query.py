@@ -25,7 +25,7 @@ from tests.cli.in_process import command
 
 import millstream
 from millstream.app.local_client import open_reader
-from millstream.errors import BeyondRetention, InvalidTime, InvalidToken
+from millstream.errors import PositionError
 from millstream.home.config_mapping import lake_layout
 from millstream.home.home import Home
 from millstream.lake.history import append_history
@@ -35,6 +35,7 @@ from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
+from millstream.testing.errors import coded
 from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.writing.writer import LogWriter
 
@@ -250,12 +251,12 @@ def test_python_asks_the_same(home: Path) -> None:
             assert lake.query(ids).num_rows == 3
             before = lake.token
         assert opened.query(ids, as_of=before, stream="shop").num_rows == 3
-        for wrong, error in (
-            ("soon", InvalidTime),
-            ("00000000.s1", InvalidToken),
-            (date(1, 1, 2).isoformat(), BeyondRetention),
+        for wrong, code in (
+            ("soon", "invalid_time"),
+            ("00000000.s1", "invalid_token"),
+            (date(1, 1, 2).isoformat(), "beyond_retention"),
         ):
-            with pytest.raises(error):
+            with pytest.raises(PositionError, check=coded(code)):
                 opened.query(ids, as_of=wrong)
 
 

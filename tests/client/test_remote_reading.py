@@ -315,6 +315,6 @@ def test_a_client_needs_the_core_and_its_extra_alone(home: Path) -> None:
 
 
 def test_without_httpx_it_says_what_to_install() -> None:
-    script = "import sys; sys.modules['httpx'] = None\nimport millstream\ntry:\n    millstream.connect('http://127.0.0.1:1')\nexcept millstream.errors.MissingExtra as error: print(error.details['extra'])"
+    script = "import sys; sys.modules['httpx'] = None\nimport millstream\ntry:\n    millstream.connect('http://127.0.0.1:1')\nexcept millstream.errors.UsageError as error: print(error.code, error.details['extra'])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("client\n", "")
+    assert (done.stdout, done.stderr) == ("missing_extra client\n", "")

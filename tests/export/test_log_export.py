@@ -19,7 +19,7 @@ from tests.app.homes import run
 from tests.export.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
 
 from millstream.catalog import Catalog
-from millstream.errors import ExportUnusable, StreamNotEmpty, UsageError
+from millstream.errors import LogError, UsageError
 from millstream.export.log_export import EXPORT_FILE, export_arrow, file_facts, read_export
 from millstream.export.log_import import import_log
 from millstream.export.records_json import Cat
@@ -30,6 +30,7 @@ from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op
 from millstream.model.schema import Column, PgType, TableSchema
+from millstream.testing.errors import coded
 from millstream.testing.log import plain_spilled, plain_table
 from millstream.wal.mending.inspect import FrameInfo, inspect
 from millstream.wal.mending.repair import plan_repair, repair
@@ -305,7 +306,7 @@ def test_an_export_that_isnt_whole_is_refused_and_nothing_is_imported(
             facts["files"] = [f | (file_facts(victim) if f["name"] == victim.name else {}) for f in facts["files"]]
             (folder / EXPORT_FILE).write_text(json.dumps(facts))
     home = home_at(tmp_path / "home")
-    with pytest.raises(ExportUnusable):
+    with pytest.raises(LogError, check=coded("export_unusable")):
         import_log(home, "shop", folder)
     assert home.streams_on_disk() == []
     import_log(home, "shop", exported)
@@ -352,7 +353,7 @@ def test_an_export_that_somebody_changed_with_right_checksums_is_refused_by_name
     facts |= {name: value for name, value in changed.items() if name in facts}
     (folder / EXPORT_FILE).write_text(json.dumps(facts))
     home = home_at(tmp_path / "home")
-    with pytest.raises(ExportUnusable):
+    with pytest.raises(LogError, check=coded("export_unusable")):
         import_log(home, "shop", folder)
     assert home.streams_on_disk() == []
 
@@ -363,7 +364,7 @@ def test_an_import_that_was_cut_short_is_begun_again(exported: Path, filled: Hom
     (exported / EXPORT_FILE).rename(exported / "kept")
     try:
         (exported / EXPORT_FILE).write_text(json.dumps(facts | {"records": facts["records"] + 1}))
-        with pytest.raises(ExportUnusable, match="announces"):
+        with pytest.raises(LogError, check=coded("export_unusable"), match="announces"):
             import_log(home, "shop", exported)  # all was appended, and nothing is shown
     finally:
         (exported / "kept").rename(exported / EXPORT_FILE)
@@ -382,7 +383,7 @@ def test_an_empty_stream_that_ran_before_takes_an_import_and_one_with_records_do
         LogWriter.open(str(home.wal_folder("shop")), epoch=catalog.register_writer(stream)[1], **opened).close()
     import_log(home, "shop", exported)
     assert reader_of(home).stream_id == stream
-    with pytest.raises(StreamNotEmpty):
+    with pytest.raises(LogError, check=coded("stream_not_empty")):
         import_log(home, "shop", exported)
 
 

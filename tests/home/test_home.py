@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from millstream.errors import CatalogError, HomeBusy, HomeNotFound, HomeTooNew, HomeUnwritable, UnknownStream
+from millstream.errors import CatalogError, HomeBusy, MillstreamError, UnknownStream, UsageError
 from millstream.home.home import FORMAT, Home
 from millstream.processes.locks import RoleLock, holder
+from millstream.testing.errors import coded
 
 
 def make(folder: Path) -> Home:
@@ -35,7 +36,7 @@ def test_a_home_is_the_named_one_else_the_variables_else_the_nearest_upward(tmp_
 def test_a_named_folder_that_is_no_home_is_not_replaced_by_another(tmp_path: Path, where: str) -> None:
     make(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(HomeNotFound):
+    with pytest.raises(UsageError, check=coded("home_not_found")):
         Home.find(tmp_path / where, environ={}, start=tmp_path)
 
 
@@ -59,7 +60,7 @@ def test_a_copied_log_is_found_from_its_own_folder_and_not_from_below(tmp_path: 
 def test_who_names_the_log_of_one_stream_is_told_where_it_belongs(tmp_path: Path) -> None:
     (tmp_path / "00000").mkdir()
     (tmp_path / "00000" / f"{0:020}.wal").write_bytes(b"")
-    with pytest.raises(HomeNotFound, match="the log of one stream") as caught:
+    with pytest.raises(UsageError, check=coded("home_not_found"), match="the log of one stream") as caught:
         Home.find(tmp_path)
     assert "DIR/data/wal/STREAM" in caught.value.hint
 
@@ -81,7 +82,7 @@ def test_a_home_of_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> N
     home.check_format()
     file.write_text(json.dumps({"format": FORMAT + 1}))
     for call in (home.check_format, home.prepare):
-        with pytest.raises(HomeTooNew) as caught:
+        with pytest.raises(UsageError, check=coded("home_too_new")) as caught:
             call()
         assert caught.value.details == {"found": FORMAT + 1, "known": FORMAT}
     file.write_text("{")
@@ -93,7 +94,7 @@ def test_a_home_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     # A file in a folder's place stops root as well; mode bits don't.
     home = make(tmp_path)
     (tmp_path / "data").write_text("in the way")
-    with pytest.raises((HomeUnwritable, CatalogError)):
+    with pytest.raises(MillstreamError, check=coded("home_unwritable", "catalog")):
         home.prepare()
 
 
@@ -110,8 +111,8 @@ def test_a_read_only_home_is_a_typed_error(tmp_path: Path) -> None:
                 without_rights()
             try:
                 home.prepare()
-            except HomeUnwritable:
-                code = 0
+            except MillstreamError as error:
+                code = int(error.code != "home_unwritable")
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import InvalidTime, InvalidToken
+from millstream.errors import InvalidToken, PositionError
 from millstream.home.time_parsing import parse_as_of, parse_moment
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
+from millstream.testing.errors import coded
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 STREAM = StreamId(UUID(int=42))
@@ -42,6 +43,6 @@ def test_a_token_is_told_from_a_time_by_its_form() -> None:
     with pytest.raises(InvalidToken):
         parse_as_of(str(StreamToken.scalar(StreamId(UUID(int=1 << 100)), Seq(7))), STREAM, now=NOW)
     for text in ("", "soon", "2026-13-01", "10 parsecs ago", "1000000d ago", "ago"):
-        with pytest.raises(InvalidTime) as caught:
+        with pytest.raises(PositionError, check=coded("invalid_time")) as caught:
             parse_as_of(text, STREAM, now=NOW)
         assert "2026-03-01" in caught.value.hint

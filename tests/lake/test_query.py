@@ -24,7 +24,7 @@ from millstream.errors import (
     InvalidQuery,
     LakeTableForeign,
     LakeUnavailable,
-    TimeFromFuture,
+    PositionError,
     TokenFromFuture,
 )
 from millstream.lake.folded.current import fold_table
@@ -36,6 +36,7 @@ from millstream.lake.snapshots import commit_cut
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, ReplicaIdentity, TableKind, TableSchema
+from millstream.testing.errors import coded
 
 Records = Callable[..., pa.RecordBatch]
 
@@ -361,7 +362,7 @@ def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout,
     land_at(layout, 9, 5, (orders, records(orders, ("c", 9, {"id": 2}))))
     count = "SELECT count(*) AS n FROM public.orders"
     assert at(layout, count, NOON + timedelta(days=30)) == [{"n": 2}]
-    with pytest.raises(TimeFromFuture):
+    with pytest.raises(PositionError, check=coded("time_from_future")):
         LakeSession(layout, as_of=datetime.now(UTC) + timedelta(minutes=1))
     with pytest.raises(BeyondRetention) as caught:
         LakeSession(layout, as_of=NOON - timedelta(seconds=1))

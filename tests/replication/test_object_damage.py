@@ -19,7 +19,7 @@ from tests.app.homes import run, wait_for
 from tests.replication.test_object_branches import STREAM, Scene, write
 
 from millstream.codec.log_segment import SegmentHeader
-from millstream.errors import InvalidTime, InvalidToken, ShipmentUnreadable, TimeFromFuture, UsageError
+from millstream.errors import PositionError, ShipmentUnreadable, UsageError
 from millstream.home.home import Home
 from millstream.model.ids import StreamId
 from millstream.model.marks import DroppedMark
@@ -158,8 +158,8 @@ def test_a_restore_in_front_of_damage_is_a_log_to_be_written_and_gives_no_number
         restore_stream(store.as_uri(), "web", home, at=(moment + timedelta(microseconds=7)).isoformat())
     with pytest.raises(UsageError, match="was committed after"):
         restore_stream(store.as_uri(), "web", home, at="2023-11-14")
-    for wrong, error in (("soon", InvalidTime), ("2999-01-01", TimeFromFuture), ("ffffffff.s1", InvalidToken)):
-        with pytest.raises(error):
+    for wrong, code in (("soon", "invalid_time"), ("2999-01-01", "time_from_future"), ("ffffffff.s1", "invalid_token")):
+        with pytest.raises(PositionError, check=coded(code)):
             restore_stream(store.as_uri(), "web", home, at=wrong)
     found = restore_stream(
         store.as_uri(), "web", home, at=moment.astimezone(timezone(timedelta(hours=-3))).isoformat(), tell=told.append

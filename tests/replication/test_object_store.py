@@ -19,7 +19,6 @@ from millstream.codec.checksums import Bytes
 from millstream.errors import (
     Fenced,
     LinkLost,
-    MissingExtra,
     OtherStream,
     ShipmentUnreadable,
     StoreUnavailable,
@@ -32,6 +31,7 @@ from millstream.model.replication import OBJECT_STORE, ByteEnd, Document, Replic
 from millstream.ports import FollowerLink
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.replication.objects import Objects
+from millstream.testing.errors import coded
 from millstream.testing.s3 import EmbeddedS3
 from millstream.testing.transport import (
     EPOCH,
@@ -421,7 +421,7 @@ def test_what_is_no_store_is_refused_by_name(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(StoreUnavailable, match="folder"):
         ObjectStoreTransport((tmp_path / "file").as_uri(), "web").accept(1.0)
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
-    with pytest.raises(MissingExtra) as caught:
+    with pytest.raises(UsageError, check=coded("missing_extra")) as caught:
         ObjectStoreTransport("s3://bucket", "web")
     assert caught.value.details["extra"] == "s3"
 

@@ -69,7 +69,7 @@ def found(checker: ModuleType, tmp_path: Path, language: str, text: str) -> str:
         ("console", "$ pip install '.[spark]' 'millstream[spark]'\n$ make test ARGS='-k x'\nwhat it prints --nonsense"),
         ("toml", '[streams.shop]\nretention_age = "1d"'),
         ("python", ">>> 1 + 1\n2"),
-        ("python", "from millstream.errors import JavaMissing"),
+        ("python", "from millstream.errors import EngineError"),
         ("text", "anything"),
     ],
 )

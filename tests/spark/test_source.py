@@ -12,12 +12,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from tests.spark.hand_made import Change, Home, delete, insert, update
 
-from millstream.errors import CheckpointForeign, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.errors import EngineError, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.frames import MARKER, records_in
 from millstream.spark.source import SourceOptions, position_of
+from millstream.testing.errors import coded
 
 
 def orders_of(home: Home) -> TableSchema:
@@ -228,7 +229,7 @@ def test_notes_of_another_stream_are_refused(spark: SparkSession, home: Home, tm
         other.commit(insert(items_of(other), id=1, order=1))
         with pytest.raises(Exception, match="checkpoint belongs to stream"):
             run_query(spark, other, tmp_path / "notes", [])
-        with pytest.raises(CheckpointForeign):
+        with pytest.raises(EngineError, check=coded("checkpoint_foreign")):
             position_of({"stream": str(home.stream), "token": "0.s1"}, other.stream)
     finally:
         other.close()

@@ -19,10 +19,11 @@ from uuid import UUID
 import pytest
 
 from millstream.cli.main import _report
-from millstream.errors import DiskFull, HomeUnreadable, HomeUnwritable, IoFailed, UnexpectedFile
+from millstream.errors import DiskFull, MillstreamError, UnexpectedFile
 from millstream.home.home import Home
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
+from millstream.testing.errors import code_of
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import as_told
 from millstream.wal.layout import shard_folder
@@ -139,18 +140,21 @@ def test_a_part_that_this_user_may_not_write_is_named(shared: str, part: str) ->
 
 def test_the_systems_errors_are_told_with_path_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = as_told(OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "x")))
-    assert isinstance(broken, IoFailed)
+    assert isinstance(broken, MillstreamError)
+    assert broken.code == "io_failed"
     assert broken.details == {"path": str(tmp_path / "x"), "errno": "EIO"}
     assert str(tmp_path / "x") in broken.message
     assert isinstance(as_told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), DiskFull)
-    assert isinstance(as_told(PermissionError(errno.EACCES, "denied", str(tmp_path / "x"))), HomeUnwritable)
-    assert isinstance(as_told(OSError(errno.EROFS, "read-only", str(tmp_path / "a" / "x"))), HomeUnwritable)
+    assert code_of(as_told(PermissionError(errno.EACCES, "denied", str(tmp_path / "x")))) == "home_unwritable"
+    assert code_of(as_told(OSError(errno.EROFS, "read-only", str(tmp_path / "a" / "x")))) == "home_unwritable"
     assert as_told(OSError("no number at all")).details == {"path": None, "errno": None}
     assert _report(OSError(errno.EIO, os.strerror(errno.EIO), "/mnt/x"), debug=False) == 1
     told = capsys.readouterr().err
     assert "error[io_failed]: /mnt/x: Input/output error" in told
     assert "bug" not in told
-    assert HomeUnreadable("x").exit_code == IoFailed("x").exit_code == 1
+    assert (
+        MillstreamError("x", code="home_unreadable").exit_code == MillstreamError("x", code="io_failed").exit_code == 1
+    )
 
 
 def a_folder_like_a_segment(folder: Path) -> Path:

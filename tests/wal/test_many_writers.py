@@ -14,10 +14,9 @@ from tests.seeds import Seeds
 from millstream.errors import (
     AppendOutcomeUnknown,
     CatalogBusy,
-    LossNotAccepted,
+    LogError,
     SequencingError,
     ShardLocked,
-    ShardTaken,
     StaleEpoch,
     TokenFromFuture,
     WriterAlive,
@@ -278,7 +277,7 @@ def test_a_shard_of_another_writer_is_refused():
     writers = Writers()
     writers.start(0)
     writers.append(0)
-    with pytest.raises(ShardTaken) as caught:
+    with pytest.raises(LogError, check=coded("shard_taken")) as caught:
         writers.start(1, shards=(1, 2))
     assert caught.value.details == {"shard": 1, "writer": 1}
 
@@ -442,7 +441,7 @@ def test_a_forgotten_writer_whose_log_is_damaged_is_told_to_mend_it_first():
     folder = shard_folder(FOLDER, ShardId(2))
     first = min(name for name in writers.files.listdir(folder) if name.endswith(".wal"))
     writers.files.damage(f"{folder}/{first}", 4096 + 200, b"????")
-    with pytest.raises(LossNotAccepted, match="forgotten"):
+    with pytest.raises(LogError, check=coded("loss_not_accepted"), match="forgotten"):
         writers.start(1)
     writers.append(0)  # stops no other writer
 

@@ -15,10 +15,11 @@ from uuid import UUID
 import pytest
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
-from millstream.errors import CorruptWal, LogError, LossNotAccepted, MillstreamError
+from millstream.errors import CorruptWal, LogError, MillstreamError
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset, Seq
 from millstream.protocol.retention import Bounds, Retention
+from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.lag import Backlogs
@@ -298,7 +299,7 @@ def test_repair_sets_aside_what_was_copied_over_another_one_and_ends(
     content = [Path(file).read_bytes() for file in foreign]
     left = rows_of(StreamReader(logs.folder, on_damage=lambda _error: None))
     plan = plan_repair(logs.folder)
-    with pytest.raises(LossNotAccepted):
+    with pytest.raises(LogError, check=coded("loss_not_accepted")):
         repair(logs.folder, [])
     done = repair(logs.folder, plan.ranges())
     assert [Path(file).read_bytes() for file in done.kept_aside] == content

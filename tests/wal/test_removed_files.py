@@ -11,7 +11,7 @@ import pytest
 from tests.wal.replica_pairs import Pair
 from tests.wal.truth import FOLDER
 
-from millstream.errors import AppendOutcomeUnknown, CorruptWal, IoFailed, ReplicationError, WriterClosed
+from millstream.errors import AppendOutcomeUnknown, CorruptWal, MillstreamError, ReplicationError, WriterClosed
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
@@ -89,6 +89,6 @@ def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
     log = opened(tmp_path, MemoryReservations(), 1)
     append(log)
     shutil.rmtree(tmp_path / "00000")
-    with pytest.raises(IoFailed, match="00000"):
+    with pytest.raises(MillstreamError, check=coded("io_failed"), match="00000"):
         append(log)
     log.close()

@@ -11,11 +11,12 @@ from tests.wal.test_past_damage import drop_marks, flip, segments, shown
 from tests.wal.truth import FOLDER, SMALL, STREAM, Truth
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
-from millstream.errors import CorruptWal, LossNotAccepted, MillstreamError, ShardLocked, UsageError
+from millstream.errors import CorruptWal, LogError, MillstreamError, ShardLocked, UsageError
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, Retention
 from millstream.testing.clock import ManualClock
+from millstream.testing.errors import coded
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any
 from millstream.wal.layout import segment_path, shard_folder
 from millstream.wal.mending.inspect import FrameInfo, inspect, ls, stats, verify
@@ -127,7 +128,7 @@ def test_any_damage_is_repaired_by_what_the_plan_says_and_by_nothing_less(
     before = {path: files.read(path) for shard in (0, 1) for path in segments(files, shard)}
     wanted = plan.ranges()
     for place in range(len(wanted)):
-        with pytest.raises(LossNotAccepted):
+        with pytest.raises(LogError, check=coded("loss_not_accepted")):
             repair(FOLDER, [*wanted[:place], *wanted[place + 1 :]], files=files)
     assert before == {path: files.read(path) for shard in (0, 1) for path in segments(files, shard)}
     done = repair(FOLDER, wanted, files=files, clock=ManualClock())
@@ -210,15 +211,15 @@ def test_what_can_be_read_is_not_dropped_unsaid(truth: Truth) -> None:
     (lost,) = plan_repair(FOLDER, files=files).ranges()
     before = files.read(path)
     for wide in ((lost.start - 1, lost.end), (lost.start, lost.end + 1), (0, 10**6)):
-        with pytest.raises(LossNotAccepted, match="can be read"):
+        with pytest.raises(LogError, check=coded("loss_not_accepted"), match="can be read"):
             repair(FOLDER, [AcceptedRange(*wide, 0)], files=files)
-    with pytest.raises(LossNotAccepted, match="cuts through"):
+    with pytest.raises(LogError, check=coded("loss_not_accepted"), match="cuts through"):
         repair(FOLDER, [AcceptedRange(lost.start - 1, lost.end, 0)], files=files, drop_readable=True)
-    with pytest.raises(LossNotAccepted, match="which shard"):
+    with pytest.raises(LogError, check=coded("loss_not_accepted"), match="which shard"):
         repair(FOLDER, [AcceptedRange(lost.start, lost.end)], files=files)
     repaired = files.crash()
     repair(FOLDER, [lost], files=repaired)
-    with pytest.raises(LossNotAccepted, match="nothing is lost in 1:900-903"):
+    with pytest.raises(LogError, check=coded("loss_not_accepted"), match="nothing is lost in 1:900-903"):
         repair(FOLDER, [AcceptedRange(900, 903, 1)], files=repaired)
     assert files.read(path) == before
     whole = AcceptedRange(frames[0].first_offset, frames[1].first_offset + frames[1].count, 0)
@@ -235,9 +236,9 @@ def test_numbers_name_a_loss_as_well_as_offsets(truth: Truth) -> None:
     frame = frames_of(files, path)[1]
     flip(files, path, frame.position + 20)
     # Numbers between those of the frame belong to the other shard's records of the same transactions.
-    with pytest.raises(LossNotAccepted, match="can be read"):
+    with pytest.raises(LogError, check=coded("loss_not_accepted"), match="can be read"):
         repair(FOLDER, [AcceptedRange.parse("seq:1-10000")], files=files)
-    with pytest.raises(LossNotAccepted):
+    with pytest.raises(LogError, check=coded("loss_not_accepted")):
         repair(FOLDER, [AcceptedRange.parse(f"seq:{frame.first_seq}-{frame.last_seq - 1}")], files=files)
     alone = MemoryFiles()
     lone = Truth()

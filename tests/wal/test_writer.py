@@ -17,7 +17,7 @@ from tests.wal.log_writers import OTHER, TABLE, HeldSyncs, column, one, opened, 
 from millstream.errors import (
     AppendOutcomeUnknown,
     DiskFull,
-    OutOfOrder,
+    LogError,
     Overloaded,
     ShardLocked,
     StaleEpoch,
@@ -27,6 +27,7 @@ from millstream.errors import (
 from millstream.model.ids import SourceId
 from millstream.model.operations import WriteOps
 from millstream.model.positions import Lsn
+from millstream.testing.errors import code_of, coded
 from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.files import RealFiles
@@ -360,9 +361,9 @@ def test_what_follows_an_append_that_failed_is_refused_however_it_comes():
         assert [type(future.exception()) for future in waiting] == [DiskFull, DiskFull]
         files.capacity_bytes = 1 << 40
         for ops in (transaction(3), transaction(4)):
-            with pytest.raises(OutOfOrder):
+            with pytest.raises(LogError, check=coded("out_of_order")):
                 log.append(ops)
-            assert isinstance(log.submit(ops).exception(), OutOfOrder)
+            assert code_of(log.submit(ops).exception()) == "out_of_order"
         assert log.reached() == {source: Lsn(1)}
         files.may_sync.clear()
         files.waiting.clear()
@@ -370,7 +371,7 @@ def test_what_follows_an_append_that_failed_is_refused_however_it_comes():
         assert files.waiting.wait(60)
         mixed = [log.submit(ops) for ops in (transaction(4), transaction(2), transaction(3), other(102))]
         files.may_sync.set()
-        assert isinstance(mixed[0].exception(), OutOfOrder)
+        assert code_of(mixed[0].exception()) == "out_of_order"
         assert [future.result().seqs.count for future in mixed[1:]] == [1, 1, 1]
         assert log.reached() == {source: Lsn(3)}
     assert xids(StreamReader("/wal/s", files=files)) == [1, 100, 101, 2, 3, 102]

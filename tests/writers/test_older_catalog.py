@@ -12,11 +12,12 @@ from tests.app.homes import config, done, make_home
 import millstream
 from millstream.catalog import TableState
 from millstream.catalog import tables as catalog_tables
-from millstream.errors import CatalogOlder
+from millstream.errors import CatalogError
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.schema import TableKind
 from millstream.testing import EmbeddedPostgres
+from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 
 STREAM = "[streams.shop]\n"
@@ -141,7 +142,7 @@ def test_a_catalog_that_has_given_a_number_again_is_refused(backups: Backups, cl
             with catalog.database.write() as connection:
                 catalog.database.number_above(connection, catalog_tables.tables, 7)
         catalog.application_table(stream, "public", name, shard=ShardId(0), grow=lambda schema: schema)
-    with millstream.open(home) as opened, pytest.raises(CatalogOlder) as caught:
+    with millstream.open(home) as opened, pytest.raises(CatalogError, check=coded("catalog_older")) as caught:
         opened.append("shop", "orders", {"name": "again"})
     assert "clicks" in caught.value.message
     assert "data/wal" in caught.value.hint

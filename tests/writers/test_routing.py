@@ -28,9 +28,9 @@ from millstream.catalog.eras import RingEras
 from millstream.errors import (
     ConfigError,
     InvalidRoute,
-    InvalidTime,
     NoRouteMatches,
     PartialWrite,
+    PositionError,
     ReshardRefused,
     UnknownStream,
     UsageError,
@@ -45,6 +45,7 @@ from millstream.protocol import sessions
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 from millstream.serving.metrics import prometheus_text
+from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.buffer import LogBuffer, LogBufferOptions
 from millstream.wal.reader import StreamReader
@@ -466,7 +467,7 @@ def test_explain_says_where_a_row_lies_by_its_moments_and_by_the_ring_of_then(ho
     for as_of in ("2020-01-01", f"{before.partition('.')[0]}.s0"):
         with pytest.raises(UsageError, match="no hash ring was in force"):
             explain_route(Home(home), "web", "clicks", {"id": 1}, moments=at, as_of=as_of)
-    with pytest.raises(InvalidTime):
+    with pytest.raises(PositionError, check=coded("invalid_time")):
         explain_route(Home(home), "web", "clicks", {"id": 1}, moments=at, as_of="noon")
 
 

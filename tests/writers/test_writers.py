@@ -28,7 +28,7 @@ from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.database import Database as CatalogDatabase
 from millstream.catalog.sequencing import PostgresSequenceStore
-from millstream.errors import CatalogError, LogError, SequencingError, ShardTaken
+from millstream.errors import CatalogError, LogError, SequencingError
 from millstream.home.home import Home
 from millstream.model.ids import StreamId
 from millstream.model.operations import TableRows
@@ -285,7 +285,7 @@ def states(home: Path) -> dict[str, str]:
 def test_a_stream_that_one_writer_owned_goes_on_as_one_of_several(home: Path, postgres: Database) -> None:
     assert states(home) == {}
     assert "which owns it" in run(home, "writers").stderr
-    with pytest.raises(ShardTaken, match="of one writer as yet"):
+    with pytest.raises(LogError, check=coded("shard_taken"), match="of one writer as yet"):
         second_writer(home, postgres.dsn)
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
     with postgres.connect() as connection:

@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from millstream.config.file import FILE_NAME
-from millstream.errors import HomeUnwritable, UsageError
+from millstream.errors import MillstreamError, UsageError
 from millstream.libpq import ADDRESS_HINT, is_address
 from millstream.model.addresses import (
     MASK,
@@ -114,7 +114,7 @@ def make_home(
     Raises:
         UsageError: the folder has a configuration already; a name or a pattern is invalid; or the DSN is
             invalid or ambiguous.
-        HomeUnwritable: the folder can't be written.
+        MillstreamError (`home_unwritable`): the folder can't be written.
     """
     check_stream_name(stream)
     TablePatterns.parse(tables)
@@ -145,7 +145,9 @@ def make_home(
             f"{file} is there already; nothing was changed", hint="Edit it, or name another folder.", file=str(file)
         ) from error
     except OSError as error:
-        raise HomeUnwritable(f"{error.filename or folder}: {error.strerror}", path=str(folder)) from error
+        raise MillstreamError(
+            f"{error.filename or folder}: {error.strerror}", code="home_unwritable", path=str(folder)
+        ) from error
     environ = {**os.environ} if password is None else {**os.environ, variable: password}
     return NewHome(file, variable if has_variable else None, environ)
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, check_deadline, session_of
-from millstream.errors import LogError, MissingExtra, WriterClosed
+from millstream.errors import LogError, UsageError, WriterClosed
 from millstream.export.record_reading import latest_stretches, read_records
 from millstream.home.home import Home
 from millstream.home.time_parsing import microseconds, parse_as_of
@@ -252,7 +252,7 @@ class OpenHome:
             NotEnoughReplicas: it is durable here, but others didn't confirm in time that they have it,
                 too.
             ReplicationError (`ack_level_unavailable`): the requested level can't be met here; nothing was appended.
-            MissingExtra: reading needs only the core; this needs `millstream[run]`.
+            UsageError (`missing_extra`): reading needs only the core; this needs `millstream[run]`.
         """
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
@@ -315,7 +315,7 @@ class OpenHome:
 
         Raises:
             InvalidQuery: the SQL fails; the message is DuckDB's.
-            InvalidTime, InvalidToken, BeyondRetention, TimeFromFuture, TokenFromFuture: `as_of` is
+            PositionError (`invalid_time`), InvalidToken, BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: `as_of` is
                 invalid or unavailable.
         """
         with self.lake(stream, as_of=as_of) as lake:
@@ -344,8 +344,8 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     """Open a home: the one at `path`, or that of MILLSTREAM_HOME, or the nearest folder upward.
 
     Raises:
-        HomeNotFound: there is none.
-        HomeTooNew: a newer Millstream wrote it.
+        UsageError (`home_not_found`): there is none.
+        UsageError (`home_too_new`): a newer Millstream wrote it.
     """
     home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
@@ -358,7 +358,7 @@ def level_of(acks: str | None) -> AckLevel | None:
 
 
 def check_stream(home: Home, stream: str) -> None:
-    """Raise `UnknownStream` if the stream isn't configured; `MissingExtra` if that can't be read here."""
+    """Raise `UnknownStream` if the stream isn't configured; `missing_extra` if that can't be read here."""
     try:
         home.written_stream(stream)
     except ModuleNotFoundError as error:
@@ -373,7 +373,7 @@ def write_id_of(session: str | None, number: int | None, idempotency_key: str | 
 
 
 def home_appender(home: Home) -> HomeAppender:
-    """Return the appender of a home's streams; `MissingExtra` if only the core or the client is installed."""
+    """Return the appender of a home's streams; `missing_extra` if only the core or the client is installed."""
     try:
         from millstream.writers.appending import HomeAppender
     except ModuleNotFoundError as error:
@@ -390,9 +390,12 @@ def open_other(place: str | Path, token: str | None) -> HomeCalls:
     return connect(place, token=token)
 
 
-def _needs_run(error: ModuleNotFoundError, what: str = "appending") -> MissingExtra:
-    return MissingExtra(
-        f"{what} needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+def _needs_run(error: ModuleNotFoundError, what: str = "appending") -> UsageError:
+    return UsageError(
+        f"{what} needs {error.name}, which isn't installed",
+        code="missing_extra",
+        hint="pip install 'millstream[run]'",
+        extra="run",
     )
 
 
@@ -465,8 +468,8 @@ def open_lake(
         bounds: the session's limits; None for no limit.
 
     Raises:
-        InvalidTime, InvalidToken: the text is neither.
-        BeyondRetention, TimeFromFuture, TokenFromFuture: the lake no longer has it, or doesn't have it
+        PositionError (`invalid_time`), InvalidToken: the text is neither.
+        BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or doesn't have it
             yet.
     """
     from millstream.home.config_mapping import lake_layout

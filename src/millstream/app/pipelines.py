@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.errors import LogError, MillstreamError, MissingExtra, Retry
+from millstream.errors import LogError, MillstreamError, Retry, UsageError
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
 from millstream.leadership.roles import Roles, ending_with_lead
@@ -174,15 +174,16 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
 
     Raises:
         HomeBusy: another process runs the home's pipelines.
-        MissingExtra: pyspark isn't installed.
+        UsageError (`missing_extra`): pyspark isn't installed.
         MillstreamError: a pipeline couldn't go on (the first one's error, after the others have ended).
     """
     home.prepare()
     try:
         from millstream.spark.session import open_session
     except ImportError as error:
-        raise MissingExtra(
+        raise UsageError(
             f"the pipeline needs {error.name}, which isn't installed",
+            code="missing_extra",
             hint="pip install 'millstream[spark]'",
             extra="spark",
         ) from error

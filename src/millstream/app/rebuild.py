@@ -129,7 +129,7 @@ def replay_table(
         stream: as `rebuild_table`.
 
     Raises:
-        InvalidTime, InvalidToken, TimeFromFuture: a bound can't be parsed, or is in the future.
+        PositionError (`invalid_time`), InvalidToken, PositionError (`time_from_future`): a bound can't be parsed, or is in the future.
         MillstreamError: as `replay_range`.
     """
     from millstream.lake.replay import replay_range
@@ -146,7 +146,7 @@ def replay_table(
 
 
 def _position(layout: LakeLayout, text: str) -> Seq:
-    from millstream.errors import TimeFromFuture
+    from millstream.errors import PositionError
     from millstream.home.time_parsing import parse_as_of
     from millstream.lake.operations import whole_upto
     from millstream.lake.snapshots import cut_at_time
@@ -156,7 +156,9 @@ def _position(layout: LakeLayout, text: str) -> Seq:
     if not isinstance(moment, datetime):
         return whole_upto(layout, moment.linear())
     if moment > now:
-        raise TimeFromFuture(f"{moment.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
+        raise PositionError(
+            f"{moment.isoformat()} lies in the future", code="time_from_future", hint=f"It is {now.isoformat()} now."
+        )
     cut = cut_at_time(layout, moment)
     return Seq(0) if cut is None else cut.n
 

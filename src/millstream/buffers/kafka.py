@@ -29,9 +29,9 @@ from millstream.errors import (
     BufferRefused,
     BufferUnavailable,
     MillstreamError,
-    MissingExtra,
     Overloaded,
     RowsTooLarge,
+    UsageError,
     WriterClosed,
 )
 from millstream.model.addresses import is_brokers
@@ -86,7 +86,7 @@ class KafkaBuffer:
     Raises:
         BufferMissing: there is no such topic, and it isn't to be made.
         BufferUnavailable, BufferRefused: the brokers can't be reached, or refuse.
-        MissingExtra: confluent-kafka isn't installed.
+        UsageError (`missing_extra`): confluent-kafka isn't installed.
     """
 
     def __init__(self, options: KafkaOptions) -> None:
@@ -340,8 +340,9 @@ def _admin_of(options: KafkaOptions) -> AdminClient:
     try:
         from confluent_kafka.admin import AdminClient
     except ModuleNotFoundError as error:
-        raise MissingExtra(
+        raise UsageError(
             f"a buffer in Kafka needs {error.name}, which isn't installed",
+            code="missing_extra",
             hint="pip install 'millstream[kafka]'",
             extra="kafka",
         ) from error

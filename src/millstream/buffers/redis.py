@@ -119,7 +119,7 @@ class RedisBuffer:
         BufferMissing: it doesn't exist, and isn't to be made.
         WriteBufferError (`buffer_not_durable`): the server doesn't promise to keep what it acknowledges.
         BufferUnavailable, BufferRefused: the server can't be reached, or refuses.
-        MissingExtra: redis isn't installed.
+        UsageError (`missing_extra`): redis isn't installed.
     """
 
     def __init__(self, options: RedisOptions) -> None:

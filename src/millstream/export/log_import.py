@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from pyarrow import ipc
 
 from millstream.codec.log_frame import BATCH_HEADER_VERSION
-from millstream.errors import ExportUnusable, StreamNotEmpty
+from millstream.errors import LogError
 from millstream.export.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
 from millstream.home.home import Home
 from millstream.leadership.roles import Roles
@@ -97,8 +97,8 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         folder: written by `export_arrow`.
 
     Raises:
-        ExportUnusable: the export is incomplete, or of another version. Nothing was changed.
-        StreamNotEmpty: the stream has records.
+        LogError (`export_unusable`): the export is incomplete, or of another version. Nothing was changed.
+        LogError (`stream_not_empty`): the stream has records.
         HomeBusy: another process writes the home.
         ReadOnly, Fenced: another node leads the stream.
         DiskFull, CatalogError …: nothing is published; the same call starts again.
@@ -133,7 +133,9 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         if failure is not None:
             raise failure
         if records != facts["records"]:
-            raise ExportUnusable(f"{folder} announces {facts['records']} records, {records} are there")
+            raise LogError(
+                f"{folder} announces {facts['records']} records, {records} are there", code="export_unusable"
+            )
         if target.exists():
             shutil.rmtree(target)
         staging.rename(target)
@@ -158,13 +160,13 @@ def _region(home: Home, stream: str) -> RegionId:
 
 
 def _stream_on_disk(target: Path, stream: str) -> StreamId | None:
-    """Return the id of an existing empty log; `StreamNotEmpty` if it isn't empty."""
+    """Return the id of an existing empty log; `stream_not_empty` if it isn't empty."""
     if not target.is_dir():
         return None
     reader = StreamReader(str(target), on_damage=lambda _error: None)
     marked = not reader.lacks_marks() and all(reader.durable_offset(shard) == 0 for shard in reader.shards)
     if not marked or any(file.stat().st_size > 4096 for file in target.glob("*/*.wal")):
-        raise StreamNotEmpty(f"stream {stream} has records in {target}", stream=stream)
+        raise LogError(f"stream {stream} has records in {target}", code="stream_not_empty", stream=stream)
     return reader.stream_id if reader.shards else None
 
 
@@ -199,7 +201,7 @@ def _open_files(
             schema = TableSchema.from_arrow(reader.schema)
             check_columns(path, reader.schema, schema.to_arrow(ROW_PREFIX))
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-            raise ExportUnusable(f"{path} can't be read: {error}", file=str(path)) from error
+            raise LogError(f"{path} can't be read: {error}", code="export_unusable", file=str(path)) from error
         opened.append((path, reader, ShardId(file["shard"]), schema, file.get("partition")))
     tables = _tables(catalog, stream, [(shard, schema) for _, _, shard, schema, _ in opened], facts, sources)
     versions: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
@@ -233,7 +235,10 @@ def _tables(
         is_last = last_of[s.source, s.relation_oid, s.kind, s.namespace, s.name] == table
         told = known.get(table, {}).get("state", TableState.STREAMING.value if is_last else TableState.GONE.value)
         if told not in set(TableState):
-            raise ExportUnusable(f"the export says of {s.namespace}.{s.name} that it is {told!r}, which is no state")
+            raise LogError(
+                f"the export says of {s.namespace}.{s.name} that it is {told!r}, which is no state",
+                code="export_unusable",
+            )
         state = TableState(told)
         if state is TableState.COPYING:
             state = TableState.COPY_REQUESTED  # its copy's position wasn't exported
@@ -242,8 +247,9 @@ def _tables(
             stream, sources[s.source], s.relation_oid, s.namespace, s.name, kind=s.kind, shard=shard, state=state, reason=reason
         )  # fmt: skip
         if row.id in found.values():
-            raise ExportUnusable(
-                f"two tables of the export are one relation of the source: {s.namespace}.{s.name} is the other"
+            raise LogError(
+                f"two tables of the export are one relation of the source: {s.namespace}.{s.name} is the other",
+                code="export_unusable",
             )
         if state is TableState.GONE:
             catalog.set_state(row.id, state, reason)

@@ -22,16 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
-from millstream.errors import (
-    CatalogError,
-    ConfigError,
-    DiskFull,
-    HomeNotFound,
-    HomeTooNew,
-    HomeUnwritable,
-    UnknownStream,
-    UsageError,
-)
+from millstream.errors import CatalogError, ConfigError, DiskFull, MillstreamError, UnknownStream, UsageError
 from millstream.model.ids import RegionId, can_name_stream, check_stream_name, parse_region_log_name
 from millstream.private_files import make_folder, open_private, replace_file
 from millstream.wal.files import as_told
@@ -83,7 +74,7 @@ class Home:
             named_by: the name in errors of the place that named it.
 
         Raises:
-            HomeNotFound: none of these is one. A (copied) folder with logs in `data/wal/STREAM` and no
+            UsageError (`home_not_found`): none of these is one. A (copied) folder with logs in `data/wal/STREAM` and no
                 configuration counts only if it is named, or if the search begins there.
         """
         environ = os.environ if environ is None else environ
@@ -102,12 +93,14 @@ class Home:
                 if next(path.glob("[0-9][0-9][0-9][0-9][0-9]/*.wal"), None) is not None:
                     what = "is the log of one stream, not a home"
                     hint = f"Put it where a home has it: `mkdir -p DIR/data/wal && mv {path} DIR/data/wal/STREAM`, then name DIR."
-                raise HomeNotFound(f"{path} ({origin}) {what}", hint=hint, path=str(path))
+                raise UsageError(f"{path} ({origin}) {what}", code="home_not_found", hint=hint, path=str(path))
         folder = (start or Path.cwd()).absolute()
         for candidate in (folder, *folder.parents):
             if (candidate / FILE_NAME).exists() or (candidate == folder and (folder / "data" / "wal").is_dir()):
                 return cls(candidate, needs_source)
-        raise HomeNotFound(f"no {FILE_NAME} in {folder} or a folder above it", hint=hint, path=str(folder))
+        raise UsageError(
+            f"no {FILE_NAME} in {folder} or a folder above it", code="home_not_found", hint=hint, path=str(folder)
+        )
 
     # --- paths -------------------------------------------------------------------------------------------------
 
@@ -297,13 +290,16 @@ class Home:
         """Refuse a home that a newer Millstream wrote.
 
         Raises:
-            HomeTooNew: its format is above ours.
+            UsageError (`home_too_new`): its format is above ours.
             CatalogError: the file with the format is damaged.
         """
         found = int(self._facts().get("format", FORMAT))
         if found > FORMAT:
-            raise HomeTooNew(
-                f"{self.path} has format {found}; this Millstream knows up to {FORMAT}", found=found, known=FORMAT
+            raise UsageError(
+                f"{self.path} has format {found}; this Millstream knows up to {FORMAT}",
+                code="home_too_new",
+                found=found,
+                known=FORMAT,
             )
 
     def _facts(self) -> dict[str, Any]:
@@ -342,8 +338,8 @@ class Home:
         """Check the format and make the folders that writing needs.
 
         Raises:
-            HomeTooNew, CatalogError: as `check_format`.
-            HomeUnwritable: a folder can't be made or written.
+            UsageError (`home_too_new`), CatalogError: as `check_format`.
+            MillstreamError (`home_unwritable`): a folder can't be made or written.
             DiskFull: there is no space for it.
         """
         self.check_format()
@@ -357,7 +353,9 @@ class Home:
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT}:
                 raise DiskFull(f"no space for {error.filename or self.path}", path=str(self.path)) from error
-            raise HomeUnwritable(f"{error.filename or self.path}: {error.strerror}", path=str(self.path)) from error
+            raise MillstreamError(
+                f"{error.filename or self.path}: {error.strerror}", code="home_unwritable", path=str(self.path)
+            ) from error
 
     def catalog_address(self) -> str | None:
         """Return the catalog's configured address, as libpq takes it; None: embedded, or no configuration.
@@ -444,7 +442,7 @@ class Home:
         """Return a folder for this home's sockets that is short enough for AF_UNIX, linked from `data/run/sockets`.
 
         Raises:
-            HomeUnwritable: there is no folder for it, or another user's is in its place.
+            MillstreamError (`home_unwritable`): there is no folder for it, or another user's is in its place.
         """
         digest = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:12]
         problems = []
@@ -463,7 +461,9 @@ class Home:
                 return folder
             except OSError as error:
                 problems.append(f"{folder}: {error.strerror}")
-        raise HomeUnwritable("; ".join(problems), hint="Set TMPDIR to a short folder of this user's own.")
+        raise MillstreamError(
+            "; ".join(problems), code="home_unwritable", hint="Set TMPDIR to a short folder of this user's own."
+        )
 
     def socket_folder(self) -> Path | None:
         """Return the folder of the home's sockets, from the link; None if it has never been run."""

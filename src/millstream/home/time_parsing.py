@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from millstream.errors import InvalidTime
+from millstream.errors import PositionError
 from millstream.model.ids import StreamId
 from millstream.model.positions import StreamToken
 
@@ -25,7 +25,7 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
         now: with a time zone; ages are counted from it.
 
     Raises:
-        InvalidTime: it is none.
+        PositionError (`invalid_time`): it is none.
     """
     text = text.strip()
     if text.lower() == "now":
@@ -37,7 +37,7 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
         found = datetime.fromisoformat(text)
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        raise InvalidTime(f"{text!r} is neither a time nor a token") from error
+        raise PositionError(f"{text!r} is neither a time nor a token", code="invalid_time") from error
 
 
 def is_token(text: str) -> bool:
@@ -54,7 +54,7 @@ def parse_as_of(text: str, stream: StreamId, *, now: datetime) -> datetime | Str
     """Return a moment or a token of the stream.
 
     Raises:
-        InvalidTime: it is neither.
+        PositionError (`invalid_time`): it is neither.
         InvalidToken: it is a token, but malformed or of another stream.
     """
     if is_token(text):

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import ShipmentUnreadable, TimeFromFuture, TokenFromFuture, UnknownStream, UsageError
+from millstream.errors import PositionError, ShipmentUnreadable, TokenFromFuture, UnknownStream, UsageError
 from millstream.home.home import FILE_NAME, Home
 from millstream.home.time_parsing import is_token, microseconds, parse_as_of, parse_moment
 from millstream.leadership.roles import Roles
@@ -71,7 +71,7 @@ def restore_stream(
             is invalid.
         UnknownStream: the store has nothing of that name.
         InvalidToken, TokenFromFuture: the token is another stream's, or lies beyond what is stored.
-        InvalidTime, TimeFromFuture: it is neither a token nor a moment, or lies in the future.
+        PositionError (`invalid_time`), PositionError (`time_from_future`): it is neither a token nor a moment, or lies in the future.
         ShipmentUnreadable (`store_damaged`): objects are damaged, and not everything requested lies before them.
         StoreUnavailable, ShipmentUnreadable, DiskFull …: the restore can be started again, and continues
             where it was.
@@ -79,7 +79,7 @@ def restore_stream(
     check_stream_name(stream)
     now = datetime.now(UTC)
     if at is not None and not is_token(at) and parse_moment(at, now=now) > now:
-        raise TimeFromFuture(f"{at} lies in the future", hint=f"It is {now.isoformat()} now.")
+        raise PositionError(f"{at} lies in the future", code="time_from_future", hint=f"It is {now.isoformat()} now.")
     folder = folder.expanduser().absolute()
     begun = folder / "data" / _BEGUN
     _check_folder(folder, begun, stream)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from millstream.errors import ConfigError, MissingExtra
+from millstream.errors import ConfigError, UsageError
 from millstream.home.home import Home
 from millstream.processes.locks import RoleLock
 from millstream.processes.supervise import Event, Part, PartState, Supervisor
@@ -50,7 +50,7 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
     Raises:
         HomeBusy: another `run` has the home.
         ConfigError: it configures no stream.
-        MissingExtra: pyspark isn't installed.
+        UsageError (`missing_extra`): pyspark isn't installed.
     """
     if not home.config.streams:
         raise ConfigError(
@@ -58,8 +58,11 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
             hint="Add [streams.<name>], with a source where one is captured; or make a home with `millstream init`.",
         )
     if importlib.util.find_spec("pyspark") is None:
-        raise MissingExtra(
-            "the pipeline needs pyspark, which isn't installed", hint="pip install 'millstream[spark]'", extra="spark"
+        raise UsageError(
+            "the pipeline needs pyspark, which isn't installed",
+            code="missing_extra",
+            hint="pip install 'millstream[spark]'",
+            extra="spark",
         )
     home.prepare()
     with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name, job=until_caught_up):

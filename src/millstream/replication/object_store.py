@@ -61,7 +61,7 @@ class ObjectStoreTransport:
             pieces; returns None for a missing one.
 
     Raises:
-        UsageError, MissingExtra, StoreUnusable: as `open_objects`.
+        UsageError, UsageError (`missing_extra`), StoreUnusable: as `open_objects`.
     """
 
     def __init__(

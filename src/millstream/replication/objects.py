@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from millstream.codec.checksums import Bytes
-from millstream.errors import MillstreamError, MissingExtra, StoreUnavailable, StoreUnusable, UsageError
+from millstream.errors import MillstreamError, StoreUnavailable, StoreUnusable, UsageError
 from millstream.model.addresses import mask_address
 from millstream.private_files import UNFINISHED, replacing, sync_folder
 
@@ -73,7 +73,7 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
 
     Raises:
         UsageError: the URL is invalid.
-        MissingExtra: obstore isn't installed.
+        UsageError (`missing_extra`): obstore isn't installed.
         StoreUnusable: obstore can't make a store of it.
     """
     if mask_address(url) != url:
@@ -95,8 +95,9 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
         obstore = importlib.import_module("obstore")
         store = importlib.import_module("obstore.store")
     except ModuleNotFoundError as error:
-        raise MissingExtra(
+        raise UsageError(
             f"an object store needs {error.name}, which isn't installed",
+            code="missing_extra",
             hint="pip install 'millstream[s3]'",
             extra="s3",
         ) from error

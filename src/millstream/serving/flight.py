@@ -21,16 +21,7 @@ import structlog
 
 from millstream.app.local_client import open_reader
 from millstream.config.quantities import duration_s, size_bytes
-from millstream.errors import (
-    AccessError,
-    AddressInUse,
-    MillstreamError,
-    Overloaded,
-    Retry,
-    Unauthenticated,
-    UsageError,
-    WriterClosed,
-)
+from millstream.errors import AccessError, MillstreamError, Overloaded, Retry, Unauthenticated, UsageError, WriterClosed
 from millstream.export.record_reading import table_ids
 from millstream.ingest.bulk import GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
@@ -169,7 +160,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         shipping: serves the nodes that follow; None if the home is no node.
 
     Raises:
-        AddressInUse: it can't listen there.
+        MillstreamError (`address_in_use`): it can't listen there.
         CertificateUnusable: as `Certificates.read`.
     """
 
@@ -205,8 +196,9 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         try:
             super().__init__(f"{scheme}://{host}:{address[1]}", **options)
         except (pa.ArrowException, OSError) as error:
-            raise AddressInUse(
+            raise MillstreamError(
                 f"Flight can't listen on {host}:{address[1]}: {error}",
+                code="address_in_use",
                 hint="Set [flight] listen in millstream.toml to a free one.",
                 address=f"{host}:{address[1]}",
             ) from error
@@ -421,7 +413,7 @@ def flight_of(
     """Run a home's Flight server while the block lasts, on threads of its own; the home configures one.
 
     Raises:
-        AddressInUse, Unprotected, CertificateUnusable: it can't or may not listen.
+        MillstreamError (`address_in_use`), Unprotected, CertificateUnusable: it can't or may not listen.
     """
     address = home.config.flight.address
     assert address is not None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.config.quantities import duration_s, size_bytes
-from millstream.errors import AddressInUse
+from millstream.errors import MillstreamError
 from millstream.home.home import Home
 from millstream.private_files import make_folder
 from millstream.processes.catalog_watch import watched_catalog
@@ -42,7 +42,7 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
 
     Raises:
         HomeBusy: the home is served already.
-        AddressInUse: it can't listen there.
+        MillstreamError (`address_in_use`): it can't listen there.
         Unprotected: other machines would reach it, without TLS or without tokens.
         CertificateUnusable: TLS is configured, but not usable.
         ConfigError: the variable that has this node's token isn't set.
@@ -200,7 +200,9 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise AddressInUse(f"can't listen on {host}:{port}: {error}", address=f"{host}:{port}") from error
+        raise MillstreamError(
+            f"can't listen on {host}:{port}: {error}", code="address_in_use", address=f"{host}:{port}"
+        ) from error
     return listener
 
 

@@ -36,7 +36,7 @@ def prepare_checkpoint(folder: Path, stream: StreamId, cut: Seq | None, log_firs
         Whether notes were dropped.
 
     Raises:
-        CheckpointForeign: the notes are another stream's; nothing was dropped.
+        EngineError (`checkpoint_foreign`): the notes are another stream's; nothing was dropped.
     """
     planned = _offsets(folder)
     for offset in planned.values():

@@ -65,10 +65,10 @@ def run_pipeline(
         The lake's position, and which tables were set aside.
 
     Raises:
-        CheckpointForeign: `checkpoint_dir` holds another stream's notes.
+        EngineError (`checkpoint_foreign`): `checkpoint_dir` holds another stream's notes.
         OffsetExpired: the log no longer has what the lake lacks.
         LakeTableForeign: another program wrote into `_commits`.
-        JavaMissing, EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
+        EngineError (`java_missing`), EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
     """
     log = StreamReader(str(config.wal_folder))
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
@@ -84,7 +84,7 @@ def take_up(config: PipelineConfig, log: StreamReader, ledger: Ledger) -> None:
     """Ensure that a query may start at the lake's last cut, and that the log keeps what it will read.
 
     Raises:
-        CheckpointForeign, OffsetExpired: as `run_pipeline`.
+        EngineError (`checkpoint_foreign`), OffsetExpired: as `run_pipeline`.
     """
     start = Seq(0) if ledger.cut is None else ledger.cut.n
     prepare_checkpoint(config.checkpoint_dir, config.stream_id, None if ledger.cut is None else start, log.first_seq())

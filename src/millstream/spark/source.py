@@ -47,7 +47,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 import millstream
-from millstream.errors import CheckpointForeign, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.errors import EngineError, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.model.conforming import conform
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
@@ -389,17 +389,18 @@ def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
     """Return the position of a spark checkpoint's offset.
 
     Raises:
-        CheckpointForeign: it is another stream's, or no offset of Millstream's at all.
+        EngineError (`checkpoint_foreign`): it is another stream's, or no offset of Millstream's at all.
     """
     if offset.get("stream") != str(stream):
-        raise CheckpointForeign(
+        raise EngineError(
             f"the spark checkpoint belongs to stream {offset.get('stream', '?')}, and this is stream {stream}",
+            code="checkpoint_foreign",
             hint="Name another spark checkpoint (checkpointLocation), or the stream that this one was made for.",
         )
     try:
         return StreamToken.parse(str(offset.get("token", "")), stream=stream).linear()
     except InvalidToken as error:
-        raise CheckpointForeign(f"the spark checkpoint's offset can't be read: {error}") from error
+        raise EngineError(f"the spark checkpoint's offset can't be read: {error}", code="checkpoint_foreign") from error
 
 
 def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

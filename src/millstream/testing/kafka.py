@@ -60,7 +60,7 @@ class EmbeddedKafka(EmbeddedServer):
         return f"127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it and return once it answers. `ArtifactUnavailable` without its jars, `JavaMissing` without Java."""
+        """Start it and return once it answers. `ArtifactUnavailable` without its jars, `java_missing` without Java."""
         properties = self._folder / "server.properties"
         if not properties.exists():
             self._folder.mkdir(parents=True, exist_ok=True)

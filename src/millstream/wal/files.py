@@ -15,15 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, TypeGuard
 
-from millstream.errors import (
-    DiskFull,
-    HomeUnreadable,
-    HomeUnwritable,
-    IoFailed,
-    MillstreamError,
-    UnexpectedFile,
-    UnreadableBytes,
-)
+from millstream.errors import DiskFull, MillstreamError, UnexpectedFile, UnreadableBytes
 from millstream.ports import Files, WritableFile
 from millstream.private_files import make_folder, open_private, sync_folder
 
@@ -50,10 +42,10 @@ def as_told(error: OSError) -> MillstreamError:
     if error.errno in NO_SPACE:
         return DiskFull(message)
     if path is not None and error.errno in _REFUSED:
-        kind = HomeUnwritable if _is_readable(os.fsdecode(path)) else HomeUnreadable
-        return kind(message, path=os.fsdecode(path))
+        code = "home_unwritable" if _is_readable(os.fsdecode(path)) else "home_unreadable"
+        return MillstreamError(message, code=code, path=os.fsdecode(path))
     number = None if error.errno is None else errno.errorcode.get(error.errno, error.errno)
-    return IoFailed(message, path=None if path is None else os.fsdecode(path), errno=number)
+    return MillstreamError(message, code="io_failed", path=None if path is None else os.fsdecode(path), errno=number)
 
 
 def _is_readable(path: str) -> bool:
@@ -162,7 +154,7 @@ class RealFiles:
     def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
         """Return bytes from a position; fewer at the end of the file.
 
-        Raises `UnreadableBytes` if the disk can't return them, `HomeUnreadable` if this user may
+        Raises `UnreadableBytes` if the disk can't return them, `home_unreadable` if this user may
         not read the file, `UnexpectedFile` if it is a folder.
         """
         try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from millstream.errors import CorruptWal, ShardLocked, ShardTaken
+from millstream.errors import CorruptWal, LogError, ShardLocked
 from millstream.model.ids import ShardId, WriterId
 from millstream.model.positions import Seq
 from millstream.ports import Clock, Files, WritableFile
@@ -34,7 +34,7 @@ def own_shards(
 
     Raises:
         CorruptWal: the folder lacks shards that the log has.
-        ShardTaken: one of them is another writer's, or all belong to several writers.
+        LogError (`shard_taken`): one of them is another writer's, or all belong to several writers.
     """
     there = {shard: read_mark(files, shard_folder(folder, shard)) for shard in list_shards(files, folder)}
     missing = missing_shards(folder, list(there), filter(None, there.values()))
@@ -42,8 +42,9 @@ def own_shards(
         raise missing
     if not numbers.shared:
         if any(mark.elsewhere is not None for mark in there.values() if mark is not None):
-            raise ShardTaken(
+            raise LogError(
                 f"{folder} is the log of several writers, and this one means to be its only one",
+                code="shard_taken",
                 hint='Say which one it is: `[writer] name = "…"` in millstream.toml, with the catalog that they share.',
             )
         return sorted({*named, *there})
@@ -52,8 +53,9 @@ def own_shards(
     for shard in named:
         mark = there.get(shard)
         if mark is not None and mark.writer != writer:
-            raise ShardTaken(
+            raise LogError(
                 f"shard {shard} of {folder} is writer {mark.writer}'s, not writer {writer}'s",
+                code="shard_taken",
                 shard=int(shard),
                 writer=int(mark.writer),
             )
@@ -61,12 +63,13 @@ def own_shards(
 
 
 def refuse_beside_an_owner(files: Files, folder: str, writer: WriterId | None) -> None:
-    """Raise `ShardTaken` if the folder is the log of another writer that owns it alone; None: of any such writer."""
+    """Raise `shard_taken` if the folder is the log of another writer that owns it alone; None: of any such writer."""
     for shard in list_shards(files, folder):
         mark = read_mark(files, shard_folder(folder, shard))
         if mark is not None and mark.elsewhere is None and mark.writer != writer:
-            raise ShardTaken(
+            raise LogError(
                 f"{folder} is the log of one writer as yet, which says nothing to others",
+                code="shard_taken",
                 hint='Start that one first as one of several: `[writer] name = "writer"` in millstream.toml.',
                 shard=int(shard),
                 writer=int(mark.writer),

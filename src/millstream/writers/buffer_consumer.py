@@ -171,7 +171,7 @@ class BufferTaking:
             BufferOffsetGone: the buffer has dropped items that weren't taken yet.
             BufferUnavailable, BufferMissing, BufferRefused: as the buffer raises them.
             UnsupportedFormat: a newer Millstream wrote into the buffer; nothing is passed over.
-            OutOfOrder, DiskFull, AppendOutcomeUnknown …: as the log raises them. Start again at the
+            LogError (`out_of_order`), DiskFull, AppendOutcomeUnknown …: as the log raises them. Start again at the
                 position that the log has reached.
         """
         while self._run(stop, until_caught_up=until_caught_up, tell=tell):

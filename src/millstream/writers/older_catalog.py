@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.catalog.adoption import LoggedTable
-from millstream.errors import CatalogOlder, MillstreamError
+from millstream.errors import CatalogError, MillstreamError
 from millstream.model.positions import Offset
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import segments_and_strays, shard_folder, shards_and_strays
@@ -48,7 +48,7 @@ def adopt_log(
         from_buffer: whether the stream takes its operations from a write buffer.
 
     Raises:
-        CatalogOlder: the catalog has something else under a number of the log's. Or it lacks a source of
+        CatalogError (`catalog_older`): the catalog has something else under a number of the log's. Or it lacks a source of
             a stream that reads a write buffer, so that operations would be taken twice. Nothing was
             changed.
     """
@@ -79,8 +79,9 @@ def adopt_log(
     bear = {*sources, *(schema.source for schema in versions.values())} - {0}
     lacking = bear - {row.id for row in catalog.all_sources(stream)}
     if lacking and from_buffer:
-        raise CatalogOlder(
+        raise CatalogError(
             f"the log has operations of the write buffer's source {min(lacking)}, which the catalog doesn't know: they would be taken twice",
+            code="catalog_older",
             source=int(min(lacking)),
         )
     adopted = catalog.adopt_tables(stream, tables, lacking)

@@ -139,7 +139,7 @@ class SharedWriter:
         Raises:
             SequencingError (`lease_too_short`): the catalog answers too slowly for it.
             SequencingError (`writer_name_taken`): a writer of that name has its log elsewhere.
-            ShardTaken: one of the shards is another writer's.
+            LogError (`shard_taken`): one of the shards is another writer's.
             ShardLocked: another process holds the folder or a shard, and goes on holding it.
             SequencingError (`sequence_unusable`): the numbers in the catalog were changed from outside.
             CorruptWal, DiskFull …: as `LogWriter.open`.

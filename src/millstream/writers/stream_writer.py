@@ -85,11 +85,11 @@ def stream_writer(
         ConfigError: the stream has several writers, and this process isn't configured as one of them; or
             it is, and the catalog is embedded.
         ShardLocked: another process holds a shard, and goes on holding it.
-        SequencingError (`lease_too_short`), SequencingError (`writer_name_taken`), ShardTaken, SequencingError (`sequence_unusable`): as `SharedWriter.open`, for one
+        SequencingError (`lease_too_short`), SequencingError (`writer_name_taken`), LogError (`shard_taken`), SequencingError (`sequence_unusable`): as `SharedWriter.open`, for one
             among several.
         ReadOnly, Fenced: another node leads the stream.
         CorruptWal, DiskFull …: as `LogWriter.open`.
-        CatalogOlder: the catalog has something else under a number of the log's.
+        CatalogError (`catalog_older`): the catalog has something else under a number of the log's.
         ReplicationError (`merge_unsuitable`): a table can't merge as configured.
         OtherRegion: the log belongs to another region than the configured one.
     """

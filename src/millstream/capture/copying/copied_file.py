@@ -54,7 +54,7 @@ class CopiedFile:
 
         Raises:
             DiskFull: there is no space for them; the file is no longer usable.
-            HomeUnwritable: it can't be written for another reason.
+            MillstreamError (`home_unwritable`): it can't be written for another reason.
         """
         arrays = [rows.exact, *rows.columns]
         batch = pa.RecordBatch.from_arrays(arrays, names=[str(number) for number in range(len(arrays))])

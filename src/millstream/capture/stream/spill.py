@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.codec.pgoutput import MessageRun
-from millstream.errors import DiskFull, HomeUnwritable
+from millstream.errors import DiskFull, MillstreamError
 from millstream.private_files import make_folder, open_private
 
 FLUSH_BYTES: Final = 1 << 20
@@ -52,7 +52,7 @@ class SpillFile:
 
         Raises:
             DiskFull: there is no space for them; the files are no longer usable.
-            HomeUnwritable: they can't be written for another reason.
+            MillstreamError (`home_unwritable`): they can't be written for another reason.
         """
         if not self._waiting:
             return
@@ -137,4 +137,6 @@ def told(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise DiskFull(f"no space for what is too large for memory in {path}", path=str(path)) from error
-        raise HomeUnwritable(f"{error.filename or path}: {error.strerror}", path=str(path)) from error
+        raise MillstreamError(
+            f"{error.filename or path}: {error.strerror}", code="home_unwritable", path=str(path)
+        ) from error

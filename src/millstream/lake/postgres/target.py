@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from millstream.errors import DestinationError, MillstreamError, MissingExtra
+from millstream.errors import DestinationError, MillstreamError, UsageError
 from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, pinned_session, with_patience
 from millstream.model.ids import StreamId
 
@@ -61,8 +61,9 @@ class PostgresTarget:
         try:
             import psycopg
         except ImportError as error:
-            raise MissingExtra(
+            raise UsageError(
                 "tables in PostgreSQL need psycopg, which isn't installed",
+                code="missing_extra",
                 hint="pip install 'millstream[run]'",
                 extra="run",
             ) from error

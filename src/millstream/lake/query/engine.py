@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, MissingExtra
+from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, UsageError
 from millstream.lake.delta import OpenTable, lake_errors
 from millstream.lake.query.bounds import QueryBounds, Watch
 from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
@@ -58,12 +58,15 @@ class Engine:
             bounds: its bounds.
 
         Raises:
-            MissingExtra: DuckDB, or fsspec, by which it reads the lake's files, isn't installed.
+            UsageError (`missing_extra`): DuckDB, or fsspec, by which it reads the lake's files, isn't installed.
         """
         for module in ("duckdb", "fsspec"):
             if find_spec(module) is None:
-                raise MissingExtra(
-                    f"SQL needs {module}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+                raise UsageError(
+                    f"SQL needs {module}, which isn't installed",
+                    code="missing_extra",
+                    hint="pip install 'millstream[run]'",
+                    extra="run",
                 )
         self.files: Final = HandedFiles()
         self._connected = call_in_thread("millstream-duckdb", partial(_connect, scratch, bounds, self.files))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from millstream.errors import BeyondRetention, LakeBehind, TimeFromFuture, TokenFromFuture
+from millstream.errors import BeyondRetention, LakeBehind, PositionError, TokenFromFuture
 from millstream.lake.known_tables import KnownTable
 from millstream.lake.layout import LakeLayout
 from millstream.lake.operations import whole_upto
@@ -18,7 +18,7 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
     """Return the position to show, which splits no operation, and the last cut at or below it.
 
     Raises:
-        TokenFromFuture, TimeFromFuture, BeyondRetention: as `LakeSession`.
+        TokenFromFuture, PositionError (`time_from_future`), BeyondRetention: as `LakeSession`.
     """
     if as_of is None:
         cut = last_cut(layout)
@@ -26,7 +26,9 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
     if isinstance(as_of, datetime):
         now = datetime.now(UTC)
         if as_of > now:
-            raise TimeFromFuture(f"{as_of.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
+            raise PositionError(
+                f"{as_of.isoformat()} lies in the future", code="time_from_future", hint=f"It is {now.isoformat()} now."
+            )
         cut = cut_at_time(layout, as_of)
         if cut is None:
             raise _before(layout, as_of.isoformat())

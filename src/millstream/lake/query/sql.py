@@ -93,9 +93,9 @@ class LakeSession:
             bounds: the session's bounds; None for none.
 
         Raises:
-            MissingExtra: DuckDB isn't installed.
+            UsageError (`missing_extra`): DuckDB isn't installed.
             TokenFromFuture: the lake hasn't reached `as_of`.
-            TimeFromFuture: the clock hasn't reached `as_of`.
+            PositionError (`time_from_future`): the clock hasn't reached `as_of`.
             BeyondRetention: the lake begins after `as_of`.
             LakeTableForeign: another program wrote into `_commits`.
         """

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 
 from millstream.codec.log_frame import FrameKind, RecordsFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
-from millstream.errors import LossNotAccepted
+from millstream.errors import LogError
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
@@ -68,7 +68,7 @@ def repair(
         The plan as performed, with the files that hold what was cut.
 
     Raises:
-        LossNotAccepted: the ranges don't cover what is lost, or cover what isn't; nothing was
+        LogError (`loss_not_accepted`): the ranges don't cover what is lost, or cover what isn't; nothing was
             changed.
         ShardLocked: a writer runs.
         UnexpectedFile, LogError: as `plan_repair`.
@@ -112,7 +112,7 @@ def set_tail_aside(
         The files that hold what was cut; none if nothing had to be.
 
     Raises:
-        LossNotAccepted: these shards have other damage; nothing was changed.
+        LogError (`loss_not_accepted`): these shards have other damage; nothing was changed.
         OSError: the disk failed, or is full; the rest can be repeated.
     """
     plan = plan_repair(folder, files=files, only=marks, above=above)
@@ -132,8 +132,9 @@ def set_tail_aside(
     if not given_up:
         return []
     if damaged:
-        raise LossNotAccepted(
+        raise LogError(
             f"{folder} is damaged, and its writer was forgotten at {above}: what lies above that can't be set aside yet",
+            code="loss_not_accepted",
             hint="`millstream wal verify` says what is damaged; `millstream wal repair` it, and start the writer again.",
         )
     rewriter = Rewriter(files, plan, KnownSchemas(files, folder, ()), now_ns)
@@ -147,19 +148,21 @@ def set_tail_aside(
 
 
 def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop_readable: bool) -> None:
-    """Raise `LossNotAccepted` unless the ranges are exactly what is lost; turn readable frames to drop into losses."""
+    """Raise `loss_not_accepted` unless the ranges are exactly what is lost; turn readable frames to drop into losses."""
     needed = " ".join(f"--accept-loss {wanted}" for wanted in plan.ranges())
     for offered in accepted:
         if offered.shard is None and not offered.by_number and len(plan.segments) > 1:
-            raise LossNotAccepted(
+            raise LogError(
                 f"{offered} doesn't say of which shard",
+                code="loss_not_accepted",
                 hint=f"Write SHARD:FROM-TO. What is lost: {needed or 'nothing'}.",
             )
     for loss in plan.losses:
         if not _is_covered(loss, accepted):
             shard, start, end = span_of(loss)
-            raise LossNotAccepted(
+            raise LogError(
                 f"offsets [{start}, {end}) of shard {shard} can't be read, and that wasn't accepted ({loss.file}: {loss.why})",
+                code="loss_not_accepted",
                 hint=f"To do without them: {needed}.",
                 file=loss.file,
             )
@@ -169,7 +172,9 @@ def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop
     before = [_loss_like(frame) for frame in _accepted_before(plan)]
     for offered in accepted:
         if not any(_meets(offered, loss) for loss in (*plan.losses, *before)):
-            raise LossNotAccepted(f"nothing is lost in {offered}", hint=f"What is lost: {needed or 'nothing'}.")
+            raise LogError(
+                f"nothing is lost in {offered}", code="loss_not_accepted", hint=f"What is lost: {needed or 'nothing'}."
+            )
 
 
 def _accepted_before(plan: RepairPlan) -> Iterator[ScannedFrame]:
@@ -234,13 +239,15 @@ def _check_readable(
             if not _meets(offered, whole) or (offered.by_number and not _holds(made, piece.frame, offered)):
                 continue
             if not drop_readable:
-                raise LossNotAccepted(
+                raise LogError(
                     f"{offered} covers records that can be read: offsets [{start}, {end}) of shard {made.shard}",
+                    code="loss_not_accepted",
                     hint=f"Name only what is lost ({needed or 'nothing'}), or say --drop-readable to lose these too.",
                 )
             if not _is_covered(whole, [offered]):
-                raise LossNotAccepted(
+                raise LogError(
                     f"{offered} cuts through a frame with offsets [{start}, {end}) of shard {made.shard}; frames go whole",
+                    code="loss_not_accepted",
                     hint="Widen the range to the whole frame, or leave it out.",
                 )
             made.pieces[place] = whole

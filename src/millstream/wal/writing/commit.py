@@ -127,7 +127,7 @@ class GroupCommitter:
 
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
-            LossNotAccepted: the writer was forgotten, and its shards are damaged.
+            LogError (`loss_not_accepted`): the writer was forgotten, and its shards are damaged.
         """
         marks: dict[ShardId, MarkFile] = {}
         try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from millstream.crdt.hlc import HybridTime
-from millstream.errors import MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
+from millstream.errors import LogError, MillstreamError, SessionsNeedOneWriter, WriterClosed
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
 from millstream.model.operations import Ack, SpilledOp, Submitted, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
@@ -161,7 +161,7 @@ class LogWriter:
             ReplicationError (`ack_level_unavailable`): `options` ask for more than this machine, but there are several
                 writers or no `high_water`.
             ShardLocked: another process writes one of the shards.
-            ShardTaken: one of the shards belongs to another writer.
+            LogError (`shard_taken`): one of the shards belongs to another writer.
             SequencingError (`sequence_unusable`): the shared store can't be right for this log.
             CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch: see `recover`; nothing was
                 changed.
@@ -520,8 +520,10 @@ def _no_sessions() -> SessionsNeedOneWriter:
     return SessionsNeedOneWriter("this writer is one of several, and knows no sessions and keys; nothing was appended")
 
 
-def _out_of_order() -> OutOfOrder:
-    return OutOfOrder("an append that this one follows failed; nothing of this one was appended either")
+def _out_of_order() -> LogError:
+    return LogError(
+        "an append that this one follows failed; nothing of this one was appended either", code="out_of_order"
+    )
 
 
 def _held_bytes(ops: Submitted) -> int:
