@@ -10,10 +10,11 @@ import heapq
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
@@ -35,6 +36,7 @@ from millstream.errors import (
     UsageError,
     WriterClosed,
 )
+from millstream.model.steps import run
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -335,7 +337,46 @@ class Attempts:
         raise error
 
 
-class Session:
+class NumberedWrites:
+    """The writes of a session, whatever waits for them: a thread (`Session`) or a task (`AsyncSession`)."""
+
+    def __init__(self, home: Any, stream: str, name: str, next_number: int | None, nap: Callable[[float], Any]) -> None:
+        self._home = home
+        self._stream = stream
+        self._nap = nap
+        self._numbers = Numbers(name, next_number)
+        self.name: Final = name
+        """The session's name in the stream."""
+
+    def __repr__(self) -> str:
+        known = self._numbers.next if self._numbers.is_known else None
+        return f"{type(self).__name__}({self._stream!r}, {self.name!r}, next_number={known})"
+
+    def _steps(
+        self, table: str, rows: pa.Table, attempts: Attempts, number: int | None, **options: Any
+    ) -> Generator[Callable[[], Any], Any, Appended]:
+        """Yield the calls that append a write, and resend it, and return its result."""
+        facts = partial(self._home.session_facts, self._stream, self.name)
+        append = partial(self._home.append, self._stream, table, rows, session=self.name, **options)
+        while True:
+            try:
+                with self._numbers.one(number) as given:
+                    while True:
+                        try:
+                            appended: Appended = yield partial(append, deadline_s=attempts.left_s, number=given)
+                        except SessionGap:
+                            raise
+                        except MillstreamError as error:
+                            yield partial(self._nap, attempts.nap_after(error, given))
+                        else:
+                            return appended
+            except SessionGap as error:
+                # Numbers of lost writes are used first.
+                if number is not None or not self._numbers.fill((yield facts)):
+                    yield partial(self._nap, attempts.nap_after(error))
+
+
+class Session(NumberedWrites):
     """Writes under one name, each with a number from 1: a write resent under its number isn't appended twice.
 
     Made by `home.session`. An application that restarts continues under the same name: with the first
@@ -346,16 +387,8 @@ class Session:
     """
 
     def __init__(self, home: HomeCalls, stream: str, name: str, next_number: int | None) -> None:
-        self._home = home
-        self._stream = stream
-        self._numbers = Numbers(name, next_number)
+        super().__init__(home, stream, name, next_number, time.sleep)
         self._asking = threading.Lock()
-        self.name: Final = name
-        """The session's name in the stream."""
-
-    def __repr__(self) -> str:
-        known = self._numbers.next if self._numbers.is_known else None
-        return f"Session({self._stream!r}, {self.name!r}, next_number={known})"
 
     @property
     def next_number(self) -> int:
@@ -412,43 +445,10 @@ class Session:
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             self.resume()
-        attempts = Attempts(deadline_s)
-        while True:
-            try:
-                with self._numbers.one(number) as given:
-                    sent = self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows, acks=acks)
-                    return valid.told(sent)
-            except SessionGap as error:
-                # Numbers of lost writes are used first.
-                if number is not None or not self._numbers.fill(self._home.session_facts(self._stream, self.name)):
-                    time.sleep(attempts.nap_after(error))
-
-    def _sent(
-        self,
-        table: str,
-        rows: pa.Table,
-        number: int,
-        attempts: Attempts,
-        *,
-        keep_valid_rows: bool,
-        acks: str | None,
-    ) -> Appended:
-        while True:
-            try:
-                return self._home.append(
-                    self._stream,
-                    table,
-                    rows,
-                    deadline_s=attempts.left_s,
-                    session=self.name,
-                    number=number,
-                    keep_valid_rows=keep_valid_rows,
-                    acks=acks,
-                )
-            except SessionGap:
-                raise
-            except MillstreamError as error:
-                time.sleep(attempts.nap_after(error, number))
+        steps = self._steps(
+            table, valid.table, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks
+        )
+        return valid.told(run(steps, lambda call: call()))
 
 
 def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:
