@@ -14,6 +14,7 @@ from millstream.errors import AppendOutcomeUnknown
 from millstream.ingest import local_async
 from millstream.ingest.local import HELLO, LENGTHS
 from millstream.ingest.local_async import AsyncAppendClient
+from millstream.ingest.requests import one_request
 
 
 def test_a_request_that_is_cut_off_by_time_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +30,9 @@ def test_a_request_that_is_cut_off_by_time_may_be_there(tmp_path: Path, monkeypa
             loop = asyncio.get_running_loop()
             listening.setblocking(False)
             client = AsyncAppendClient(path)
-            asked = asyncio.create_task(client.append("web", "clicks", rows, deadline_s=0.1))
+            asked = asyncio.create_task(
+                client.append_batch("web", one_request("clicks", rows, None, keep_valid_rows=False), deadline_s=0.1)
+            )
             connection, _ = await loop.sock_accept(listening)
             with connection:
                 hello = json.dumps(HELLO).encode()

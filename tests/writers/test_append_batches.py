@@ -51,7 +51,7 @@ def every_way(home: Path) -> Iterator[dict[str, Append]]:
     """Appenders in this process, through its socket, and both by tasks."""
     appender = home_appender(Home(home))
     try:
-        appender.append("web", "warm", [{"x": 1}], deadline_s=5)
+        appender.append_batch("web", batch_of("warm", [1], [1]), deadline_s=5)
         path = append_socket(Home(home), None)
         client = AppendClient(path)
 

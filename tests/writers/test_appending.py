@@ -44,6 +44,7 @@ from millstream.errors import (
 from millstream.home.home import Home
 from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.ingest.local import AppendClient
+from millstream.ingest.requests import one_request
 from millstream.model.positions import StreamToken
 from millstream.processes.locks import holder, writer_role
 from millstream.testing.pytest_plugin import Database
@@ -362,7 +363,8 @@ def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
         assert b.returncode == 0
         other = pa.table({"who": ["large"], "number": [1], "bytes": [b"x" * 200_000]})
         client = AppendClient(Path(path))
-        client.append("web", "clicks", other, deadline_s=10)  # once the senders of halves are given up
+        request = one_request("clicks", other, None, keep_valid_rows=False)
+        client.append_batch("web", request, deadline_s=10)  # once the senders of halves are given up
         client.close()
     assert not writes(home, os.getpid())
 

@@ -19,6 +19,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.ingest.appender import Appender
+from millstream.ingest.requests import one_request, sole_outcome
 from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
@@ -149,5 +150,5 @@ def test_rows_that_are_none_never_reach_the_buffer(appender: Appender, server: M
     rows = pa.table({"ID": pa.array([1], pa.int64())})
     appender.append_batch(batch([0], [1]), deadline_s=10)
     with pytest.raises(InvalidValue):
-        appender.append("clicks", rows, deadline_s=10)
+        sole_outcome(appender.append_batch(one_request("clicks", rows, None, keep_valid_rows=False), deadline_s=10))
     assert MemoryBuffer(server, "orders").reader(NORTH).end_offset() == 1

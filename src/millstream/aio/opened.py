@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 from millstream.aio.session import AsyncSession, valid_columns
 from millstream.app.local_client import OpenHome, check_stream, home_appender, level_of, open_lake, write_id_of
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, check_deadline, session_of
-from millstream.errors import MillstreamError, WriterClosed
+from millstream.errors import WriterClosed
 from millstream.home.home import Home
-from millstream.ingest.requests import one_request
+from millstream.ingest.requests import one_request, sole_outcome
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -131,10 +131,7 @@ class AsyncOpenHome:
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         batch = one_request(table, valid.table, write_id, keep_valid_rows, level_of(acks))
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
-        (outcome,) = await appender.append_batch_async(stream, batch, deadline_s=deadline_s)
-        if isinstance(outcome, MillstreamError):
-            raise outcome
-        return valid.told(outcome)
+        return valid.told(sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s)))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""

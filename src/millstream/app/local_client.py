@@ -256,15 +256,13 @@ class OpenHome:
         """
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
-        return self._home_appender().append(
-            stream,
-            table,
-            rows,
-            deadline_s=deadline_s,
-            write_id=write_id,
-            keep_valid_rows=keep_valid_rows,
-            acks=level_of(acks),
-        )
+        appender, level = self._home_appender(), level_of(acks)
+        from millstream.ingest.requests import one_request, sole_outcome
+        from millstream.ingest.valid_rows import columns_for
+
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows, level)
+        return valid.told(sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return a session: it numbers writes to a stream, so that each may be resent without being appended twice.

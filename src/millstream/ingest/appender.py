@@ -16,7 +16,7 @@ import pyarrow as pa
 from millstream import measures
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
-from millstream.ingest.requests import check_batch, one_request, operations_of, rows_of, said
+from millstream.ingest.requests import check_batch, operations_of, rows_of, said
 from millstream.ingest.schemas import TableRules, fitted, grown
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.ingest.valid_rows import valid_part, without_clashes
@@ -24,10 +24,9 @@ from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, Wri
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, RejectedRow, Repeated, TableRows, WriteOps, append_rows
 from millstream.model.positions import Seq, StreamToken, short_stream_id
-from millstream.model.replication import AckLevel
 from millstream.model.schema import TableSchema
 from millstream.model.steps import run, run_async
-from millstream.model.writes import AppendBatch, SessionFacts, WriteId
+from millstream.model.writes import AppendBatch, SessionFacts
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
@@ -79,39 +78,6 @@ class Appender:
         self._buffer = buffer
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest schema of each table that this process has seen."""
-
-    def append(
-        self,
-        table: str,
-        rows: pa.Table,
-        *,
-        deadline_s: float | None,
-        write_id: WriteId | None = None,
-        keep_valid_rows: bool = False,
-        acks: AckLevel | None = None,
-    ) -> Appended:
-        """Append one operation: rows of one table, each a create. Returns once it is durable.
-
-        Args:
-            table: `schema.table`, quoted where necessary; the default schema is `public`.
-            rows: as `table_of` returns them.
-            deadline_s: how long to wait for room in the writer's queue, and then for the requested level.
-            write_id: identifies a retry of the same write.
-            keep_valid_rows: whether rows that don't fit the table are left out; otherwise one of them
-                refuses all.
-            acks: the acknowledgement level; None: the stream's.
-
-        Raises:
-            UsageError: the text is no table's name.
-            InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing
-                was appended.
-            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, NotEnoughReplicas,
-            ReplicationError (`ack_level_unavailable`): as `ports.LogAppender`.
-        """
-        (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows, acks), deadline_s=deadline_s)
-        if isinstance(outcome, MillstreamError):
-            raise outcome
-        return outcome
 
     def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
         """Append each of the batch's requests as an operation of its own, all of them in one commit group.

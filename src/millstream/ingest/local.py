@@ -44,15 +44,11 @@ from millstream.ingest.frames import (
     session_asked,
     session_told,
 )
-from millstream.ingest.requests import one_request
 from millstream.workers import Worker, call_in_thread
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from millstream.model.operations import Appended
-    from millstream.model.replication import AckLevel
-    from millstream.model.writes import AppendBatch, SessionFacts, WriteId
+    from millstream.model.writes import AppendBatch, SessionFacts
 
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
 """Limit in bytes of requests being read or written, over all connections; further senders wait."""
@@ -241,27 +237,6 @@ class AppendClient:
         self._path = path
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
-
-    def append(
-        self,
-        stream: str,
-        table: str,
-        rows: pa.Table,
-        *,
-        deadline_s: float,
-        write_id: WriteId | None = None,
-        keep_valid_rows: bool = False,
-        acks: AckLevel | None = None,
-    ) -> Appended:
-        """Append as `Appender.append`, in the process that writes.
-
-        Raises as `append_batch`, and the error that refused the rows.
-        """
-        batch = one_request(table, rows, write_id, keep_valid_rows, acks)
-        (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
-        if isinstance(outcome, MillstreamError):
-            raise outcome
-        return outcome
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
         """Append as `Appender.append_batch`, in the process that writes.

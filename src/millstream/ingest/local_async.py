@@ -23,14 +23,10 @@ from millstream.ingest.frames import (
     outcomes_of,
     session_told,
 )
-from millstream.ingest.requests import one_request
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from millstream.model.operations import Appended
-    from millstream.model.replication import AckLevel
-    from millstream.model.writes import AppendBatch, SessionFacts, WriteId
+    from millstream.model.writes import AppendBatch, SessionFacts
 
 CONNECTIONS_MAX: Final = 64
 """Limit of one client's connections: a writer's commit group takes all batches that have arrived, and more
@@ -50,24 +46,6 @@ class AsyncAppendClient:
         self._idle: list[socket.socket] = []
         self._room = asyncio.Semaphore(connections_max)
         self._closed = False
-
-    async def append(
-        self,
-        stream: str,
-        table: str,
-        rows: pa.Table,
-        *,
-        deadline_s: float,
-        write_id: WriteId | None = None,
-        keep_valid_rows: bool = False,
-        acks: AckLevel | None = None,
-    ) -> Appended:
-        """Append; see `AppendClient.append`."""
-        batch = one_request(table, rows, write_id, keep_valid_rows, acks)
-        (outcome,) = await self.append_batch(stream, batch, deadline_s=deadline_s)
-        if isinstance(outcome, MillstreamError):
-            raise outcome
-        return outcome
 
     async def append_batch(
         self, stream: str, batch: AppendBatch, *, deadline_s: float

@@ -10,11 +10,9 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import InvalidValue, RowsTooLarge
+from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import (
-    append_operations,
-)
+from millstream.model.operations import Appended, append_operations
 from millstream.model.records import INSTANT
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
@@ -38,6 +36,14 @@ def one_request(
     if not rows.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
     return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows, acks)
+
+
+def sole_outcome(outcomes: Sequence[Appended | MillstreamError]) -> Appended:
+    """Return the outcome of a batch of one; raise it if it is an error."""
+    (outcome,) = outcomes
+    if isinstance(outcome, MillstreamError):
+        raise outcome
+    return outcome
 
 
 def check_batch(batch: AppendBatch) -> None:

@@ -19,12 +19,9 @@ import structlog
 from millstream.errors import HomeBusy, MillstreamError, WriterClosed
 from millstream.home.config_mapping import place_compiled_code
 from millstream.ingest.appender import Appender
-from millstream.ingest.columns import Rows
 from millstream.ingest.local import AppendClient, AppendServer
 from millstream.ingest.local_async import AsyncAppendClient
-from millstream.ingest.requests import one_request
 from millstream.ingest.uninterruptible import uninterruptible
-from millstream.ingest.valid_rows import columns_for
 from millstream.leadership.roles import Roles
 from millstream.processes.control import ControlServer, have_done
 from millstream.processes.locks import RoleLock, holder, writer_role
@@ -39,8 +36,7 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.home.home import Home
     from millstream.model.operations import Appended
-    from millstream.model.replication import AckLevel
-    from millstream.model.writes import AppendBatch, SessionFacts, WriteId
+    from millstream.model.writes import AppendBatch, SessionFacts
     from millstream.writers.sinks import OpenOther
     from millstream.writers.stream_writer import StreamWriter
 
@@ -93,26 +89,6 @@ class HomeAppender:
         """The clients for tasks, by event loop."""
         self._own: _OwnWriter | None = None
         self._pid = os.getpid()
-
-    def append(
-        self,
-        stream: str,
-        table: str,
-        rows: Rows,
-        *,
-        deadline_s: float,
-        write_id: WriteId | None = None,
-        keep_valid_rows: bool = False,
-        acks: AckLevel | None = None,
-    ) -> Appended:
-        """See `OpenHome.append`."""
-        _written(self._home, stream)
-        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
-        batch = one_request(table, valid.table, write_id, keep_valid_rows, acks)
-        (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
-        if isinstance(outcome, MillstreamError):
-            raise outcome
-        return valid.told(outcome)
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
         """Append as `Appender.append_batch`, in the process that writes. Also raises `UnknownStream`, `HomeBusy`."""
