@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.costs import Cost, CostWatch, cost_figures, cost_names
 from bench.debezium import VERSION, Rates, engine
 from bench.figures import RUNS, Figure, asked, compared, interleaved, measures, reported, say
 from bench.homes import make_home
@@ -302,22 +303,26 @@ def _copy_to_null_rows_s(server: EmbeddedPostgres, rows: int, parts: list[str]) 
     return rows / (time.perf_counter() - began_at)
 
 
-@measures("capture_rss_mib")
+@measures("capture_rss_mib", *cost_names("capture"))
 def resident_memory() -> Iterator[Figure]:
-    """Measure the peak memory of `millstream capture run`, over many transactions and a large streamed one."""
-    yield _resident_memory(
-        "capture_rss_mib", mid=_transactions(500, 1000), large=asked.rows or 2_000_000, runs=asked.runs or RUNS
+    """Measure `millstream capture run`, over many transactions and a large streamed one: peak memory, and its cost."""
+    yield from _capture_command(
+        "capture_rss_mib",
+        "capture",
+        mid=_transactions(500, 1000),
+        large=asked.rows or 2_000_000,
+        runs=asked.runs or RUNS,
     )
 
 
-@measures("capture_rss_10m_tx_mib")
+@measures("capture_rss_10m_tx_mib", *cost_names("capture_10m_tx"))
 def resident_memory_of_one() -> Iterator[Figure]:
     """Measure the same with one transaction of 10 M rows; once, since it takes minutes and 6 GB of disk."""
     rows = asked.rows or LARGE_TRANSACTION_ROWS
-    yield _resident_memory("capture_rss_10m_tx_mib", mid=0, large=rows, runs=1)
+    yield from _capture_command("capture_rss_10m_tx_mib", "capture_10m_tx", mid=0, large=rows, runs=1)
 
 
-def _resident_memory(name: str, *, mid: int, large: int, runs: int) -> Figure:
+def _capture_command(name: str, cost_name: str, *, mid: int, large: int, runs: int) -> Iterator[Figure]:
     say(f"{name}: {mid} transactions of 1,000 rows and one of {large:,}")
     rows = mid * 1000 + large
     with postgres() as server, folder("rss") as path:
@@ -325,40 +330,49 @@ def _resident_memory(name: str, *, mid: int, large: int, runs: int) -> Figure:
             connection.execute(f"CREATE TABLE big ({COLUMNS})")
         home = make_home(server, path / "home", ["public.big"])
         home.run("capture", "run", "--until-caught-up")
-        peaks = []
+        peaks, costs = [], []
         for number in range(runs):
             with server.connect(DATABASE) as connection:
                 first = number * rows
                 if mid:
                     insert_transactions(connection, "big", transactions=mid, rows_each=1000, after=first)
                 insert_transactions(connection, "big", transactions=1, rows_each=large, after=first + mid * 1000)
-            peaks.append(_peak_mib(home.command("capture", "run", "--until-caught-up")))
+            peak, cost = _peak_mib(home.command("capture", "run", "--until-caught-up"), rows)
+            peaks.append(peak)
+            costs.append(cost)
             say(f"  run {number + 1}: {peaks[-1]:.0f} MiB")
     before = f"{mid} transactions of 1000 rows, then " if mid else ""
-    return reported(
+    said = (
+        f"`millstream capture run --until-caught-up`; {SHAPE}; {before}one transaction of"
+        f" {large} rows, which the source streams before its commit (logical_decoding_work_mem 64MB)"
+    )
+    yield reported(
         name,
         peaks,
         unit="MiB",
         goal="< 512",
         rows=rows,
         size_bytes=rows * ROW_BYTES,
-        note=f"VmHWM of the process `millstream capture run --until-caught-up`; {SHAPE}; {before}one transaction of"
-        f" {large} rows, which the source streams before its commit (logical_decoding_work_mem 64MB)",
+        note=f"VmHWM of the process {said}",
+    )
+    yield from cost_figures(
+        cost_name, costs, row_bytes=ROW_BYTES, note=f"{said}; start and end of the process included"
     )
 
 
-def _peak_mib(command: list[str]) -> float:
-    """Peak resident memory of a process, read until the process ends."""
+def _peak_mib(command: list[str], rows: int) -> tuple[float, Cost]:
+    """Return the peak resident memory of a process, read until it ends, and its cost for so many rows."""
     peak = 0.0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        status = Path(f"/proc/{process.pid}/status")
+        status, watch = Path(f"/proc/{process.pid}/status"), CostWatch(process.pid)
         while process.poll() is None:
             with contextlib.suppress(OSError):
                 lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
                 peak = max([peak, *(int(line.split()[1]) / 1024 for line in lines)])
             time.sleep(0.02)
+        cost = watch.stop(rows)
         assert process.stderr is not None
         messages = process.stderr.read()
     if process.returncode:
         raise RuntimeError(f"capture ended with {process.returncode}: {messages[-2000:]}")
-    return peak
+    return peak, cost

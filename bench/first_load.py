@@ -12,6 +12,7 @@ import pyarrow as pa
 from deltalake import DeltaTable, write_deltalake
 from pyarrow import csv
 
+from bench.costs import Cost, cost_figures, cost_names, run_watched
 from bench.figures import Figure, asked, compared, measures, say
 from bench.homes import make_home
 from bench.places import folder
@@ -44,7 +45,7 @@ def fill(server: EmbeddedPostgres, rows: int) -> None:
         connection.execute("CHECKPOINT")
 
 
-@measures("initial_load_vs_copy_and_append")
+@measures("initial_load_vs_copy_and_append", *cost_names("first_load"))
 def initial_load() -> Iterator[Figure]:
     """Measure `millstream run --until-caught-up` on a fresh home."""
     rows = asked.rows or LOAD_ROWS
@@ -53,9 +54,10 @@ def initial_load() -> Iterator[Figure]:
     with postgres() as server, folder("first-load") as path:
         fill(server, rows)
         numbers = count()
+        costs: list[Cost] = []
         yield compared(
             "initial_load_vs_copy_and_append",
-            lambda: _loaded_rows_s(server, path / f"home{next(numbers)}", rows),
+            lambda: _loaded_rows_s(server, path / f"home{next(numbers)}", rows, costs),
             lambda: _appended_rows_s(server, path / f"delta{next(numbers)}", rows),
             unit="rows/s",
             goal=">= 0.35",
@@ -66,14 +68,17 @@ def initial_load() -> Iterator[Figure]:
             " until the log, history and `current` have all rows (machine code compiled by an earlier run); the peer is one client: COPY … TO STDOUT (csv) by psycopg, parsed by"
             f" pyarrow, appended by write_deltalake each {APPEND_BYTES >> 20} MiB, with its defaults; medians of {LOAD_RUNS} rounds",
         )
+        yield from cost_figures(
+            "first_load", costs[1:], row_bytes=ROW_BYTES,
+            note=f"the commands of initial_load_vs_copy_and_append: {rows:,} rows by `millstream run --until-caught-up`; {SHAPE}",
+        )  # fmt: skip
 
 
-def _loaded_rows_s(server: EmbeddedPostgres, path: Path, rows: int) -> float:
+def _loaded_rows_s(server: EmbeddedPostgres, path: Path, rows: int, costs: list[Cost]) -> float:
     home = make_home(server, path, [f"public.{TABLE}"])
     try:
-        began_at = time.perf_counter()
-        home.run("run", "--until-caught-up")
-        took_s = time.perf_counter() - began_at
+        took_s, cost = run_watched(home.command("run", "--until-caught-up"), rows)
+        costs.append(cost)
         _check_count(home.path / "lake" / "bench" / "current" / f"public.{TABLE}", rows)
         return rows / took_s
     finally:

@@ -22,6 +22,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 import millstream
+from bench.costs import Cost, CostWatch, cost_figures, cost_names
 from bench.figures import RUNS, Figure, asked, measures, reported, say
 from bench.homes import Home, make_home, wait_for
 from bench.latency import RATE, MarkWatcher, paced
@@ -29,6 +30,7 @@ from bench.load import CLIENTS, Load, percentiles_of_windows
 from bench.places import as_installed, folder
 from bench.poller import EVERY_S, KEYS, View
 from bench.source import COLUMNS, DATABASE, SHAPE, VALUES, postgres
+from millstream.wal.reader import StreamReader
 
 WINDOWS_S = 100
 """Five windows of 20 s."""
@@ -57,6 +59,8 @@ class Observed:
     """Observations of one run."""
 
     load: Load
+    cost: Cost
+    """The cost of `millstream run` from the load's warm-up until its last change was shown."""
     seen: list[dict[str, int]] = field(default_factory=list)
     """The poller's answers."""
     looks: list[Look] = field(default_factory=list)
@@ -109,6 +113,8 @@ def observe(rows: int, *, seconds: int, view: View, lake: str = "") -> Observed:
                         f"\\set id random(1, {rows})\n"
                         "UPDATE accounts SET total = total + 1, client = :client_id, n = :n WHERE id = :id"
                     )
+                    log, watch = StreamReader(home.wal), CostWatch(run.pid)
+                    before = log.persisted_upto()
                     load = paced(server, path, statement, seconds=seconds)
                     # Among the poller's keys: an answer that shows this change came after all of the load.
                     last = {c: int(load.number[load.client == c].max()) + 1 for c in range(CLIENTS)}
@@ -117,13 +123,14 @@ def observe(rows: int, *, seconds: int, view: View, lake: str = "") -> Observed:
                             sql = "UPDATE accounts SET client = %s, n = %s WHERE id = %s"
                             connection.execute(sql, [client, number, client + 1])
                     wait_for("the last update", lambda: _has_seen(seen[-1], last), process=run)
+                    cost = watch.stop(log.persisted_upto() - before)
                 finally:
                     process.terminate()
                     reading.join(10)
                     upto, durable_ns = marks.stop()
                     looked = looks.stop()
     began, ended = int(load.committed_ns.min()), int(load.committed_ns.max())
-    return Observed(load, seen, [look for look in looked if began <= look.at_ns <= ended], upto, durable_ns)
+    return Observed(load, cost, seen, [look for look in looked if began <= look.at_ns <= ended], upto, durable_ns)
 
 
 class _Looks:
@@ -219,15 +226,20 @@ def _queried(rows: int, suffix: str) -> Iterator[Figure]:
     observed = observe(rows, seconds=seconds, view="query")
     yield _latency(f"commit_to_query{suffix}_ms", observed, rows, "a query (`LakeSession`)")
     yield _fold_lag(f"fold_lag{suffix}_s", observed, rows)
+    yield from cost_figures(
+        f"landing{suffix}", [observed.cost], row_bytes=_ROW_BYTES,
+        note=f"`millstream run` while {observed.cost.rows:,} updates at {RATE} a second of uniformly random rows of {rows:,} are captured, landed and"
+        f" folded; {SHAPE} and two more integers",
+    )  # fmt: skip
 
 
-@measures("commit_to_query_ms", "fold_lag_s")
+@measures("commit_to_query_ms", "fold_lag_s", *cost_names("landing"))
 def commit_to_query() -> Iterator[Figure]:
     """Measure uniform updates of a large table."""
     yield from _queried(ROWS, "")
 
 
-@measures("commit_to_query_10m_ms", "fold_lag_10m_s")
+@measures("commit_to_query_10m_ms", "fold_lag_10m_s", *cost_names("landing_10m"))
 def commit_to_query_large() -> Iterator[Figure]:
     """Measure the same of a table ten times as large."""
     yield from _queried(ROWS_LARGE, "_10m")
