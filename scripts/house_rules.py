@@ -6,6 +6,7 @@
 - Addresses: only hosts that are named here. Packages and jars are found by their clients' own defaults and the
   user's mirrors, so no registry's address belongs into a file.
 - No path that exists on one developer's machine only.
+- `src` starts a thread only as a `Worker`, and replaces a file only by `replacing`: each has one home.
 - Every room that must stay pure is named in import-linter's contract once it exists.
 """
 
@@ -23,6 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = 600
 FOLDER_LINES_MAX = 6_000
 PURE_ROOMS = ("errors", "model", "codec", "protocol", "crdt")
+
+ONE_HOME = {
+    "threading.Thread": ("millstream.workers.Worker", {"workers.py"}),
+    "threading.Timer": ("millstream.workers.Worker", {"workers.py"}),
+    "os.fsync": ("millstream.private_files.replacing or sync_folder", {"private_files.py"}),
+    "os.rename": ("millstream.private_files.replacing", {"private_files.py", "wal/files.py"}),
+    "os.replace": ("millstream.private_files.replacing", {"private_files.py", "wal/files.py"}),
+}
+"""What of the standard library `src` uses in one place only: what to use in its stead, and the modules that may."""
 
 UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~{}/-])/(?:root|work|home|Users)/[\w.-]+")
@@ -77,11 +87,29 @@ def module_breaches(path: Path, text: str) -> Iterator[str]:
     lines = text.count("\n")
     if path.parts[0] == "src" and lines > LINES_MAX:
         yield f"{path}:1: {lines} lines; past {LINES_MAX} it is two modules"
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    if path.parts[:2] == ("src", "millstream"):
+        yield from one_home_breaches(path, tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = [part for part in node.body if not is_docstring(part)]
             if body and all(isinstance(part, ast.Pass) for part in body):
                 yield f"{path}:{node.lineno}: {node.name}() does nothing"
+
+
+def one_home_breaches(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield the uses of what has one home elsewhere: by its module, or imported from it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            instead, homes = ONE_HOME.get(name, ("", set()))
+            if instead and path.relative_to("src/millstream").as_posix() not in homes:
+                yield f"{path}:{node.lineno}: {name}; use {instead}"
 
 
 def is_docstring(node: ast.stmt) -> bool:

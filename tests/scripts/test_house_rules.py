@@ -47,3 +47,20 @@ def test_a_long_module_and_an_idle_function_are_found(rules: ModuleType) -> None
     assert list(rules.module_breaches(Path("src/a.py"), long)) == ["src/a.py:1: 601 lines; past 600 it is two modules"]
     assert list(rules.module_breaches(Path("tests/a.py"), long)) == []
     assert list(rules.module_breaches(Path("tests/a.py"), idle)) == ["tests/a.py:1: idle() does nothing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import threading\nthreading.Thread(target=print).start()\n", "threading.Thread"),
+        ("import os\nfrom threading import Event, Thread\n", "threading.Thread"),
+        ("import os\nos.replace('a', 'b')\n", "os.replace"),
+        ("import os\nos.fsync(1)\n", "os.fsync"),
+    ],
+)
+def test_what_has_one_home_is_found_elsewhere(rules: ModuleType, text: str, name: str) -> None:
+    (found,) = rules.module_breaches(Path("src/millstream/lake/a.py"), text)
+    assert found.startswith(f"src/millstream/lake/a.py:2: {name}; use millstream.")
+    assert list(rules.module_breaches(Path("tests/a.py"), text)) == []
+    home = "workers.py" if "Thread" in name else "private_files.py"
+    assert list(rules.module_breaches(Path("src/millstream") / home, text)) == []

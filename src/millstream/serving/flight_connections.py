@@ -14,6 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
@@ -22,6 +23,7 @@ import pyarrow as pa
 import structlog
 
 from millstream.errors import TransferIdle
+from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -161,7 +163,7 @@ class Senders:
         if untaken_s <= self._within_s and silent_s > self._within_s and not call.is_told:
             # On a thread of its own: a client that sends nothing may read nothing either.
             call.is_told = True
-            threading.Thread(target=call.tell_idle, args=(self._within_s,), daemon=True).start()
+            Worker("flight-idle", partial(call.tell_idle, self._within_s)).start()
         elif max(untaken_s, silent_s - _LEAVES_WITHIN_S) > self._within_s:
             does_not = "send" if silent_s > self._within_s else "take"
             logger.warning("a Flight sender is cut off", peer=call.peer, does_not=does_not, after_s=self._within_s)

@@ -18,11 +18,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Final, cast
 
 from millstream.errors import LakeError, MillstreamError, QueryBound, QueryTimeout, error_of
 from millstream.private_files import make_folder
 from millstream.serving.query_frames import Frame, QueryRequest, WorkerStart, read_frame
+from millstream.workers import Worker
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
@@ -128,9 +130,7 @@ class AskedQuery:
         """
         bounds, asking = self._workers.bounds, self._asking
         make_folder(bounds.folder)
-        timer = threading.Timer(self._left_s() + _GRACE_S, self._end, [self._over()])
-        timer.daemon = True
-        timer.start()
+        limit = Worker("query-limit", partial(self._end, self._over()), every_s=self._left_s() + _GRACE_S).start()
         free: _Worker | None = None
         try:
             with tempfile.TemporaryDirectory(dir=bounds.folder, ignore_cleanup_errors=True) as folder:
@@ -143,7 +143,7 @@ class AskedQuery:
                 finally:
                     free = self._leaves(worker)
         finally:
-            timer.cancel()
+            limit.stop()
             if free is not None:
                 self._workers.give_back(free)
 

@@ -13,11 +13,11 @@ The suite uses only a buffer's port (`millstream.ports.WriteBuffer`) and this st
 from __future__ import annotations
 
 import datetime as dt
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from functools import partial
 from typing import Any, Final, Protocol
 
 import pyarrow as pa
@@ -39,6 +39,7 @@ from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.ports import ShardReader, WriteBuffer
 from millstream.testing.errors import coded
+from millstream.workers import Worker
 
 __all__ = ["BufferStage", "WriteBufferConformance", "application_op", "next_op", "same_op"]
 
@@ -284,10 +285,9 @@ class WriteBufferConformance:
         for text in ("one", "two"):
             assert reader.read() is ReadPause.PENDING
             assert reader.read(wait_s=0.05) is ReadPause.PENDING
-            teller = threading.Timer(0.2, lambda text=text: buffer.append(NORTH, application_op(texts=[text])))
-            teller.start()
-            assert texts_of(next_op(reader)) == [text]
-            teller.join()
+            append = partial(buffer.append, NORTH, application_op(texts=[text]))
+            with Worker("appends-late", append, every_s=0.2):
+                assert texts_of(next_op(reader)) == [text]
 
     def test_the_end_is_the_next_offset_and_0_where_there_is_nothing(self, buffer: WriteBuffer) -> None:
         """For each shard its own."""
