@@ -18,14 +18,8 @@ from tests.app.served import serving
 from tests.serving.servers import Authority
 
 import millstream
-from millstream.errors import (
-    ConfigError,
-    InvalidValue,
-    MillstreamError,
-    ServerUnreachable,
-    UnknownStream,
-    UsageError,
-)
+from millstream.errors import ConfigError, InvalidValue, MillstreamError, RemoteError, UnknownStream, UsageError
+from millstream.testing.errors import coded
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,7 @@ def test_an_address_without_its_s_or_with_one_too_many_says_so(way: str, home: P
     certificate, key = authority.issue("server")
     with (
         a_home(way, url.replace("http:", "https:")) as there,
-        pytest.raises(ServerUnreachable, match="no TLS") as caught,
+        pytest.raises(RemoteError, check=coded("server_unreachable"), match="no TLS") as caught,
     ):
         there.append("web", "clicks", {"n": 1})
     assert f"Connect to {url}." == caught.value.hint
@@ -78,12 +72,12 @@ def test_an_address_without_its_s_or_with_one_too_many_says_so(way: str, home: P
     with serving(home, context=context) as secured:
         with a_home(way, secured.replace("https:", "http:")) as there:
             for call in (there.streams, lambda: there.append("web", "clicks", {"n": 1})):
-                with pytest.raises(ServerUnreachable, match="speaks TLS") as caught:
+                with pytest.raises(RemoteError, check=coded("server_unreachable"), match="speaks TLS") as caught:
                     call()
                 assert f"Connect to {secured}." == caught.value.hint
         with (
             a_home(way, secured) as there,
-            pytest.raises(ServerUnreachable, match="CERTIFICATE_VERIFY_FAILED") as caught,
+            pytest.raises(RemoteError, check=coded("server_unreachable"), match="CERTIFICATE_VERIFY_FAILED") as caught,
         ):
             there.streams()
         assert "verify=" in caught.value.hint

@@ -20,18 +20,19 @@ from tests.client.test_remote_reading import answering, http
 import millstream
 import millstream.aio
 from millstream.errors import (
+    AccessError,
     AppendOutcomeUnknown,
     Fenced,
-    Forbidden,
     MillstreamError,
     NotEnoughReplicas,
     Overloaded,
     ReadOnly,
-    ServerUnreachable,
+    RemoteError,
     Unauthenticated,
     UsageError,
 )
 from millstream.testing._servers.ports import free_port
+from millstream.testing.errors import coded
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 REMOTE = ("connect", "aio.connect")
@@ -122,7 +123,7 @@ def test_a_server_that_goes_and_comes_back_is_waited_for(home: Path, way: str) -
     with serving(home, port=port) as url, a_home(way, url) as there:
         there.append("web", "clicks", {"n": 1})
     with a_home(way, url) as there:
-        with pytest.raises(ServerUnreachable):
+        with pytest.raises(RemoteError, check=coded("server_unreachable")):
             there.append("web", "clicks", {"n": 2}, deadline_s=0.3)
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(there.append, "web", "clicks", {"n": 3}, deadline_s=60)
@@ -226,12 +227,12 @@ def test_who_may_not_write_is_refused_by_the_same_errors(home: Path) -> None:
                 lambda: list(there.read_latest("other", "clicks")),
                 lambda: there.query("select 1", stream="other"),
             ):
-                with pytest.raises(Forbidden):
+                with pytest.raises(AccessError, check=coded("forbidden")):
                     refused()
         with millstream.connect(url, token=writer) as there:
             there.append("web", "clicks", {"n": 2})
             for refused in (lambda: there.token("web"), lambda: list(there.read("web"))):
-                with pytest.raises(Forbidden):
+                with pytest.raises(AccessError, check=coded("forbidden")):
                     refused()
     assert numbers(home) == [0, 2]
 
@@ -261,7 +262,10 @@ def test_a_server_proves_who_it_is_and_its_caller_too(home: Path, tmp_path: Path
             ({"verify": files["other"], "cert": files["client"]}, False),
             ({"cert": files["client"]}, False),
         ):
-            with millstream.connect(url, timeout_s=0.3, **asks) as there, pytest.raises(ServerUnreachable) as caught:
+            with (
+                millstream.connect(url, timeout_s=0.3, **asks) as there,
+                pytest.raises(RemoteError, check=coded("server_unreachable")) as caught,
+            ):
                 there.token("web")
             assert ("verify=" in caught.value.hint) is not is_trusted
     for wrong in ({"verify": False}, {"verify": "/nonexistent"}, {"cert": files["authority"]}):

@@ -30,8 +30,8 @@ from millstream.errors import (
     InvalidToken,
     OffsetExpired,
     QueryBound,
+    RemoteError,
     ReplicaTooStale,
-    ServerUnreachable,
     TokenFromFuture,
     UnknownStream,
     UnknownTable,
@@ -252,7 +252,7 @@ def test_who_is_busy_is_asked_again_and_who_is_not_there_is_not_for_ever() -> No
     away = http(b"starting", status="503 Service Unavailable", kind="text/plain")
     with answering(refusal, away, http(b'{"streams": ["web"]}')) as url, millstream.connect(url) as home:
         assert home.streams() == ["web"]
-    with millstream.connect(url, timeout_s=0.3) as home, pytest.raises(ServerUnreachable):
+    with millstream.connect(url, timeout_s=0.3) as home, pytest.raises(RemoteError, check=coded("server_unreachable")):
         home.streams()
     old = json.dumps({"code": "replica_too_stale", "detail": "1 h old", "hint": "", "details": {}}).encode()
     stale = http(old, status="503 Service Unavailable", kind="application/problem+json", more="retry-after: 1\r\n")

@@ -58,7 +58,7 @@ from millstream.config.file import load_config
 from millstream.config.quantities import duration_s, size_bytes
 from millstream.errors import (
     CorruptFrame,
-    InvalidBody,
+    HttpError,
     InvalidToken,
     InvalidValue,
     MillstreamError,
@@ -611,11 +611,11 @@ def _body_seeds() -> list[bytes]:
 def _decode_body(data: bytes) -> None:
     """Decode a request's body, as each content type that a request may name."""
     for decode in (rows_of_lines, rows_of_json):
-        with suppress(InvalidBody, InvalidValue, RowsTooLarge):
+        with suppress(HttpError, InvalidValue, RowsTooLarge):
             columns_of(decode(data)).validate(full=True)
-        with suppress(InvalidBody, InvalidValue, RowsTooLarge):
+        with suppress(HttpError, InvalidValue, RowsTooLarge):
             valid_columns_of(decode(data))
-    with suppress(InvalidBody, InvalidValue, RowsTooLarge):
+    with suppress(HttpError, InvalidValue, RowsTooLarge):
         rows_of_arrow(data).to_pylist()
 
 

@@ -21,8 +21,8 @@ from tests.serving.servers import Authority
 
 from millstream.codec.shipment import encode_message
 from millstream.errors import (
+    AccessError,
     CertificateUnusable,
-    Forbidden,
     LinkLost,
     MillstreamError,
     OtherStream,
@@ -169,7 +169,14 @@ def test_a_leader_that_is_gone_breaks_the_link_and_cant_be_reached():
     "refusal",
     [
         Unauthenticated("no token"),
-        Forbidden("no right to admin stream web", hint="another token", name="reader", right="admin", stream="web"),
+        AccessError(
+            "no right to admin stream web",
+            code="forbidden",
+            hint="another token",
+            name="reader",
+            right="admin",
+            stream="web",
+        ),
         OtherStream("another one"),
     ],
     ids=lambda error: error.code,

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import InvalidRoute
+from millstream.errors import RoutingError
 from millstream.routing._xxh64 import hash_bytes
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
+from millstream.testing.errors import coded
 
 
 def one(*values: tuple[Any, pa.DataType]) -> int:
@@ -165,5 +166,5 @@ def test_the_order_of_columns_counts() -> None:
 
 
 def test_a_list_tells_no_rows_apart() -> None:
-    with pytest.raises(InvalidRoute, match="list"):
+    with pytest.raises(RoutingError, check=coded("invalid_route"), match="list"):
         key_hashes([pa.array([[1]])])

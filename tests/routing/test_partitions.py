@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.routing.rows import batch_of, schema_of
 
-from millstream.errors import InvalidRoute, UsageError
+from millstream.errors import RoutingError, UsageError
 from millstream.routing.partitions import PartitionTemplate
+from millstream.testing.errors import coded
 
 INSTANT = pa.timestamp("us", "UTC")
 FIRST, LAST = (dt.datetime(*day) for day in ((1, 1, 1), (9999, 12, 31)))  # noqa: DTZ001 (a local time)
@@ -100,7 +101,7 @@ def test_what_is_no_template_is_refused(text: str) -> None:
 def test_rows_that_have_no_partition_are_refused_by_name(
     template: str, columns: dict[str, pa.Array], match: str
 ) -> None:
-    with pytest.raises(InvalidRoute, match=match) as caught:
+    with pytest.raises(RoutingError, check=coded("invalid_route"), match=match) as caught:
         names(template, columns)
     assert caught.value.details["table"] == "public.clicks"
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
-from millstream.errors import InvalidRoute, NoRouteMatches, TableCaptured, UsageError
+from millstream.errors import IngestError, RoutingError, UsageError
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
 from millstream.model.positions import Offset, Seq
@@ -20,6 +20,7 @@ from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router, in_key_order
 from millstream.routing.rules import HashRing, Matcher, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
+from millstream.testing.errors import coded
 from millstream.wal.writing.grouping import plan_group
 
 KEYED = schema_of({"id": pa.int64(), "kind": pa.string(), "day": pa.string(), "n": pa.int64()}, key=("id",))
@@ -86,7 +87,7 @@ def test_the_first_rule_that_matches_takes_a_row() -> None:
 
 
 def test_a_table_must_match_whole() -> None:
-    with pytest.raises(NoRouteMatches):
+    with pytest.raises(RoutingError, check=coded("no_route_matches")):
         router(ShardConfig((rule("clicks", "shard:1"),))).place(KEYED, rows_of([1]))
 
 
@@ -97,10 +98,10 @@ def test_what_no_rule_takes_goes_to_the_tables_shard_then_the_ring_then_nowhere(
     by_ring = int(ShardRouter.ring(shards(4)).shards_of(key_hashes([pa.array([2])]))[0])
     only_key = ShardConfig((rule(".*", "devnull", "id = 1"),), HashRing())
     assert where(router(only_key).place(KEYED, rows))[1][1] == by_ring
-    with pytest.raises(NoRouteMatches, match="1 of 2 rows") as caught:
+    with pytest.raises(RoutingError, check=coded("no_route_matches"), match="1 of 2 rows") as caught:
         router(ShardConfig((rule(".*", "shard:0", "id = 1"),))).place(PLAIN, rows)
     assert caught.value.details == {"table": "public.clicks", "row": 1, "rows": 1}
-    with pytest.raises(NoRouteMatches, match="no key") as without:
+    with pytest.raises(RoutingError, check=coded("no_route_matches"), match="no key") as without:
         router(RING).place(PLAIN, rows)
     assert "columns_of" in without.value.hint
 
@@ -230,7 +231,7 @@ def test_placed_anew_rows_stay_in_partitions_that_others_made(ids: list[int | No
 
 
 def test_a_ring_over_other_columns_than_the_keys_is_refused() -> None:
-    with pytest.raises(InvalidRoute, match="several shards"):
+    with pytest.raises(RoutingError, check=coded("invalid_route"), match="several shards"):
         router(ShardConfig((), HashRing(("kind",)))).place(KEYED, rows_of([1]))
     assert router(ShardConfig((), HashRing(("kind",)))).place(PLAIN, rows_of([1]))
     of_table = HashRing(("kind",), {"public.clicks": ("id",)})
@@ -238,7 +239,7 @@ def test_a_ring_over_other_columns_than_the_keys_is_refused() -> None:
 
 
 def test_a_predicate_that_would_part_a_key_over_shards_is_refused() -> None:
-    with pytest.raises(InvalidRoute, match="one key would lie on several shards"):
+    with pytest.raises(RoutingError, check=coded("invalid_route"), match="one key would lie on several shards"):
         router(ShardConfig((rule(".*", "shard:1", "kind = 'x'"),), HashRing())).place(KEYED, rows_of([1]))
     for fine in (
         rule(".*", "shard:1", "id = 1"),
@@ -253,19 +254,19 @@ def test_a_predicate_that_would_part_a_key_over_shards_is_refused() -> None:
 @pytest.mark.parametrize(("columns", "match"), [(("nothing",), "no column nothing"), (("tags",), "can't spread")])
 def test_a_ring_over_columns_that_dont_do_is_refused(columns: tuple[str, ...], match: str) -> None:
     schema = schema_of({"id": pa.int64(), "tags": pa.list_(pa.string())})
-    with pytest.raises(InvalidRoute, match=match):
+    with pytest.raises(RoutingError, check=coded("invalid_route"), match=match):
         router(ShardConfig((), HashRing(columns))).place(schema, batch_of(schema, {"id": [1], "tags": [["a"]]}))
 
 
 def test_a_captured_table_is_never_routed() -> None:
     captured = schema_of({"id": pa.int64()}, source=1)
-    with pytest.raises(TableCaptured, match="whole on one shard"):
+    with pytest.raises(IngestError, check=coded("table_captured"), match="whole on one shard"):
         router(RING).place(captured, batch_of(captured, {"id": [1]}))
 
 
 def test_rows_in_too_many_places_are_refused() -> None:
     rows = rows_of([1] * 6000, days=["ab"[n % 2] for n in range(6000)])
-    with pytest.raises(InvalidRoute, match="4096"):
+    with pytest.raises(RoutingError, check=coded("invalid_route"), match="4096"):
         router(RING, partitions="{day}").place(KEYED, rows)
 
 

@@ -14,10 +14,11 @@ import pytest
 from tests.app.homes import wait_for
 
 from millstream.catalog import AccessToken, Catalog
-from millstream.errors import AccessTokenExpired, CatalogUnreachable, Forbidden, Unauthenticated, UsageError
+from millstream.errors import AccessError, CatalogUnreachable, Unauthenticated, UsageError
 from millstream.model.access import ALL_STREAMS, Right, Rights, token_parts
 from millstream.serving import access as module
 from millstream.serving.access import EVERYBODY, Access, Credentials, TokenBook, credentials_of, name_in_certificate
+from millstream.testing.errors import coded
 
 READ_SHOP = Rights.parse(["shop=read"])
 
@@ -107,7 +108,7 @@ def test_a_caller_is_known_by_its_token_alone_and_may_what_that_says(access: Acc
         caller = await access.allowed(scope(f"Bearer {text}"), Right.READ, "shop")
         assert caller.name == "grafana"
         for right, stream in ((Right.WRITE, "shop"), (Right.READ, "web"), (Right.READ, ALL_STREAMS)):
-            with pytest.raises(Forbidden, match="grafana has no right") as caught:
+            with pytest.raises(AccessError, check=coded("forbidden"), match="grafana has no right") as caught:
                 await access.allowed(scope(f"Token {text}"), right, stream)
             assert "millstream token create" in caught.value.hint
         with pytest.raises(Unauthenticated, match="no access token"):
@@ -148,7 +149,7 @@ def test_a_token_that_was_just_made_opens_at_once_and_one_that_was_revoked_soon_
 
 def test_an_expired_token_is_told_so(access: Access, catalog: Catalog) -> None:
     _, text = catalog.create_access_token(READ_SHOP, name="old", expires_us=1)
-    with pytest.raises(AccessTokenExpired, match="expired at 1970-01-01T00:00:00Z"):
+    with pytest.raises(Unauthenticated, check=coded("access_token_expired"), match="expired at 1970-01-01T00:00:00Z"):
         access.caller(Credentials(text))
 
 

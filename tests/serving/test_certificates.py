@@ -12,10 +12,11 @@ from cryptography.hazmat.primitives import serialization
 from tests.app.homes import done, make_home, run, wait_for
 from tests.serving.servers import Authority, served
 
-from millstream.errors import CertificateUnusable, Unprotected
+from millstream.errors import AccessError, CertificateUnusable
 from millstream.home.home import Home
 from millstream.serving.bind_check import check_protected, is_loopback
 from millstream.serving.certificates import Certificates, Renewal
+from millstream.testing.errors import coded
 
 CERTIFICATE = "MILLSTREAM_HTTP__TLS_CERTIFICATE"
 KEY = "MILLSTREAM_HTTP__TLS_KEY"
@@ -190,7 +191,7 @@ def test_nothing_listens_for_other_machines_without_tls_and_tokens(
     tmp_path: Path, listen: str, extra: str, missing: list[str]
 ) -> None:
     http = Home(make_home(tmp_path / "home", f"[streams.shop]\n[http]\nlisten = '{listen}'\n{extra}")).config.http
-    with pytest.raises(Unprotected) as refused:
+    with pytest.raises(AccessError, check=coded("unprotected")) as refused:
         check_protected("http", http.address, http)
     hint = refused.value.hint
     assert [name for name in ("tls_certificate", "tls_key", "tokens_required") if name in hint] == missing

@@ -31,11 +31,9 @@ from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.errors import (
     AppendOutcomeUnknown,
     ConfigError,
+    IngestError,
     InvalidValue,
-    KeyChanged,
     RowsTooLarge,
-    TableCaptured,
-    UnknownColumn,
     UnknownStream,
     UnknownTable,
     UsageError,
@@ -47,6 +45,7 @@ from millstream.ingest.local import AppendClient
 from millstream.ingest.requests import one_request
 from millstream.model.positions import StreamToken
 from millstream.processes.locks import holder, writer_role
+from millstream.testing.errors import coded
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.writers import shared_writer
@@ -144,10 +143,10 @@ def test_the_configuration_says_what_may_grow(home: Path) -> None:
             if grows:
                 opened.append("web", "users", {"id": 3, "more": 1})
             else:
-                with pytest.raises(UnknownColumn):
+                with pytest.raises(IngestError, check=coded("unknown_column")):
                     opened.append("web", "users", {"id": 3, "more": 1})
     make_home(home, WEB.replace('["id"]', '["id", "more"]'))
-    with millstream.open(home) as opened, pytest.raises(KeyChanged):
+    with millstream.open(home) as opened, pytest.raises(IngestError, check=coded("key_changed")):
         opened.append("web", "users", {"id": 4, "more": 1})
     for wrong in ("[]", '["id", "id"]'):
         make_home(home, WEB.replace('["id"]', wrong))
@@ -546,7 +545,7 @@ def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_o
     with process(home, "capture", "run") as owner, millstream.open(home) as opened:
         wait_for(lambda: writes(home, owner.pid))
         opened.append("shop", "clicks", {"id": 1})
-        with pytest.raises(TableCaptured):
+        with pytest.raises(IngestError, check=coded("table_captured")):
             opened.append("shop", "orders", {"id": 2})
         with postgres.connect() as connection:
             connection.execute("CREATE TABLE clicks (id bigint PRIMARY KEY)")

@@ -25,16 +25,7 @@ import millstream
 from millstream.app.local_client import home_appender
 from millstream.app.route_explain import explain_route
 from millstream.catalog.eras import RingEras
-from millstream.errors import (
-    ConfigError,
-    InvalidRoute,
-    NoRouteMatches,
-    PartialWrite,
-    PositionError,
-    ReshardRefused,
-    UnknownStream,
-    UsageError,
-)
+from millstream.errors import ConfigError, PartialWrite, PositionError, RoutingError, UnknownStream, UsageError
 from millstream.home.home import Home
 from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
@@ -169,7 +160,7 @@ def test_commands_read_a_log_of_several_partitions_and_shards(home: Path) -> Non
 def test_rows_that_nothing_takes_are_refused_and_the_others_stay(home: Path) -> None:
     with millstream.open(home) as opened:
         opened.append("web", "clicks", [click(1, 1)])
-        with pytest.raises(NoRouteMatches, match=r"public\.other"):
+        with pytest.raises(RoutingError, check=coded("no_route_matches"), match=r"public\.other"):
             opened.append("web", "other", [{"x": 1}])
         opened.append("web", "clicks", [click(1, 2)])
     assert [row["n"] for row in in_read_order(home)] == [1, 2]
@@ -179,10 +170,10 @@ def test_rows_that_have_nowhere_to_go_make_no_table_and_no_column(home: Path) ->
     """In a table partitioned by time, a first time sent as text would make the column text for good."""
     with millstream.open(home) as opened:
         for _ in range(2):
-            with pytest.raises(InvalidRoute, match="is string") as caught:
+            with pytest.raises(RoutingError, check=coded("invalid_route"), match="is string") as caught:
                 opened.append("web", "clicks", [click(1, 1) | {"at": "2026-01-01"}])
             assert "datetime" in (caught.value.hint or "")
-        with pytest.raises(NoRouteMatches):
+        with pytest.raises(RoutingError, check=coded("no_route_matches")):
             opened.append("web", "other", [{"x": 1}])
         opened.append("web", "clicks", [click(1, 1)])
     assert [row["n"] for row in in_read_order(home)] == [1]
@@ -402,7 +393,7 @@ def test_what_cant_be_changed_is_refused_by_name(home: Path, tmp_path: Path) -> 
     ):
         appender = home_appender(Home(folder))
         try:
-            with pytest.raises(ReshardRefused, match=match) as caught:
+            with pytest.raises(RoutingError, check=coded("reshard_refused"), match=match) as caught:
                 appender.reshard("web", shards)
             assert caught.value.details == {"stream": "web"}
             with pytest.raises(UnknownStream):
@@ -422,7 +413,7 @@ def test_explain_says_what_takes_a_row_and_where_it_goes(home: Path) -> None:
     with millstream.open(home) as opened:
         appended = opened.append("web", "clicks", [click(5, 0)])
     assert list(appended.offsets) == [found["shard"]]
-    with pytest.raises(NoRouteMatches):
+    with pytest.raises(RoutingError, check=coded("no_route_matches")):
         explain_route(Home(home), "web", "other", {"x": 1})
     assert explain_route(Home(home), "web", "other", None)["tried"] == []
     told = done(home, "route", "explain", "clicks")
@@ -514,7 +505,10 @@ def test_what_is_wrong_in_the_configuration_names_file_and_key(tmp_path: Path, t
 def test_a_ring_over_another_column_than_the_keys_is_refused_when_rows_come(tmp_path: Path) -> None:
     text = WEB.format(shards=2).replace("hash_ring = {}", 'hash_ring = { columns = ["kind"] }')
     home = make_home(tmp_path / "web", text)
-    with millstream.open(home) as opened, pytest.raises(InvalidRoute, match="several shards"):
+    with (
+        millstream.open(home) as opened,
+        pytest.raises(RoutingError, check=coded("invalid_route"), match="several shards"),
+    ):
         opened.append("web", "clicks", [click(1, 1)])
 
 
@@ -632,7 +626,8 @@ def test_requests_of_a_batch_are_refused_one_by_one(home: Path) -> None:
     appender = home_appender(Home(home))
     try:
         first, refused, third, dropped = appender.append_batch("web", batch, deadline_s=10)
-        assert isinstance(refused, NoRouteMatches)
+        assert isinstance(refused, RoutingError)
+        assert refused.code == "no_route_matches"
         assert isinstance(first, Appended)
         assert isinstance(third, Appended)
         assert isinstance(dropped, Appended)

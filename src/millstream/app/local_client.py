@@ -243,7 +243,7 @@ class OpenHome:
             UnknownStream, UsageError: there is no such stream, the text is no table's name, or
                 `deadline_s` is invalid.
             InvalidValue: a value doesn't fit its column; nothing was appended.
-            UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: likewise.
+            UnknownTable, IngestError (`unknown_column`), IngestError (`key_changed`), IngestError (`table_captured`), RowsTooLarge: likewise.
             Overloaded, DiskFull: there is no room for it now; nothing was appended.
             AppendOutcomeUnknown: the disk failed, or the writing process ended: the rows may or may not
                 be stored.

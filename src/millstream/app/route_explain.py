@@ -66,8 +66,8 @@ def explain_route(
         UnknownStream, UsageError: there is no such stream, or the text is no table's name; no ring was in
             force then.
         PositionError (`invalid_time`), InvalidToken: `as_of` is neither a token of the stream nor a moment.
-        NoRouteMatches, InvalidRoute: as an append of the row would.
-        InvalidValue, UnknownTable, UnknownColumn …: likewise.
+        RoutingError (`no_route_matches`), RoutingError (`invalid_route`): as an append of the row would.
+        InvalidValue, UnknownTable, IngestError (`unknown_column`) …: likewise.
     """
     name, config = home.stream_config(stream)
     namespace, own = parse_qualified_name(table)

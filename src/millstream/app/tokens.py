@@ -44,7 +44,7 @@ def create_token(
     Raises:
         UsageError: no right was named, or one is invalid; the name or the time is invalid.
         UnknownStream: the configuration has no such stream.
-        AccessTokenExists: there is a token of that name.
+        AccessError (`access_token_exists`): there is a token of that name.
     """
     found = Rights.parse([*rights, *(f"{ALL_STREAMS}={right}" for right in on_all)])
     if not found.of:
@@ -78,7 +78,7 @@ def list_tokens(home: Home) -> list[dict[str, Any]]:
 
 
 def revoke_token(home: Home, token: str) -> dict[str, Any]:
-    """Revoke an access token, by its name or id; return its facts. `UnknownAccessToken` if there is none."""
+    """Revoke an access token, by its name or id; return its facts. `unknown_access_token` if there is none."""
     home.prepare()
     with home.open_catalog() as catalog:
         return _facts(catalog.revoke_access_token(token))

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, Select, func, select, update
 from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, lock_stream, now_us
 from millstream.catalog.values import TableRow, TableState
-from millstream.errors import CatalogError, InvalidValue, TableCaptured, UnknownTable
+from millstream.errors import CatalogError, IngestError, InvalidValue, UnknownTable
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import name_in_full, qualified_name, same_bare
 from millstream.model.schema import TableKind, TableSchema
@@ -200,7 +200,7 @@ class Relations(CatalogPart):
                 one. No other process changes the table during the call; if it raises, everything stays as it was.
 
         Raises:
-            TableCaptured: the name is a captured table's.
+            IngestError (`table_captured`): the name is a captured table's.
             InvalidValue: it differs from another table's name only in case.
         """
         with self._database.write() as connection:
@@ -345,11 +345,11 @@ def _written(connection: Connection, stream: StreamId, namespace: str, name: str
 
 
 def _check_free(connection: Connection, stream: StreamId, namespace: str, name: str) -> None:
-    """Check that applications may create a table of that name; raise `TableCaptured` or `InvalidValue` if not."""
+    """Check that applications may create a table of that name; raise `table_captured` or `InvalidValue` if not."""
     mine = qualified_name(namespace, name)
     for row in connection.execute(_present(stream)):
         if (row.namespace, row.name) == (namespace, name):
-            raise TableCaptured(f"{mine} is captured from PostgreSQL", table=mine)
+            raise IngestError(f"{mine} is captured from PostgreSQL", code="table_captured", table=mine)
         other = qualified_name(row.namespace, row.name)
         if other.lower().replace('"', "") == mine.lower().replace('"', ""):
             raise InvalidValue(

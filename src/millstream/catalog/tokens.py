@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, and_, delete, select
 from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, now_us
 from millstream.catalog.values import AccessToken, HomeIdentity
-from millstream.errors import AccessTokenExists, UnknownAccessToken, UsageError
+from millstream.errors import AccessError, UsageError
 from millstream.model.access import Rights, digest, token_parts, token_text
 
 _ID_BYTES: Final = 6
@@ -42,7 +42,7 @@ class Tokens(CatalogPart):
             The stored token, and its text, which can't be had again.
 
         Raises:
-            AccessTokenExists: there is a token of that name; or the given one is known here already.
+            AccessError (`access_token_exists`): there is a token of that name; or the given one is known here already.
             UsageError: the text can't be a name, or the given text is no token.
         """
         parts = None if given is None else token_parts(given)
@@ -69,11 +69,13 @@ class Tokens(CatalogPart):
         put = self._database.insert(t.access_tokens).values(row).on_conflict_do_nothing(index_elements=keys)
         with self._database.write() as connection:
             if connection.execute(select(t.access_tokens.c.id).where(self._mine(token_id))).first():
-                raise AccessTokenExists(
-                    "that token is known here already", hint="`millstream token ls` lists the home's tokens."
+                raise AccessError(
+                    "that token is known here already",
+                    code="access_token_exists",
+                    hint="`millstream token ls` lists the home's tokens.",
                 )
             if connection.execute(put.returning(t.access_tokens.c.id)).first() is None:
-                raise AccessTokenExists(f"there is a token {made.name} already", name=made.name)
+                raise AccessError(f"there is a token {made.name} already", code="access_token_exists", name=made.name)
         return made, token_text(token_id, secret)
 
     def access_tokens(self) -> list[AccessToken]:
@@ -96,7 +98,7 @@ class Tokens(CatalogPart):
             token: its name, or its id.
 
         Raises:
-            UnknownAccessToken: there is none.
+            AccessError (`unknown_access_token`): there is none.
         """
         known = self.access_tokens()
         found = next((one for one in known if one.name == token), None) or next(
@@ -107,7 +109,7 @@ class Tokens(CatalogPart):
             with self._database.write() as connection:
                 if connection.execute(gone).rowcount:
                     return found
-        raise UnknownAccessToken(f"there is no token {token}", token=token)
+        raise AccessError(f"there is no token {token}", code="unknown_access_token", token=token)
 
     def _mine(self, token_id: str) -> ColumnElement[bool]:
         """Return the condition for this home's row; homes that share the catalog may know the token as well."""

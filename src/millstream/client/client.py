@@ -66,7 +66,7 @@ class RemoteHome:
     """A home behind an address. Made by `connect`.
 
     It raises the errors of an `OpenHome`, rebuilt from the server's answer, and in addition:
-    `ServerUnreachable` (nothing was done), `AnswerCutOff` (an answer ended before its end),
+    `server_unreachable` (nothing was done), `AnswerCutOff` (an answer ended before its end),
     `AnswerUnreadable` (the server isn't Millstream).
 
     Concurrency: any number of threads.

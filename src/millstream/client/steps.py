@@ -32,7 +32,6 @@ from millstream.errors import (
     RemoteError,
     ReplicaTooStale,
     RoutingError,
-    ServerUnreachable,
     SessionsNeedOneWriter,
     UnknownStream,
     UsageError,
@@ -162,7 +161,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
         now: a clock that never goes back, in seconds.
 
     Raises:
-        ServerUnreachable: no server answers.
+        RemoteError (`server_unreachable`): no server answers.
         AnswerUnreadable: another kind of server answers.
         MillstreamError: the server's error.
     """
@@ -239,7 +238,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
         AppendOutcomeUnknown: the final outcome is unknown.
         NotEnoughReplicas: it is durable there, but others didn't confirm by the deadline that they have
             it, or no later try was possible; details: idempotency_key.
-        ServerUnreachable, Overloaded, …: nothing was appended.
+        RemoteError (`server_unreachable`), Overloaded, …: nothing was appended.
         MillstreamError: the server's error.
     """
     give_up_s, nap_s = now() + check_deadline(deadline_s), _NAP_S
@@ -365,8 +364,8 @@ def _appended_of(answer: Answer, url: str) -> Appended:
         raise _no_answer(answer, url) from error
 
 
-def _unreachable(why: str, url: str, hint: str) -> ServerUnreachable:
-    return ServerUnreachable(why, hint=hint or None, url=url)
+def _unreachable(why: str, url: str, hint: str) -> RemoteError:
+    return RemoteError(why, code="server_unreachable", hint=hint or None, url=url)
 
 
 def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:

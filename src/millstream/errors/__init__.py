@@ -12,15 +12,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from millstream.errors._access import AccessError as AccessError
-from millstream.errors._access import AccessTokenExists as AccessTokenExists
-from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
 from millstream.errors._access import CertificateUnusable as CertificateUnusable
-from millstream.errors._access import Forbidden as Forbidden
-from millstream.errors._access import ForeignOrigin as ForeignOrigin
 from millstream.errors._access import Unauthenticated as Unauthenticated
-from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
-from millstream.errors._access import UnknownHost as UnknownHost
-from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
 from millstream.errors._buffers import BufferMissing as BufferMissing
 from millstream.errors._buffers import BufferOffsetGone as BufferOffsetGone
@@ -30,25 +23,14 @@ from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEn
 from millstream.errors._buffers import BufferTruncated as BufferTruncated
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
-from millstream.errors._http import BodyTooLarge as BodyTooLarge
 from millstream.errors._http import HttpError as HttpError
-from millstream.errors._http import InvalidBody as InvalidBody
-from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
-from millstream.errors._http import MethodNotAllowed as MethodNotAllowed
-from millstream.errors._http import RequestTimeout as RequestTimeout
-from millstream.errors._http import ServerBusy as ServerBusy
-from millstream.errors._http import TransferIdle as TransferIdle
-from millstream.errors._http import UnknownPath as UnknownPath
 from millstream.errors._ingest import DedupWindowExpired as DedupWindowExpired
 from millstream.errors._ingest import IdempotencyKeyReused as IdempotencyKeyReused
 from millstream.errors._ingest import IngestError as IngestError
-from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import SessionExpired as SessionExpired
 from millstream.errors._ingest import SessionGap as SessionGap
 from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
-from millstream.errors._ingest import TableCaptured as TableCaptured
-from millstream.errors._ingest import UnknownColumn as UnknownColumn
 from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationWentBack as DestinationWentBack
@@ -63,7 +45,6 @@ from millstream.errors._lake import QueryTimeout as QueryTimeout
 from millstream.errors._remote import AnswerCutOff as AnswerCutOff
 from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
-from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._replication import ClockSkew as ClockSkew
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
@@ -88,10 +69,7 @@ from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._root import codes_of as codes_of
 from millstream.errors._root import error_of as error_of
-from millstream.errors._routing import InvalidRoute as InvalidRoute
-from millstream.errors._routing import NoRouteMatches as NoRouteMatches
 from millstream.errors._routing import PartialWrite as PartialWrite
-from millstream.errors._routing import ReshardRefused as ReshardRefused
 from millstream.errors._routing import RoutingError as RoutingError
 from millstream.errors._sequencing import SequencingError as SequencingError
 from millstream.errors._sequencing import WriterAlive as WriterAlive

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class AccessError(MillstreamError):
@@ -10,6 +13,41 @@ class AccessError(MillstreamError):
 
     code = "access"
     retry = Retry.OPERATOR
+    codes: ClassVar[Mapping[str, Code]] = {
+        "forbidden": Code(
+            "The caller has no right to do this; nothing was done. Details: name (of its token), right, stream.",
+            Retry.OPERATOR,
+        ),
+        "access_token_exists": Code(
+            "An access token of that name exists already; details: name.",
+            Retry.OPERATOR,
+            "Choose another name, or revoke the old token first: `millstream token revoke NAME`.",
+            exit_code=2,
+        ),
+        "unknown_access_token": Code(
+            "There is no access token of that name or id; details: token.",
+            Retry.OPERATOR,
+            "Run `millstream token ls` to list the tokens.",
+            exit_code=2,
+        ),
+        "unprotected": Code(
+            "The address is reachable from other machines, without TLS or without tokens; the server doesn't "
+            "listen. Details: listen, missing.",
+            Retry.OPERATOR,
+            exit_code=2,
+        ),
+        "unknown_host": Code(
+            "The request's host name isn't this server's: a foreign name resolves to this machine, or a proxy "
+            "forwards it. Details: host.",
+            Retry.OPERATOR,
+            "Use localhost or 127.0.0.1; if a proxy on this machine forwards that name, add it to `[http] hosts`.",
+        ),
+        "foreign_origin": Code(
+            "A page of another server made the request, in a browser; nothing was done. Details: origin.",
+            Retry.OPERATOR,
+            "Send the request from a page of this server or outside a browser; add a proxy's name to `[http] hosts`.",
+        ),
+    }
 
 
 class Unauthenticated(AccessError):
@@ -17,45 +55,13 @@ class Unauthenticated(AccessError):
 
     code = "unauthenticated"
     default_hint = "Send a token as `Authorization: Bearer mst_…`; `millstream token create` makes one."
-
-
-class AccessTokenExpired(Unauthenticated):
-    """The call's access token has expired; details: name, expired."""
-
-    code = "access_token_expired"
-    default_hint = "Make another one: `millstream token create --name … --expires …`."
-
-
-class Forbidden(AccessError):
-    """The caller has no right to do this; nothing was done. Details: name (of its token), right, stream."""
-
-    code = "forbidden"
-
-
-class AccessTokenExists(AccessError):
-    """An access token of that name exists already; details: name."""
-
-    code = "access_token_exists"
-    exit_code = 2
-    default_hint = "Choose another name, or take the old one away first: `millstream token revoke NAME`."
-
-
-class UnknownAccessToken(AccessError):
-    """There is no access token of that name or id; details: token."""
-
-    code = "unknown_access_token"
-    exit_code = 2
-    default_hint = "`millstream token ls` lists them."
-
-
-class Unprotected(AccessError):
-    """The address is reachable from other machines, without TLS or without tokens; the server doesn't listen.
-
-    Details: listen, missing.
-    """
-
-    code = "unprotected"
-    exit_code = 2
+    codes: ClassVar[Mapping[str, Code]] = {
+        "access_token_expired": Code(
+            "The call's access token has expired; details: name, expired.",
+            Retry.OPERATOR,
+            "Create another token: `millstream token create --name … --expires …`.",
+        ),
+    }
 
 
 class CertificateUnusable(AccessError):
@@ -66,22 +72,3 @@ class CertificateUnusable(AccessError):
 
     code = "certificate_unusable"
     exit_code = 2
-
-
-class UnknownHost(AccessError):
-    """The request's host name isn't this server's. Details: host.
-
-    Its address was made to resolve to this machine, or a proxy forwards it.
-    """
-
-    code = "unknown_host"
-    default_hint = "Ask for localhost or 127.0.0.1; where a proxy on this machine is asked by that name, put it into `[http] hosts`."
-
-
-class ForeignOrigin(AccessError):
-    """A page of another server made the request, in a browser; nothing was done. Details: origin."""
-
-    code = "foreign_origin"
-    default_hint = (
-        "Ask from a page of this server, or from what isn't a browser; a proxy's name has a place in `[http] hosts`."
-    )

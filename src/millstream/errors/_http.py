@@ -2,69 +2,50 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class HttpError(MillstreamError):
     """A request can't be answered; nothing of it was appended."""
 
     code = "http"
-
-
-class UnknownPath(HttpError):
-    """The requested path doesn't exist; details: path."""
-
-    code = "unknown_path"
-    default_hint = "`/docs` shows all paths, and `/openapi.json` describes them."
-
-
-class MethodNotAllowed(HttpError):
-    """The path exists, but takes other methods; details: method."""
-
-    code = "method_not_allowed"
-    default_hint = "`/docs` shows what each path takes."
-
-
-class InvalidBody(HttpError):
-    """A request's body isn't the JSON, Arrow or gzip that it claims to be; details: line or byte, if known."""
-
-    code = "invalid_body"
-
-
-class BodyTooLarge(HttpError):
-    """A request's body exceeds the size limit, as sent or inflated; details: size_max."""
-
-    code = "body_too_large"
-    default_hint = "Send it in several requests; `[http] body_bytes_max` says how large one may be."
-
-
-class MediaTypeUnknown(HttpError):
-    """A body's type or encoding isn't supported here; details: header, value."""
-
-    code = "media_type_unknown"
-
-
-class ServerBusy(HttpError):
-    """Requests in flight use all the memory that they may; this one was rejected before it was read."""
-
-    code = "server_busy"
-    retry = Retry.BACKOFF
-    default_hint = "Send it again in a moment, or send less at once; `[http] inflight_bytes_max` is the bound."
-
-
-class RequestTimeout(HttpError):
-    """A request's head and body didn't arrive in time; nothing of it was appended."""
-
-    code = "request_timeout"
-    retry = Retry.BACKOFF
-    default_hint = "Send it in smaller parts, or raise `[http] request_timeout`."
-
-
-class TransferIdle(HttpError):
-    """A bulk transfer's caller sent nothing for too long. Rows acknowledged before are durable. Details: time_s."""
-
-    code = "transfer_idle"
-    retry = Retry.BACKOFF
-    default_hint = (
-        "Send each batch within `[flight] idle_timeout` of the one before, or begin another call when there is one."
-    )
+    codes: ClassVar[Mapping[str, Code]] = {
+        "unknown_path": Code(
+            "The requested path doesn't exist; details: path.",
+            hint="Open `/docs` for all paths, or `/openapi.json` for their description.",
+        ),
+        "method_not_allowed": Code(
+            "The path exists, but takes other methods; details: method.",
+            hint="Open `/docs` for the methods of each path.",
+        ),
+        "invalid_body": Code(
+            "A request's body isn't the JSON, Arrow or gzip that it claims to be; details: line or byte, if known.",
+        ),
+        "body_too_large": Code(
+            "A request's body exceeds the size limit, as sent or inflated; details: size_max.",
+            hint="Split the request, or raise `[http] body_bytes_max`.",
+        ),
+        "media_type_unknown": Code(
+            "A body's type or encoding isn't supported here; details: header, value.",
+        ),
+        "server_busy": Code(
+            "Requests in flight use all memory allowed for them; this one was rejected before it was read.",
+            Retry.BACKOFF,
+            "Repeat the request later, send less at once, or raise `[http] inflight_bytes_max`.",
+        ),
+        "request_timeout": Code(
+            "A request's head and body didn't arrive in time; nothing of it was appended.",
+            Retry.BACKOFF,
+            "Send the request in smaller parts, or raise `[http] request_timeout`.",
+        ),
+        "transfer_idle": Code(
+            "A bulk transfer's caller sent nothing for too long. Rows acknowledged before are durable. Details: "
+            "time_s.",
+            Retry.BACKOFF,
+            "Send each batch within `[flight] idle_timeout` of the previous one, or start a new call for later "
+            "batches.",
+        ),
+    }

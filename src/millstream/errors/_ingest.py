@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class IngestError(MillstreamError):
     """An application's rows can't be taken; nothing of the call was appended."""
 
     code = "ingest"
-
-
-class TableCaptured(IngestError):
-    """The table's rows come from PostgreSQL, so applications may not write them; details: table."""
-
-    code = "table_captured"
-    default_hint = "Write to a table of another name; what the source has is changed at the source."
-
-
-class UnknownColumn(IngestError):
-    """Rows have a column that the table lacks, and it may not be added; details: table, columns."""
-
-    code = "unknown_column"
-    default_hint = 'Leave it out, or allow it: `schema_on_write = "add_columns"` in [streams.S.ingest].'
-
-
-class KeyChanged(IngestError):
-    """The configuration gives a table another key than its rows were written with; details: table, key, configured."""
-
-    code = "key_changed"
-    retry = Retry.OPERATOR
+    codes: ClassVar[Mapping[str, Code]] = {
+        "table_captured": Code(
+            "The table's rows come from PostgreSQL, so applications may not write them; details: table.",
+            hint="Write to a table of another name, or change the rows at the source.",
+        ),
+        "unknown_column": Code(
+            "Rows have a column that the table lacks, and it may not be added; details: table, columns.",
+            hint=('Leave out the column, or allow it: `schema_on_write = "add_columns"` in [streams.S.ingest].'),
+        ),
+        "key_changed": Code(
+            "The configuration gives a table another key than its rows were written with; details: table, key, "
+            "configured.",
+            Retry.OPERATOR,
+        ),
+    }
 
 
 class RowsTooLarge(IngestError):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class RemoteError(MillstreamError):
     """A home behind an address can't be reached properly; details: url."""
 
     code = "remote"
-
-
-class ServerUnreachable(RemoteError):
-    """No server answers at the address, or not in time; nothing was done. Details: url."""
-
-    code = "server_unreachable"
-    retry = Retry.BACKOFF
-    default_hint = "Check the address, and that `millstream serve` (or `run`) is there: its `/healthz` answers."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "server_unreachable": Code(
+            "No server answers at the address, or not in time; nothing was done. Details: url.",
+            Retry.BACKOFF,
+            "Check the address, and that `millstream serve` (or `run`) answers at `/healthz`.",
+        ),
+    }
 
 
 class AnswerCutOff(RemoteError):

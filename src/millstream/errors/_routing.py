@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from millstream.errors._root import MillstreamError, Retry
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class RoutingError(MillstreamError):
     """Rows have no target; nothing of the call was appended."""
 
     code = "routing"
-
-
-class NoRouteMatches(RoutingError):
-    """No rule and no hash ring takes some rows; details: table, row (the first of them, from 0), rows (how many)."""
-
-    code = "no_route_matches"
-    retry = Retry.OPERATOR
-    default_hint = 'Add a rule that takes them to [streams.S.routing] (to drop them, `to = "devnull"`), or columns for the hash ring.'
-
-
-class InvalidRoute(RoutingError):
-    """A rule doesn't fit a table: its columns have other types, or one key's rows would go to several shards.
-
-    Details: table.
-    """
-
-    code = "invalid_route"
-    retry = Retry.OPERATOR
-    exit_code = 2
-    default_hint = "`millstream route explain TABLE` shows which rule it is; mend [streams.S.routing]."
+    codes: ClassVar[Mapping[str, Code]] = {
+        "no_route_matches": Code(
+            "No rule and no hash ring matches some rows; details: table, row (the first of them, from 0), rows "
+            "(their number).",
+            Retry.OPERATOR,
+            'Add a matching rule to [streams.S.routing] (to drop the rows, `to = "devnull"`), or columns for the '
+            "hash ring.",
+        ),
+        "invalid_route": Code(
+            "A rule doesn't fit a table: its columns have other types, or one key's rows would go to several "
+            "shards. Details: table.",
+            Retry.OPERATOR,
+            "Run `millstream route explain TABLE` to find the rule, and correct [streams.S.routing].",
+            exit_code=2,
+        ),
+        "reshard_refused": Code(
+            "The requested change of a stream's number of shards isn't possible; nothing was changed. Details: stream.",
+            Retry.OPERATOR,
+        ),
+    }
 
 
 class PartialWrite(RoutingError):
@@ -42,10 +45,3 @@ class PartialWrite(RoutingError):
         "What succeeded stays written. Send it again under its session number or idempotency key: it goes to those that lack it; without one it goes "
         "to all of them anew. Sinks that may fail are named in `ignore_errors`."
     )
-
-
-class ReshardRefused(RoutingError):
-    """The requested change of a stream's number of shards isn't possible; nothing was changed. Details: stream."""
-
-    code = "reshard_refused"
-    retry = Retry.OPERATOR

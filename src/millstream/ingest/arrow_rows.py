@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
-from millstream.errors import InvalidBody, InvalidValue
+from millstream.errors import HttpError, InvalidValue
 from millstream.ingest.columns import COLUMNS_MAX, NESTING_MAX, ROWS_BYTES_MAX, table_of, too_large
 from millstream.ingest.json_rows import ROWS_MAX
 from millstream.ingest.nested import Sizes, is_countable, is_shared, is_view, python_bytes, text_bytes, values_in
@@ -40,14 +40,15 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
     """Return the rows of an Arrow IPC stream (`application/vnd.apache.arrow.stream`), in the log's types.
 
     Raises:
-        InvalidBody: it isn't one, or it is cut off.
+        HttpError (`invalid_body`): it isn't one, or it is cut off.
         RowsTooLarge: more rows than `rows_max`, or more decompressed bytes, columns or nested values than
             allowed.
         InvalidValue: a column has an unsupported type or value; details: column.
     """
     if body[:6] == b"ARROW1":
-        raise InvalidBody(
+        raise HttpError(
             "the body is a file of Arrow's, not a stream",
+            code="invalid_body",
             hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`.",
         )
     try:
@@ -56,7 +57,7 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
             table: pa.Table = stream.read_all()
         table.validate(full=True)
     except _NOT_A_STREAM as error:
-        raise InvalidBody(f"the body isn't an Arrow IPC stream: {error}") from error
+        raise HttpError(f"the body isn't an Arrow IPC stream: {error}", code="invalid_body") from error
     if not table.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't send a request where there is none.")
     meant = sum(_check_unfolded(field, column) for field, column in zip(table.schema, table.columns, strict=True))
@@ -71,13 +72,13 @@ def check_batch(rows: pa.RecordBatch) -> None:
     Offsets beyond its buffers would crash the process.
 
     Raises:
-        InvalidBody: it is inconsistent.
+        HttpError (`invalid_body`): it is inconsistent.
         RowsTooLarge: it has too many columns.
     """
     try:
         rows.validate(full=True)
     except _NOT_A_STREAM as error:
-        raise InvalidBody(f"a batch isn't whole: {error}") from error
+        raise HttpError(f"a batch isn't whole: {error}", code="invalid_body") from error
     if rows.num_columns > COLUMNS_MAX:
         raise too_large("its columns", rows.num_columns, COLUMNS_MAX)
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 import pyarrow as pa
 
-from millstream.errors import InvalidBody, InvalidValue
+from millstream.errors import HttpError, InvalidValue
 from millstream.ingest.columns import NESTING_MAX, ROWS_BYTES_MAX, check_depth, check_names, column_of, too_large
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored
 from millstream.ingest.schemas import FITTED_BYTES_MAX
@@ -61,7 +61,7 @@ def rows_of_lines(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
     """Return the objects of a text with one object per line (`application/x-ndjson`); empty lines are skipped.
 
     Raises:
-        InvalidBody: a line isn't a JSON object; details: line, from 1.
+        HttpError (`invalid_body`): a line isn't a JSON object; details: line, from 1.
         RowsTooLarge: there are more rows than `rows_max`.
         InvalidValue: a number has more digits than any type holds.
     """
@@ -114,7 +114,7 @@ def _refuse(body: bytes, error: Exception, *, lines: bool) -> NoReturn:
         line = body.count(b"\n", 0, place) + 1
         details = {"line": line, "byte": place}
         where = f" (line {line})" if lines else f" (byte {place})"
-    raise InvalidBody(f"the body isn't rows as JSON{where}: {said}", hint=hint, **details) from error
+    raise HttpError(f"the body isn't rows as JSON{where}: {said}", code="invalid_body", hint=hint, **details) from error
 
 
 def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:

@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import InvalidValue, KeyChanged, UnknownColumn, UnknownTable
+from millstream.errors import IngestError, InvalidValue, UnknownTable
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, check_name, too_large
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
@@ -69,8 +69,8 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
 
     Raises:
         UnknownTable: it doesn't exist, and may not be created.
-        UnknownColumn: it lacks columns, and may not get them.
-        KeyChanged: it was written with another key.
+        IngestError (`unknown_column`): it lacks columns, and may not get them.
+        IngestError (`key_changed`): it was written with another key.
         RowsTooLarge: it would have more than `COLUMNS_MAX` columns, or a name is longer than
             `NAME_BYTES_MAX`.
         InvalidValue: its name or columns are invalid: a name that differs from another's only by case, a
@@ -84,8 +84,9 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
             table=known.full_name,
         )
     if not is_new and known.key != rules.key:
-        raise KeyChanged(
+        raise IngestError(
             f"{known.full_name} is written with {_spoken(known.key)}, and the configuration gives it {_spoken(rules.key)}",
+            code="key_changed",
             hint="Give it back its key in [streams.S.keys], or write to a table of another name.",
             table=known.full_name,
             key=list(known.key),
@@ -109,7 +110,12 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
                 column=field.name,
             )
     if not is_new and rules.mode is SchemaOnWrite.STRICT:
-        raise UnknownColumn(f"{known.full_name} has no column {', '.join(names)}", table=known.full_name, columns=names)
+        raise IngestError(
+            f"{known.full_name} has no column {', '.join(names)}",
+            code="unknown_column",
+            table=known.full_name,
+            columns=names,
+        )
     cases = {name.lower(): name for name in have}
     for name in names:
         if name.lower() in cases:

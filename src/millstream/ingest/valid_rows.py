@@ -64,7 +64,7 @@ def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPa
         rules: the table's.
 
     Raises:
-        UnknownTable, KeyChanged, RowsTooLarge, InvalidValue: it is no single row's fault.
+        UnknownTable, IngestError (`key_changed`), RowsTooLarge, InvalidValue: it is no single row's fault.
     """
     clashes: dict[int, Clash] = {}
     rows = _known_columns(known, rows, rules, clashes)

@@ -33,7 +33,7 @@ import pyarrow.flight as fl
 from millstream.codec.checksums import Bytes
 from millstream.codec.shipment import decode_message, encode_message
 from millstream.errors import (
-    Forbidden,
+    AccessError,
     LinkLost,
     MillstreamError,
     ShipmentUnreadable,
@@ -184,7 +184,9 @@ def error_of_flight(error: Exception) -> MillstreamError:
     if isinstance(error, fl.FlightUnauthenticatedError):
         return Unauthenticated(f"the leader doesn't know who this is: {said}")
     if isinstance(error, fl.FlightUnauthorizedError):
-        return Forbidden(f"the leader refuses: {said}", hint="Use a token with the right to admin the stream.")
+        return AccessError(
+            f"the leader refuses: {said}", code="forbidden", hint="Use a token with the right to admin the stream."
+        )
     return LinkLost(f"the connection broke: {said}")
 
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import InvalidRoute
+from millstream.errors import RoutingError
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
@@ -47,7 +47,7 @@ def key_hashes(columns: Sequence[pa.Array | pa.ChunkedArray]) -> Hashes:
         columns: the key's columns, in order; at least one; of equal length.
 
     Raises:
-        InvalidRoute: a column has a type that can't distinguish rows: a list, for example.
+        RoutingError (`invalid_route`): a column has a type that can't distinguish rows: a list, for example.
     """
     hashes = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
@@ -78,7 +78,9 @@ def _add(column: pa.Array | pa.ChunkedArray, hashes: Hashes) -> None:
         if isinstance(column, pa.ChunkedArray):  # without rows
             return
     if not is_hashable(column.type):
-        raise InvalidRoute(f"rows can't be told apart by a column of type {column.type}", type=str(column.type))
+        raise RoutingError(
+            f"rows can't be told apart by a column of type {column.type}", code="invalid_route", type=str(column.type)
+        )
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     valid = _EVERY_ROW_VALID if column.null_count == 0 else column.is_valid().to_numpy(zero_copy_only=False)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import InvalidRoute, UsageError
+from millstream.errors import RoutingError, UsageError
 from millstream.model.schema import TableSchema
 from millstream.routing.hashing import is_hashable, key_hashes
 
@@ -86,7 +86,7 @@ class PartitionTemplate:
         """Return the partitions of some rows, in order of their names, and for each row the index of its own.
 
         Raises:
-            InvalidRoute: the table lacks a column, or its type can't be in a template; or there are more than
+            RoutingError (`invalid_route`): the table lacks a column, or its type can't be in a template; or there are more than
                 `PARTITIONS_MAX`.
         """
         names, codes = [""], np.zeros(rows.num_rows, dtype=np.int64)
@@ -99,8 +99,9 @@ class PartitionTemplate:
                 values, of_row = _values(self.text, part, schema, rows)
                 names, codes = _combined(names, codes, values, of_row)
                 if len(names) > PARTITIONS_MAX:
-                    raise InvalidRoute(
+                    raise RoutingError(
                         f"rows of {schema.full_name} belong to more than {PARTITIONS_MAX} partitions of {self.text!r} in one call",
+                        code="invalid_route",
                         hint="Append them in several calls, or take a coarser template in [streams.S.partitions].",
                         table=schema.full_name,
                     )
@@ -155,8 +156,9 @@ def _joined(parts: Sequence[str | _Hole]) -> list[str | _Hole]:
 def _values(text: str, hole: _Hole, schema: TableSchema, rows: pa.RecordBatch) -> tuple[list[str], Codes]:
     """Return the texts of a hole, and for each row the index of its own."""
     if hole.column not in rows.schema.names:
-        raise InvalidRoute(
+        raise RoutingError(
             f"{schema.full_name} has no column {hole.column}, of which its partitions {text!r} are",
+            code="invalid_route",
             hint="Append rows that have it, or name another one in [streams.S.partitions].",
             table=schema.full_name,
             column=hole.column,
@@ -164,9 +166,10 @@ def _values(text: str, hole: _Hole, schema: TableSchema, rows: pa.RecordBatch) -
     column = rows.column(hole.column)
     is_moment = pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)
     if (hole.moment is not None and not is_moment) or not is_hashable(column.type):
-        raise InvalidRoute(
+        raise RoutingError(
             f"column {hole.column} of {schema.full_name} is {column.type}, and its partitions {text!r} take "
             + ("a moment or a date" if hole.moment is not None else "a value that rows can be told apart by"),
+            code="invalid_route",
             hint="Text isn't parsed, that of a time in JSON neither: send Arrow, or a datetime from Python; or change [streams.S.partitions]."
             if pa.types.is_string(column.type)
             else "Append rows whose column is one, or name another one in [streams.S.partitions].",

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import InvalidRoute, UsageError
+from millstream.errors import RoutingError, UsageError
 
 _TOKEN: Final = re.compile(
     r"""\s*(?:
@@ -60,7 +60,7 @@ class Predicate:
         """Return for each row whether the predicate is true.
 
         Raises:
-            InvalidRoute: a literal isn't of its column's type; nothing is known about any row.
+            RoutingError (`invalid_route`): a literal isn't of its column's type; nothing is known about any row.
         """
         found = self._test(rows)
         if isinstance(found, pa.Scalar):
@@ -146,8 +146,9 @@ class _Reader:
             try:
                 return _COMPARED[mark](own, _literal_of(value, own.type))
             except (pa.ArrowException, TypeError, ValueError) as error:
-                raise InvalidRoute(
+                raise RoutingError(
                     f"the rule where {self._text} can't be followed: column {column} is {own.type}, and {value!r} is none",
+                    code="invalid_route",
                     column=column,
                 ) from error
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.errors import InvalidRoute, NoRouteMatches, TableCaptured
+from millstream.errors import IngestError, RoutingError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.schema import TableSchema
@@ -116,9 +116,9 @@ class Router:
             rows: rows in its `append_row_schema`.
 
         Raises:
-            NoRouteMatches: no rule takes some of the rows.
-            InvalidRoute: the rules can't be followed for this table.
-            TableCaptured: its rows come from PostgreSQL: they lie whole on one shard.
+            RoutingError (`no_route_matches`): no rule takes some of the rows.
+            RoutingError (`invalid_route`): the rules can't be followed for this table.
+            IngestError (`table_captured`): its rows come from PostgreSQL: they lie whole on one shard.
         """
         plan = self.plan(schema, rows)
         entries = list(self._entries(schema, rows, plan.shards))
@@ -214,15 +214,14 @@ class Router:
             codes = by_ring if codes is None else np.where(codes == _BY_RING, by_ring, codes)
         return Plan(codes, sinks)
 
-    def _no_route(
-        self, schema: TableSchema, rows: pa.RecordBatch, left: npt.NDArray[np.bool_] | None
-    ) -> NoRouteMatches:
+    def _no_route(self, schema: TableSchema, rows: pa.RecordBatch, left: npt.NDArray[np.bool_] | None) -> RoutingError:
         count = rows.num_rows if left is None else int(left.sum())
         first = 0 if left is None else int(left.argmax())
         ring = isinstance(self.rules, ShardConfig) and self.rules.hash_ring is not None
         why = ", and the table has no key for the hash ring" if ring else ""
-        return NoRouteMatches(
+        return RoutingError(
             f"no rule takes {count} of {rows.num_rows} rows of {schema.full_name}, the first of them row {first}{why}",
+            code="no_route_matches",
             hint=f'Name columns for the ring: [streams.S.routing.hash_ring.columns_of] "{_name(schema)}" = ["…"].'
             if ring
             else None,
@@ -272,8 +271,9 @@ class Router:
     def _find_rules(self, schema: TableSchema) -> _TableRules:
         name = _name(schema)
         if schema.source != 0:
-            raise TableCaptured(
+            raise IngestError(
                 f"{schema.full_name} is captured: it lies whole on one shard, and no rule moves it",
+                code="table_captured",
                 table=schema.full_name,
             )
         specific = [rule for rule in _specific(self.rules) if rule.matcher.is_for(name)]
@@ -339,34 +339,38 @@ def _specific(rules: RoutingRules | None) -> tuple[SpecificTarget, ...]:
 
 
 def _check_ring(schema: TableSchema, columns: Sequence[str], *, has_ring: bool) -> None:
-    """Raise `InvalidRoute` if a ring can't spread a table's rows."""
+    """Raise `invalid_route` if a ring can't spread a table's rows."""
     if not has_ring or not columns:
-        raise InvalidRoute(
+        raise RoutingError(
             f"a rule has rows of {schema.full_name} go to the hash ring, "
             + ("which has no columns to spread them by" if has_ring else "and there is none"),
+            code="invalid_route",
             hint="Give the table a key ([streams.S.keys]), or name columns in [streams.S.routing.hash_ring].",
             table=schema.full_name,
         )
     types = {column.name: column.arrow for column in schema.columns}
     for name in columns:
         if name not in types:
-            raise InvalidRoute(
+            raise RoutingError(
                 f"{schema.full_name} has no column {name}, by which the hash ring spreads its rows",
+                code="invalid_route",
                 hint="Append rows that have it, or name others: [streams.S.routing.hash_ring] columns.",
                 table=schema.full_name,
                 column=name,
             )
         if not is_hashable(types[name]):
-            raise InvalidRoute(
+            raise RoutingError(
                 f"column {name} of {schema.full_name} is {types[name]}: the hash ring can't spread rows by it",
+                code="invalid_route",
                 table=schema.full_name,
                 column=name,
             )
     strangers = [name for name in columns if schema.key and name not in schema.key]
     if strangers:
-        raise InvalidRoute(
+        raise RoutingError(
             f"the hash ring spreads rows of {schema.full_name} by {', '.join(strangers)}, not of its key ({', '.join(schema.key)}): "
             "rows of one key would lie on several shards",
+            code="invalid_route",
             hint="Name columns of the key alone, or none: then it is the key itself.",
             table=schema.full_name,
             columns=strangers,
@@ -374,7 +378,7 @@ def _check_ring(schema: TableSchema, columns: Sequence[str], *, has_ring: bool) 
 
 
 def _check_keys_stay(schema: TableSchema, specific: Sequence[SpecificTarget], rest: Target | None) -> None:
-    """Raise `InvalidRoute` if predicates over columns outside the key could put one key's rows on several shards."""
+    """Raise `invalid_route` if predicates over columns outside the key could put one key's rows on several shards."""
     if not schema.key:
         return
     locals_of = [(rule.to, rule.matcher.where) for rule in specific]
@@ -385,9 +389,10 @@ def _check_keys_stay(schema: TableSchema, specific: Sequence[SpecificTarget], re
         if where is not None and len(places) > 1:
             strangers = [name for name in where.columns if name not in schema.key]
             if strangers and target.is_local:
-                raise InvalidRoute(
+                raise RoutingError(
                     f"rows of {schema.full_name} would go to {target} where {where.text}, which isn't of its key "
                     f"({', '.join(schema.key)}) alone: rows of one key would lie on several shards",
+                    code="invalid_route",
                     hint="Choose shards by the table or by its key; rules to sinks alone may look at any column.",
                     table=schema.full_name,
                     columns=strangers,
@@ -453,8 +458,9 @@ def _groups(schema: TableSchema, codes: Places, *, entries_max: int | None = ENT
     else:
         used, dense = np.unique(codes, return_inverse=True)
     if entries_max is not None and len(used) > entries_max:
-        raise InvalidRoute(
+        raise RoutingError(
             f"rows of {schema.full_name} would lie in {len(used)} places of shard and partition by one call, of at most {entries_max}",
+            code="invalid_route",
             hint="Append them in several calls: each key's rows with few changes of the partition.",
             table=schema.full_name,
         )

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 
 import structlog
 
-from millstream.errors import AccessTokenExpired, Forbidden, MillstreamError, Unauthenticated
+from millstream.errors import AccessError, MillstreamError, Unauthenticated
 from millstream.model.access import ALL_STREAMS, EVERYTHING, Right, Rights, is_secret, token_parts
 
 if TYPE_CHECKING:
@@ -65,12 +65,13 @@ class Caller:
         return self.rights.allow(right, stream)
 
     def check(self, right: Right, stream: str = ALL_STREAMS) -> None:
-        """Raise `Forbidden` if the caller lacks the right."""
+        """Raise `forbidden` if the caller lacks the right."""
         if not self.may(right, stream):
             what = "every stream" if stream == ALL_STREAMS else f"stream {stream}"
             grant = "--all " if stream == ALL_STREAMS else f"--stream {stream}="
-            raise Forbidden(
+            raise AccessError(
                 f"token {self.name} has no right to {right.value} {what}",
+                code="forbidden",
                 hint=f"Use a token that has it: `millstream token create {grant}{right.value}` makes one.",
                 name=self.name,
                 right=right.value,
@@ -192,7 +193,7 @@ class Access:
 
         Raises:
             Unauthenticated: no credentials are presented, or they are unknown or no longer known.
-            AccessTokenExpired: the token has expired.
+            Unauthenticated (`access_token_expired`): the token has expired.
             CatalogError: the catalog can't be read (or a subclass).
         """
         if self._book is None:
@@ -229,8 +230,8 @@ class Access:
         """Return the caller of a request that has a right on the stream: for paths without a dependency.
 
         Raises:
-            Unauthenticated, AccessTokenExpired, CatalogError: as `caller`.
-            Forbidden: the caller lacks the right.
+            Unauthenticated, Unauthenticated (`access_token_expired`), CatalogError: as `caller`.
+            AccessError (`forbidden`): the caller lacks the right.
         """
         caller = await self.caller_of(scope, in_query=in_query)
         caller.check(right, stream)
@@ -266,8 +267,11 @@ class Access:
         if found.has_expired(time.time_ns() // 1000):
             assert found.expires_us is not None
             expired = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.expires_us / 1e6))
-            raise AccessTokenExpired(
-                f"access token {found.name} expired at {expired}", name=found.name, expired=expired
+            raise Unauthenticated(
+                f"access token {found.name} expired at {expired}",
+                code="access_token_expired",
+                name=found.name,
+                expired=expired,
             )
         return Caller(found.name, found.rights)
 

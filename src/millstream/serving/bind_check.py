@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING
 
-from millstream.errors import Unprotected
+from millstream.errors import AccessError
 
 if TYPE_CHECKING:
     from millstream.config.serving_model import HttpConfig
@@ -21,7 +21,7 @@ def check_protected(section: str, address: tuple[str, int], http: HttpConfig) ->
         http: the settings that protect it.
 
     Raises:
-        Unprotected: protection is missing; details: listen, missing.
+        AccessError (`unprotected`): protection is missing; details: listen, missing.
     """
     host, port = address
     given = {
@@ -32,8 +32,9 @@ def check_protected(section: str, address: tuple[str, int], http: HttpConfig) ->
     missing = [name for name, value in given.items() if not value]
     if missing and not is_loopback(host):
         listen = f"{host}:{port}"
-        raise Unprotected(
+        raise AccessError(
             f"[{section}] listens on {listen}, which other machines reach, without {' and '.join(_said(missing))}",
+            code="unprotected",
             hint=f"Set {', '.join(missing)} in [http]; or listen on 127.0.0.1 alone.",
             listen=listen,
             missing=[name.partition(" ")[0] for name in missing],

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import httptools
 import structlog
 
-from millstream.errors import RequestTimeout
+from millstream.errors import HttpError
 from millstream.serving.access import CERTIFICATE, name_in_certificate
 from millstream.serving.memory_budget import Receive
 from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of
@@ -442,7 +442,11 @@ class Connection(asyncio.Protocol):
         elif exchange is None and not self._has_begun:
             self.transport.close()  # it has never sent anything
             return
-        self.refuse(problem_of(RequestTimeout(f"the request wasn't whole within {self._bounds.request_s:g} s")))
+        self.refuse(
+            problem_of(
+                HttpError(f"the request wasn't whole within {self._bounds.request_s:g} s", code="request_timeout")
+            )
+        )
 
     def refuse(self, document: Mapping[str, Any]) -> None:
         """Answer with a problem, unless an answer has begun, and close the connection; drop the data being read."""

@@ -413,7 +413,7 @@ def flight_of(
     """Run a home's Flight server while the block lasts, on threads of its own; the home configures one.
 
     Raises:
-        MillstreamError (`address_in_use`), Unprotected, CertificateUnusable: it can't or may not listen.
+        MillstreamError (`address_in_use`), AccessError (`unprotected`), CertificateUnusable: it can't or may not listen.
     """
     address = home.config.flight.address
     assert address is not None

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import structlog
 
-from millstream.errors import TransferIdle
+from millstream.errors import HttpError
 from millstream.workers import Worker
 
 logger = structlog.get_logger("millstream.serve")
@@ -216,7 +216,11 @@ class Sender:
 
     def tell_idle(self, within_s: float) -> None:
         """Send it an error about its idle time."""
-        error = TransferIdle(f"no batch came within {within_s:g} s; the call is going to be cut off", time_s=within_s)
+        error = HttpError(
+            f"no batch came within {within_s:g} s; the call is going to be cut off",
+            code="transfer_idle",
+            time_s=within_s,
+        )
         with contextlib.suppress(pa.ArrowException, OSError):  # it has gone
             self.tell(json.dumps({"error": error.as_dict()}).encode())
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 import structlog
 
-from millstream.errors import MillstreamError, ReplicationError, Retry, ServerBusy, UsageError
+from millstream.errors import HttpError, MillstreamError, ReplicationError, Retry, UsageError
 from millstream.ingest.lines import Lines, TableLines, tables_of_lines
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
@@ -142,15 +142,16 @@ class LineWrites:
     async def _warmed(self) -> None:
         """Wait for the parser's machine code.
 
-        `ServerBusy` if a client wouldn't wait that long: it would resend accepted lines.
+        `server_busy` if a client wouldn't wait that long: it would resend accepted lines.
         """
         if not self._parser.done():
             try:
                 async with asyncio.timeout(_PARSER_PATIENCE_S):
                     await wrap_future(self._parser)
             except TimeoutError:
-                raise ServerBusy(
+                raise HttpError(
                     "the parser of lines is being compiled: nothing of these was taken",
+                    code="server_busy",
                     hint="Send them again in a moment.",
                 ) from None
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Final, Self
 
-from millstream.errors import BodyTooLarge, InvalidBody, MediaTypeUnknown, ServerBusy, UsageError
+from millstream.errors import HttpError, UsageError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's `receive`."""
@@ -55,13 +55,14 @@ class Held:
         self.size_bytes = 0
 
     def grow(self, size_bytes: int) -> None:
-        """Take that many more; `ServerBusy` if there is no room for them."""
+        """Take that many more; `server_busy` if there is no room for them."""
         intake = self._intake
         if intake.held_bytes + size_bytes > intake.bytes_max:
             intake.refused += 1
-            raise ServerBusy(
+            raise HttpError(
                 f"requests in flight hold {intake.held_bytes} of {intake.bytes_max} bytes, and this one would hold"
                 f" {self.size_bytes + size_bytes}",
+                code="server_busy",
                 held_bytes=intake.held_bytes,
                 size_max=intake.bytes_max,
             )
@@ -82,17 +83,18 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], intake: In
     """Return a request's body, whole and decompressed.
 
     Raises:
-        BodyTooLarge: its size, actual or declared, exceeds the limit.
-        ServerBusy: there is no room next to other requests.
-        MediaTypeUnknown: it has another encoding than gzip.
-        InvalidBody: it isn't gzip.
+        HttpError (`body_too_large`): its size, actual or declared, exceeds the limit.
+        HttpError (`server_busy`): there is no room next to other requests.
+        HttpError (`media_type_unknown`): it has another encoding than gzip.
+        HttpError (`invalid_body`): it isn't gzip.
         ClientGoneError: it never arrived whole.
     """
     encoding = headers.get(b"content-encoding", b"").strip().lower()
     if encoding not in {b"", b"identity", b"gzip"}:
         name = encoding.decode("latin-1")
-        raise MediaTypeUnknown(
+        raise HttpError(
             f"bodies in the encoding {name} aren't taken",
+            code="media_type_unknown",
             hint="Send it with gzip, or as it is.",
             header="Content-Encoding",
             value=name,
@@ -148,17 +150,19 @@ async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
                 held.grow(len(piece))
                 pieces.append(piece)
                 if not (piece or left or inflate.eof):
-                    raise InvalidBody("the body's gzip data is cut off")
+                    raise HttpError("the body's gzip data is cut off", code="invalid_body")
                 if len(piece) == _INFLATED_BYTES or left:
                     await asyncio.sleep(0)
         if at < len(whole):
-            raise InvalidBody(f"the body has more than {_MEMBERS_MAX} gzip members")
+            raise HttpError(f"the body has more than {_MEMBERS_MAX} gzip members", code="invalid_body")
     except zlib.error as error:
-        raise InvalidBody(f"the body isn't gzip: {error}") from error
+        raise HttpError(f"the body isn't gzip: {error}", code="invalid_body") from error
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _too_large(intake: Intake) -> BodyTooLarge:
-    return BodyTooLarge(
-        f"a body has more than {intake.body_bytes_max} bytes, as it is or inflated", size_max=intake.body_bytes_max
+def _too_large(intake: Intake) -> HttpError:
+    return HttpError(
+        f"a body has more than {intake.body_bytes_max} bytes, as it is or inflated",
+        code="body_too_large",
+        size_max=intake.body_bytes_max,
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-from millstream.errors import ForeignOrigin, UnknownHost, UsageError
+from millstream.errors import AccessError, UsageError
 
 _KNOWN_MAX: Final = 1000
 """Limit of cached names that were checked and accepted: the next request costs a look into a set."""
@@ -45,8 +45,8 @@ class Origins:
 
         Raises:
             UsageError: it has several `Host` headers; a proxy may have checked another one of them.
-            UnknownHost: it was sent to a name that isn't the server's.
-            ForeignOrigin: another server's page has made it.
+            AccessError (`unknown_host`): it was sent to a name that isn't the server's.
+            AccessError (`foreign_origin`): another server's page has made it.
         """
         host, origin, hosts = b"", None, 0
         for name, value in headers:
@@ -60,8 +60,10 @@ class Origins:
             return
         said = host.decode("latin-1")
         if not (self._any_host or self._is_own(said)):
-            raise UnknownHost(
-                f"the request was sent to {said[:100]}, which isn't a name of this server", host=said[:100]
+            raise AccessError(
+                f"the request was sent to {said[:100]}, which isn't a name of this server",
+                code="unknown_host",
+                host=said[:100],
             )
         if origin is not None:
             self._check_origin(origin.decode("latin-1"), said)
@@ -83,8 +85,10 @@ class Origins:
         same = bool(page[0]) and page[0] == name and (page[1] == port or (port is None and page[1] in _PORTS.values()))
         # Behind a proxy the request may name the server as the proxy knows it.
         if not (same or (page[0] in self._proxies and not _is_this_machine(page[0]))):
-            raise ForeignOrigin(
-                f"a page of {origin[:100]} has made the request, which isn't of this server", origin=origin[:100]
+            raise AccessError(
+                f"a page of {origin[:100]} has made the request, which isn't of this server",
+                code="foreign_origin",
+                origin=origin[:100],
             )
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from starlette.requests import Request
 
-from millstream.errors import MethodNotAllowed, UnknownPath, UsageError
+from millstream.errors import HttpError, UsageError
 
 ROWS_PARAMETERS: Final = ("on_clash", "deadline_s")
 """Parameters of the path that takes rows. The paths for lines ignore unknown ones: InfluxDB's clients send
@@ -40,7 +40,7 @@ async def known_parameters(request: Request) -> None:
             check_parameters(request.query_params, [field.alias for field in dependant.query_params])
 
 
-def unknown_path(path: str, templates: Iterable[str]) -> UnknownPath:
+def unknown_path(path: str, templates: Iterable[str]) -> HttpError:
     """Return the error for an unknown path, with the nearest known one.
 
     Args:
@@ -52,13 +52,14 @@ def unknown_path(path: str, templates: Iterable[str]) -> UnknownPath:
     hint = None
     if nearest and _likeness(path, nearest) >= _ALIKE:
         hint = f"Did you mean {nearest}? `/docs` shows all paths."
-    return UnknownPath(f"there is no path {path}", hint=hint, path=path)
+    return HttpError(f"there is no path {path}", code="unknown_path", hint=hint, path=path)
 
 
-def method_not_allowed(method: str, path: str, allowed: str) -> MethodNotAllowed:
+def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     """Return the error for a method that the path doesn't take."""
-    return MethodNotAllowed(
+    return HttpError(
         f"{path[:_SHOWN_MAX]} takes no {method[:20]}",
+        code="method_not_allowed",
         hint=f"It takes {allowed}." if allowed else None,
         method=method[:20],
     )

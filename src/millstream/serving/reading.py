@@ -26,7 +26,7 @@ from millstream.app.local_client import OpenHome
 from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, failed, latest_piece, piece
 from millstream.client.protocol import LATEST_ROWS_MAX
 from millstream.config.quantities import duration_s, size_bytes
-from millstream.errors import MediaTypeUnknown, MillstreamError, Overloaded
+from millstream.errors import HttpError, MillstreamError, Overloaded
 from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
 from millstream.serving.access import Access, allow
@@ -231,8 +231,9 @@ class Reading:
         """
         headers = headers_said(request.scope)
         if media_type(headers) != JSON_TYPE:
-            raise MediaTypeUnknown(
+            raise HttpError(
                 "a query comes as JSON",
+                code="media_type_unknown",
                 hint=f'Send {{"sql": "…"}}, and {JSON_TYPE} in Content-Type.',
                 header="Content-Type",
                 value=media_type(headers),

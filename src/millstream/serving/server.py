@@ -43,7 +43,7 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
     Raises:
         HomeBusy: the home is served already.
         MillstreamError (`address_in_use`): it can't listen there.
-        Unprotected: other machines would reach it, without TLS or without tokens.
+        AccessError (`unprotected`): other machines would reach it, without TLS or without tokens.
         CertificateUnusable: TLS is configured, but not usable.
         ConfigError: the variable that has this node's token isn't set.
     """

@@ -16,7 +16,7 @@ import pyarrow as pa
 import structlog
 
 from millstream.config.quantities import duration_s
-from millstream.errors import MediaTypeUnknown, MillstreamError, RowsTooLarge, UnknownStream
+from millstream.errors import HttpError, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines, valid_columns_of
 from millstream.ingest.valid_rows import ValidTable
@@ -122,8 +122,9 @@ class Writes:
         write_id = write_id_said(headers)
         kind = media_type(headers)
         if kind not in LINES_TYPES and kind not in {JSON_TYPE, ARROW_TYPE}:
-            raise MediaTypeUnknown(
+            raise HttpError(
                 f"rows don't come as {kind or 'a body without a Content-Type'}",
+                code="media_type_unknown",
                 hint=f"Send application/x-ndjson, {JSON_TYPE} or {ARROW_TYPE}, and say so in Content-Type.",
                 header="Content-Type",
                 value=kind,
@@ -158,7 +159,7 @@ class Writes:
         """Admit a request that may write to the stream.
 
         Raises:
-            Unauthenticated, Forbidden: as `Access.allowed`; checked before the existence of the stream is
+            Unauthenticated, AccessError (`forbidden`): as `Access.allowed`; checked before the existence of the stream is
                 revealed.
             UnknownStream: there is none of that name.
         """

@@ -119,7 +119,7 @@ class HomeAppender:
         """Reshard a stream as `StreamRouting.reshard`, in the process that writes.
 
         Raises:
-            UnknownStream, ReshardRefused, DiskFull …: as there.
+            UnknownStream, RoutingError (`reshard_refused`), DiskFull …: as there.
             HomeBusy: another process writes the home, and doesn't answer.
         """
         _written(self._home, stream)

@@ -16,7 +16,7 @@ import structlog
 
 from millstream import failpoints
 from millstream.catalog.eras import RingEra, RingEras
-from millstream.errors import ConfigError, MillstreamError, ReshardRefused
+from millstream.errors import ConfigError, MillstreamError, RoutingError
 from millstream.home.config_mapping import shard_of
 from millstream.measures import SINK_ROWS
 from millstream.model.ids import ShardId, StreamId
@@ -202,7 +202,7 @@ class StreamRouting:
             JSON-able: `era`, `shards`, `before`, `token` (the cut), and whether anything `changed`.
 
         Raises:
-            ReshardRefused: the change isn't possible; nothing was changed.
+            RoutingError (`reshard_refused`): the change isn't possible; nothing was changed.
             DiskFull, WriterClosed, AppendOutcomeUnknown, CatalogError …: it wasn't done. After the last
                 two the writer may have failed: then the catalog decides which ring is in force when it is
                 opened again.
@@ -282,10 +282,15 @@ def _refuse_captured(catalog: Catalog, stream: StreamId, name: str, config: Stre
 
 
 def check_reshard(name: str, config: StreamConfig, era: RingEra | None, shards: int, *, is_shared: bool) -> RingEra:
-    """Return the era that would begin, or the current one if it has as many shards; raises `ReshardRefused`."""
+    """Return the era that would begin, or the current one if it has as many shards; raises `reshard_refused`."""
 
-    def refused(what: str, hint: str) -> ReshardRefused:
-        return ReshardRefused(f"stream {name} can't be spread over {shards} shards: {what}", hint=hint, stream=name)
+    def refused(what: str, hint: str) -> RoutingError:
+        return RoutingError(
+            f"stream {name} can't be spread over {shards} shards: {what}",
+            code="reshard_refused",
+            hint=hint,
+            stream=name,
+        )
 
     if is_shared:
         raise refused(
