@@ -3,9 +3,9 @@
 - No sentence opens with Who, What, Whoever, Whose or Of, unless it is a question: a sentence names its actor.
 - No word of `UNPLAIN`: each has a plain equivalent, which the message names.
 
-    words.py [--all] [PATH…]
+    words.py [PATH…]
 
-Without `--all` the paths of `NOT_YET` are left out. Code spans, code blocks and headings are not prose.
+Code spans, code blocks and headings are not prose.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ OPENING: Final = re.compile(
     r"(?:\A|[.:;!?]\s+|\n[ \t]*\n\s*|\n[ \t]*[-*] )(Who|What|Whoever|Whose|Of)\b(?=[^?]*?(?:[.:;]|\Z|\n\s*\n))"
 )
 WORD: Final = re.compile(rf"\b({'|'.join(UNPLAIN)})\b", re.IGNORECASE)
-NOT_YET: Final = ("docs/reference/errors.md",)
-"""Beginnings of paths that are left out: pages made from option and error texts."""
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -89,18 +87,13 @@ def breaches(path: Path) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     """Print every breach; 1 if there is one."""
     parser = argparse.ArgumentParser(description="Check the words of docstrings, comments and documents.")
-    parser.add_argument("--all", action="store_true", help="also what isn't rewritten so far")
     parser.add_argument("paths", nargs="*", help="files or folders; all tracked files if there are none")
     chosen = parser.parse_args(arguments)
     command = ["git", "ls-files", "-z", "--", *chosen.paths]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = 0
     for name in filter(None, listing.split("\0")):
-        if (
-            Path(name).suffix in {".py", ".md"}
-            and (chosen.all or not name.startswith(NOT_YET))
-            and name != "scripts/words.py"
-        ):
+        if Path(name).suffix in {".py", ".md"} and name != "scripts/words.py":
             for breach in breaches(ROOT / name):
                 print(breach.removeprefix(f"{ROOT}/"))
                 found += 1

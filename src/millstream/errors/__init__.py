@@ -131,7 +131,7 @@ class UnknownTable(UsageError):
     """The stream has no table of that name."""
 
     code = "unknown_table"
-    default_hint = "`millstream tables` lists what the stream has."
+    default_hint = "Run `millstream tables` to list the stream's tables."
 
 
 class InvalidQuery(UsageError):
@@ -185,7 +185,7 @@ class OffsetBeyondEnd(PositionError):
 
 
 class OffsetExpired(PositionError):
-    """Retention has dropped the offset (or the token); details: first (the first that is left)."""
+    """Retention has dropped the offset (or the token); details: first (the first one left)."""
 
     code = "offset_expired"
 
@@ -199,8 +199,8 @@ class LogTruncated(PositionError):
     code = "log_truncated"
     retry = Retry.BACKOFF
     default_hint = (
-        "Read again from a token at or below what is left, and forget what was taken behind it. What was set aside lies in data/wal/STREAM.aside-…, "
-        "with a report."
+        "Read again from a token at or below the remaining end, and discard later records; "
+        "data/wal/STREAM.aside-… has the removed records, with a report."
     )
 
 
@@ -212,9 +212,7 @@ class CursorExpired(PositionError):
 
     code = "cursor_expired"
     retry = Retry.OPERATOR
-    default_hint = (
-        "Begin the consumer anew at what the log still has; `retention_bytes_max` says how far one may fall behind."
-    )
+    default_hint = "Restart the consumer at the first remaining position, or raise `retention_bytes_max`."
 
 
 class FollowerBehindRetention(PositionError):
@@ -226,8 +224,8 @@ class FollowerBehindRetention(PositionError):
     code = "follower_behind_retention"
     retry = Retry.OPERATOR
     default_hint = (
-        "Have it built anew: `millstream follow --rebuild`. With [replication] object_store it takes what it lacks from there by itself; "
-        "`retention_bytes_max` says how far one may fall behind."
+        "Rebuild the copy with `millstream follow --rebuild`, or configure [replication] object_store for "
+        "missing parts; raise `retention_bytes_max` to allow a larger lag."
     )
 
 
@@ -235,7 +233,7 @@ class BeyondRetention(PositionError):
     """The position lies before everything that the lake still has; details: first (the earliest position available)."""
 
     code = "beyond_retention"
-    default_hint = "Ask for a later moment: `history_retention` says how much of the past is kept."
+    default_hint = "Query a later time, or raise `history_retention`."
 
 
 # --- the log -------------------------------------------------------------------------------------------------------
@@ -281,8 +279,8 @@ class CorruptWal(LogError):
     code = "corrupt_wal"
     retry = Retry.OPERATOR
     default_hint = (
-        "`millstream wal verify` says what is lost and what is not; restore the file from a copy if there is one,"
-        " else `millstream wal repair` goes on without what is lost."
+        "Run `millstream wal verify` to list the losses; restore the file from a copy, or run `millstream wal"
+        " repair` to continue without the lost records."
     )
 
 
@@ -299,15 +297,15 @@ class UnexpectedFile(LogError):
 
     code = "unexpected_file"
     retry = Retry.OPERATOR
-    default_hint = "Move it elsewhere; nothing in a shard's folder is skipped silently."
+    default_hint = "Move the file out of the log's folder."
 
 
 class DiskFull(LogError):
-    """The disk is above `disk_used_max`, or a write failed for lack of space. Reads and retention go on."""
+    """The disk is above `disk_used_max`, or a write failed for lack of space. Reads and retention continue."""
 
     code = "disk_full"
     retry = Retry.OPERATOR
-    default_hint = "Free space or raise the retention's bounds; appends resume by themselves."
+    default_hint = "Free space, or lower the retention limits; appends then resume."
 
 
 class Overloaded(LogError):
@@ -322,7 +320,7 @@ class AppendOutcomeUnknown(LogError):
 
     code = "append_outcome_unknown"
     retry = Retry.REOPEN
-    default_hint = "Reopen the log (recovery decides), then go on from the position that it reports."
+    default_hint = "Reopen the log, then continue from the position that it reports."
 
 
 class WriterClosed(LogError):
@@ -365,7 +363,7 @@ class UnreadableBytes(CorruptFrame):
 
     code = "unreadable_bytes"
     retry = Retry.OPERATOR
-    default_hint = "Look into the operating system's log (`dmesg`) for the disk, and restore the file from a copy."
+    default_hint = "Check the operating system's log (`dmesg`) for the disk, and restore the file from a copy."
 
 
 class TruncatedFrame(CorruptFrame):
@@ -430,7 +428,7 @@ class CatalogUnreachable(CatalogError):
 
     code = "catalog_unreachable"
     retry = Retry.BACKOFF
-    default_hint = "Check host, port and that the server runs; it is tried again."
+    default_hint = "Check host, port and that the catalog's server runs."
 
 
 class CatalogReplaced(CatalogError):

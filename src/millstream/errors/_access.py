@@ -54,7 +54,7 @@ class Unauthenticated(AccessError):
     """The call has no access token (and no client certificate) that this server accepts; nothing was done."""
 
     code = "unauthenticated"
-    default_hint = "Send a token as `Authorization: Bearer mst_…`; `millstream token create` makes one."
+    default_hint = "Send a token as `Authorization: Bearer mst_…`; create one with `millstream token create`."
     codes: ClassVar[Mapping[str, Code]] = {
         "access_token_expired": Code(
             "The call's access token has expired; details: name, expired.",
@@ -65,7 +65,7 @@ class Unauthenticated(AccessError):
 
 
 class CertificateUnusable(AccessError):
-    """A certificate, its key or the clients' authority is unusable: unreadable, of another key, expired.
+    """A certificate, its key or the clients' authority is unusable: unreadable, of another key, or expired.
 
     Details: file.
     """

@@ -42,11 +42,11 @@ class WriteBufferError(MillstreamError):
 
 
 class BufferUnavailable(WriteBufferError):
-    """The write buffer's server doesn't answer, or isn't ready; nothing was stored. Details: buffer."""
+    """The write buffer's server doesn't answer, or isn't ready; nothing was stored. The call may be retried. Details: buffer."""
 
     code = "buffer_unavailable"
     retry = Retry.BACKOFF
-    default_hint = "Check its address and that the server runs; it is tried again."
+    default_hint = "Check the buffer's address and that its server runs."
 
 
 class BufferRefused(WriteBufferError):
@@ -65,7 +65,7 @@ class BufferOutcomeUnknown(WriteBufferError):
     code = "buffer_outcome_unknown"
     retry = Retry.REOPEN
     default_hint = (
-        "Send it again under the same session number or idempotency key: who reads the buffer then takes it once."
+        "Send the operation again under the same session number or idempotency key, so that readers take it once."
     )
 
 
@@ -74,7 +74,7 @@ class BufferMissing(WriteBufferError):
 
     code = "buffer_missing"
     retry = Retry.OPERATOR
-    default_hint = "Make it where it lives, or let Millstream do so: [streams.S.buffer] create = true."
+    default_hint = "Create the topic or stream, or let Millstream create it: [streams.S.buffer] create = true."
 
 
 class BufferTruncated(WriteBufferError):
@@ -85,7 +85,7 @@ class BufferTruncated(WriteBufferError):
 
     code = "buffer_truncated"
     retry = Retry.OPERATOR
-    default_hint = "Restore what it held; what was taken from it before is in the log."
+    default_hint = "Restore the buffer's lost operations; those read before are in the log."
 
 
 class BufferOffsetGone(WriteBufferError):
@@ -96,7 +96,7 @@ class BufferOffsetGone(WriteBufferError):
 
     code = "buffer_offset_gone"
     retry = Retry.OPERATOR
-    default_hint = "Restore what was dropped; readers must come by within the buffer's retention."
+    default_hint = "Restore the dropped operations, and run readers within the buffer's retention."
 
 
 class BufferSeekBeyondEnd(WriteBufferError):
@@ -112,4 +112,4 @@ class BufferedOpUndecodable(WriteBufferError):
     """
 
     code = "buffered_op_undecodable"
-    default_hint = "Look who else writes into the buffer; what follows is read."
+    default_hint = "Find the other program that writes into the buffer; later items are read."

@@ -9,7 +9,7 @@ from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class IngestError(MillstreamError):
-    """An application's rows can't be taken; nothing of the call was appended."""
+    """An application's rows are rejected; nothing of the call was appended."""
 
     code = "ingest"
     codes: ClassVar[Mapping[str, Code]] = {
@@ -40,7 +40,7 @@ class WriterVersionDiffers(IngestError):
 
     code = "writer_version_differs"
     retry = Retry.OPERATOR
-    default_hint = "Give both one version of Millstream, and start again the one that was changed."
+    default_hint = "Run the same version of Millstream in both processes, and restart the one that you changed."
 
 
 class IdempotencyKeyReused(IngestError):
@@ -50,7 +50,7 @@ class IdempotencyKeyReused(IngestError):
     """
 
     code = "idempotency_key_reused"
-    default_hint = "Give each write a number or a key of its own, and send a write again with the rows that it had."
+    default_hint = "Give each write its own number or key, and repeat a write with the same rows."
 
 
 class DedupWindowExpired(IngestError):
@@ -60,7 +60,7 @@ class DedupWindowExpired(IngestError):
     """
 
     code = "dedup_window_expired"
-    default_hint = "Take it for done: its rows are durable, and nothing was appended now."
+    default_hint = "Treat the write as done: its rows are durable, and this call appended nothing."
 
 
 class SessionExpired(IngestError):
@@ -70,7 +70,10 @@ class SessionExpired(IngestError):
     """
 
     code = "session_expired"
-    default_hint = "Look whether its last rows are there, and go on in a session of another name, from number 1."
+    default_hint = (
+        "Check whether the session's last rows are in the table, and continue in a session with another name,"
+        " from number 1."
+    )
 
 
 class SessionGap(IngestError):
@@ -78,7 +81,9 @@ class SessionGap(IngestError):
 
     code = "session_gap"
     retry = Retry.BACKOFF
-    default_hint = "Send the session's earlier writes first: no number may be left out, and one that was refused is used for the next rows."
+    default_hint = (
+        "Send the session's earlier writes first, without a gap; use the number of a rejected write for the next rows."
+    )
 
 
 class SessionsNeedOneWriter(IngestError):
@@ -86,4 +91,4 @@ class SessionsNeedOneWriter(IngestError):
 
     code = "sessions_need_one_writer"
     retry = Retry.OPERATOR
-    default_hint = "Append without session and key, or let one process write the stream: without `[writer] name`."
+    default_hint = "Append without session and key, or write the stream from one process, without `[writer] name`."

@@ -43,11 +43,11 @@ class LakeTableForeign(LakeError):
 
 
 class LakeFilesGone(LakeError):
-    """Files that a lake table names don't exist: they were deleted or vacuumed; details: path."""
+    """Files of a lake table don't exist: they were deleted or vacuumed; details: path."""
 
     code = "lake_files_gone"
     retry = Retry.OPERATOR
-    default_hint = "`millstream pipeline rebuild T` builds the table anew, from its history or `--from source`."
+    default_hint = "Rebuild the table from its history or its source: `millstream pipeline rebuild T [--from source]`."
 
 
 class LakeConflict(LakeError):
@@ -58,19 +58,19 @@ class LakeConflict(LakeError):
 
 
 class LakeUnavailable(LakeError):
-    """The lake can't be read or written just now: a full disk, a lost mount, an object store that doesn't answer."""
+    """The lake can't be read or written at present: a full disk, a lost mount, or an object store that doesn't answer. The step is retried."""
 
     code = "lake_unavailable"
     retry = Retry.BACKOFF
-    default_hint = "Look at the lake's disk or object store; what failed is tried again."
+    default_hint = "Check the lake's disk or object store."
 
 
 class LakeBehind(LakeError):
-    """The lake hasn't landed as much as the source has, and won't in time; details: needs."""
+    """The lake lags behind the source, and won't catch up in time; details: needs."""
 
     code = "lake_behind"
     retry = Retry.BACKOFF
-    default_hint = "Start `millstream run`, or wait for it to catch up; `millstream status` shows how far it is."
+    default_hint = "Start `millstream run`, or wait for it to catch up; `millstream status` shows the lag."
 
 
 class DestinationError(LakeError):
@@ -100,11 +100,13 @@ class DestinationWentBack(DestinationError):
 
     code = "destination_went_back"
     retry = Retry.REOPEN
-    default_hint = "The pipeline begins anew where the destination stands, if the log still has what it lacks."
+    default_hint = (
+        "Wait for the pipeline, which continues from the destination's state if the log still has the missing records."
+    )
 
 
 class QueryBound(LakeError):
-    """A query exceeds its limit of the server's resources; the server goes on with other queries."""
+    """A query exceeds its limit of the server's resources; the server continues with other queries."""
 
     code = "query_bound"
     codes: ClassVar[Mapping[str, Code]] = {
@@ -129,4 +131,4 @@ class QueryTimeout(QueryBound):
     """A query wasn't computed and read by its caller in time; details: time_s."""
 
     code = "query_timeout"
-    default_hint = "Ask for less at once, take the answer faster, or raise `[http] query_timeout`."
+    default_hint = "Query less data, read the answer faster, or raise `[http] query_timeout`."

@@ -9,7 +9,7 @@ from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class RemoteError(MillstreamError):
-    """A home behind an address can't be reached properly; details: url."""
+    """A remote home failed to answer correctly; details: url."""
 
     code = "remote"
     codes: ClassVar[Mapping[str, Code]] = {
@@ -26,7 +26,7 @@ class AnswerCutOff(RemoteError):
 
     code = "answer_cut_off"
     retry = Retry.BACKOFF
-    default_hint = "Ask again, from the token on that was reached."
+    default_hint = "Repeat the call from the last token that you received."
 
 
 class AnswerUnreadable(RemoteError):
@@ -34,4 +34,4 @@ class AnswerUnreadable(RemoteError):
 
     code = "answer_unreadable"
     retry = Retry.OPERATOR
-    default_hint = "Check the address: it is that of `millstream serve`, without `/v1`."
+    default_hint = "Check that the address is that of `millstream serve`, without `/v1`."

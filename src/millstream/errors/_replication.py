@@ -57,7 +57,7 @@ class ReplicaGap(ReplicationError):
     """A shipment lies beyond what the follower has; the follower asks for the part between."""
 
     code = "replica_gap"
-    default_hint = "Nothing: the leader sends what is missing."
+    default_hint = "Wait: the leader sends the missing part."
 
 
 class Diverged(ReplicationError):
@@ -65,14 +65,19 @@ class Diverged(ReplicationError):
 
     code = "diverged"
     retry = Retry.OPERATOR
-    default_hint = "Find out which of the two is right; then set the follower's folder of the stream aside and have it built anew by `millstream follow --rebuild`."
+    default_hint = (
+        "Find out which of the two logs is right; then build the follower's copy again with `millstream "
+        "follow --rebuild`."
+    )
 
 
 class ShipmentUnreadable(ReplicationError):
     """A shipment is damaged, or of another version."""
 
     code = "shipment_unreadable"
-    default_hint = "It is sent again. If this repeats, both sides need the same version of Millstream."
+    default_hint = (
+        "Run the same version of Millstream on both sides if this repeats; the leader sends the shipment again."
+    )
     codes: ClassVar[Mapping[str, Code]] = {
         "store_damaged": Code(
             "An object of the object store is damaged or missing, and the requested records are in it or after it.",
@@ -89,7 +94,7 @@ class OtherStream(ReplicationError):
 
     code = "other_stream"
     retry = Retry.OPERATOR
-    default_hint = "Follow it in a home of its own, or move the folder data/wal/STREAM away first."
+    default_hint = "Follow the stream in another home, or move the folder data/wal/STREAM away first."
 
 
 class RoleUnreadable(ReplicationError):
@@ -97,7 +102,9 @@ class RoleUnreadable(ReplicationError):
 
     code = "role_unreadable"
     retry = Retry.OPERATOR
-    default_hint = "Have it follow anew: move its folder of the stream, and the file that is named, away, then `millstream follow --rebuild`."
+    default_hint = (
+        "Move the node's folder of the stream and the named file away, then run `millstream follow --rebuild`."
+    )
 
 
 class Fenced(ReplicationError):
@@ -105,7 +112,10 @@ class Fenced(ReplicationError):
 
     code = "fenced"
     retry = Retry.OPERATOR
-    default_hint = "Write to the node that leads now. `millstream follow` makes this one its follower; what only this one has is set aside then."
+    default_hint = (
+        "Write to the current leader, or run `millstream follow` here, which sets aside the records that only"
+        " this node has."
+    )
 
 
 class ReadOnly(ReplicationError):
@@ -113,14 +123,14 @@ class ReadOnly(ReplicationError):
 
     code = "read_only"
     retry = Retry.OPERATOR
-    default_hint = "Write to the leader, or make this node the leader by `millstream promote`."
+    default_hint = "Write to the leader, or make this node the leader with `millstream promote`."
 
 
 class ReplicaTooStale(ReplicationError):
     """The follower's data is older than the caller, or its configuration, allows."""
 
     code = "replica_too_stale"
-    default_hint = "Read from the leader, or with a larger bound; `millstream replicas` tells why it lags."
+    default_hint = "Read from the leader, or allow a higher staleness; `millstream replicas` shows the lag."
 
 
 class NotEnoughReplicas(ReplicationError):
@@ -128,7 +138,8 @@ class NotEnoughReplicas(ReplicationError):
 
     code = "not_enough_replicas"
     default_hint = (
-        "Send it again under the same session or key: it is taken once. `millstream replicas` tells who doesn't answer."
+        "Send the write again under the same session or key, so that it is appended once; `millstream "
+        "replicas` shows which nodes don't answer."
     )
 
 
@@ -137,7 +148,7 @@ class PromotionLost(ReplicationError):
 
     code = "promotion_lost"
     retry = Retry.OPERATOR
-    default_hint = "Have this node follow the one that won: `millstream follow`."
+    default_hint = "Run `millstream follow` to make this node follow the promoted one."
 
 
 class StoreUnusable(ReplicationError):
@@ -145,16 +156,17 @@ class StoreUnusable(ReplicationError):
 
     code = "store_unusable"
     retry = Retry.OPERATOR
-    default_hint = "It must refuse a conditional write (If-None-Match) of an object that exists: use a store that does, such as S3, GCS, Azure or R2."
+    default_hint = (
+        "Use a store that rejects a conditional write (If-None-Match) to an existing object, such as S3, GCS,"
+        " Azure or R2."
+    )
 
 
 class StoreUnavailable(ReplicationError):
     """The object store doesn't answer."""
 
     code = "store_unavailable"
-    default_hint = (
-        "Check its address and credentials. A process that runs tries again by itself; a command can be repeated."
-    )
+    default_hint = "Check the store's address and credentials, and repeat the command; a running process retries."
 
 
 class LinkLost(ReplicationError):
@@ -162,8 +174,8 @@ class LinkLost(ReplicationError):
 
     code = "link_lost"
     default_hint = (
-        "Nothing, where `millstream run` is there: it is made anew, and goes on where it was. A command can be repeated, once the other node "
-        "serves at the address that [replication] has for it."
+        "Check that the other node serves at its address in [replication], and repeat the command; "
+        "`millstream run` reconnects."
     )
 
 
@@ -172,20 +184,20 @@ class NodeNameTaken(ReplicationError):
 
     code = "node_name_taken"
     default_hint = (
-        "Each home needs a name of its own in [replication] node, and all of them in [replication.nodes]. A home that was copied from another "
-        "node's gets its own name there, then `millstream follow --rebuild`. One that was moved is taken once the other one has ended."
+        "Give each home its own name in [replication] node and [replication.nodes]; run `millstream follow "
+        "--rebuild` in a home that was copied, or stop the old home if it was moved."
     )
 
 
 class ClockSkew(ReplicationError):
-    """Another node's clock is further ahead of this node's than is allowed.
+    """Another node's clock is too far ahead of this node's; nothing was read from it.
 
     Its changes would win over everything written here in that span.
     """
 
     code = "clock_skew"
     retry = Retry.OPERATOR
-    default_hint = "Set that node's clock, or this one's, right (NTP): nothing was taken from it meanwhile."
+    default_hint = "Correct the clock of that node or of this one (NTP)."
 
 
 class MergeStateUnreadable(ReplicationError):
@@ -193,7 +205,7 @@ class MergeStateUnreadable(ReplicationError):
 
     code = "merge_state_unreadable"
     retry = Retry.OPERATOR
-    default_hint = "Delete it: it is made anew from the logs of the regions."
+    default_hint = "Delete the file: it is built again from the logs of the regions."
 
 
 class LostTailMerged(ReplicationError):
@@ -204,7 +216,10 @@ class LostTailMerged(ReplicationError):
 
     code = "lost_tail_merged"
     retry = Retry.OPERATOR
-    default_hint = "Move what was kept of the table (data/regions) away, and run `millstream reconcile`: it is made of what the logs have left."
+    default_hint = (
+        "Move the table's merged state (in data/regions) away, and run `millstream reconcile` to build it "
+        "from the remaining logs."
+    )
 
 
 class OtherRegion(ReplicationError):
@@ -212,4 +227,7 @@ class OtherRegion(ReplicationError):
 
     code = "other_region"
     retry = Retry.OPERATOR
-    default_hint = "The log of region N of a stream lies in data/wal/STREAM@N, a home's own in data/wal/STREAM: `region` in [streams.STREAM] says which region it is."
+    default_hint = (
+        "Correct `region` in [streams.STREAM], or move the log to its folder: data/wal/STREAM@N for region N,"
+        " data/wal/STREAM for the home's own."
+    )

@@ -42,6 +42,6 @@ class PartialWrite(RoutingError):
 
     code = "partial_write"
     default_hint = (
-        "What succeeded stays written. Send it again under its session number or idempotency key: it goes to those that lack it; without one it goes "
-        "to all of them anew. Sinks that may fail are named in `ignore_errors`."
+        "Send the write again under its session number or idempotency key, which reaches only the sinks that "
+        "lack it; without one, all sinks get it again."
     )

@@ -9,7 +9,7 @@ from millstream.errors._root import Code, MillstreamError, Retry
 
 
 class SequencingError(MillstreamError):
-    """A stream's numbers can't be given out or settled; numbers already settled stay settled."""
+    """A stream's sequence numbers can't be allocated or settled; numbers already settled stay settled."""
 
     code = "sequencing"
     codes: ClassVar[Mapping[str, Code]] = {
@@ -46,8 +46,8 @@ class SequencingError(MillstreamError):
 
 
 class WriterAlive(SequencingError):
-    """A writer can't be taken over or forgotten while its lease is valid; details: writer, lease_s (time left)."""
+    """A writer can't be taken over or forgotten while its lease is valid; details: writer, lease_s (the remaining time)."""
 
     code = "writer_alive"
     retry = Retry.BACKOFF
-    default_hint = "Stop it, or wait until its lease has run out; `millstream writers` shows it."
+    default_hint = "Stop that writer, or wait until its lease has expired; `millstream writers` shows it."
