@@ -21,7 +21,7 @@ from tests.wal.test_sessions import write
 
 from millstream.errors import AppendOutcomeUnknown, NotEnoughReplicas, Overloaded, ReplicationError, WriterClosed
 from millstream.model.ids import Epoch, ShardId, StreamId
-from millstream.model.operations import Ack, Repeated
+from millstream.model.operations import Ack
 from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
 from millstream.protocol.retention import Bounds, Retention
@@ -241,7 +241,8 @@ def test_who_waits_when_another_writer_takes_the_log_over_is_told_so_and_may_rep
         until(lambda: log.stats().awaited.submissions == 1)
         life.others.hold(9)
         (outcome,) = repeated.result(DEADLINE_S).each
-        assert isinstance(outcome, Repeated)
+        assert isinstance(outcome, Ack)
+        assert outcome.duplicate
         assert len(life.shown()) == 1
 
 
@@ -380,7 +381,8 @@ def test_a_repeated_write_waits_for_what_the_first_one_waits_for() -> None:
         # The repeated write's own first write is held; the writes after it aren't.
         life.others.hold(1, upto=1)
         (outcome,) = later.result(DEADLINE_S).each
-        assert isinstance(outcome, Repeated)
+        assert isinstance(outcome, Ack)
+        assert outcome.duplicate
         assert not behind.done()
         life.others.hold(2, upto=2)
         behind.result(DEADLINE_S)

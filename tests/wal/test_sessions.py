@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from uuid import UUID
@@ -21,7 +22,7 @@ from millstream.errors import (
 )
 from millstream.ingest.requests import operations_of
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
-from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps, writes_in
+from millstream.model.operations import Ack, Outcome, TableRows, WriteOps, writes_in
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.protocol.retention import Bounds, HolderKind, Retention
@@ -143,17 +144,25 @@ def s(number: int, name: str = "s") -> WriteId:
 
 def given(outcome: Outcome) -> Ack:
     assert not isinstance(outcome, MillstreamError)
-    return outcome.given if isinstance(outcome, Repeated) else outcome
+    return replace(outcome, duplicate=False)
+
+
+REPEATED = "repeated"
+
+
+def kinds(ack: Ack) -> list[object]:
+    """Return for each operation of an ack `REPEATED`, or the class of its outcome."""
+    return [REPEATED if isinstance(one, Ack) and one.duplicate else type(one) for one in ack.each]
 
 
 def test_a_write_that_is_sent_again_is_not_appended_again() -> None:
     files, life = MemoryFiles(), Life()
     committer, keyed = life.open(files)
     first, plain = keyed.commit([write((s(1), 2), (WriteId(key="k"), 3), (None, 1)), write((s(2), 1))])
-    assert [type(outcome) for outcome in first.each] == [Ack, Ack, Ack]
+    assert kinds(first) == [Ack, Ack, Ack]
     assert first.seqs.count == 6
     again, other = keyed.commit([write((s(2), 1), (s(4), 5), (s(1), 2), (s(4), 5)), write((WriteId(key="k"), 3))])
-    assert [type(outcome) for outcome in again.each] == [Repeated, Ack, Repeated, Repeated]
+    assert kinds(again) == [REPEATED, Ack, REPEATED, REPEATED]
     assert [given(outcome) for outcome in again.each] == [
         given(plain.each[0]),
         given(again.each[1]),
@@ -185,9 +194,9 @@ def test_one_that_is_refused_leaves_the_others_alone() -> None:
     committer, keyed = life.open(files)
     keyed.commit([write((s(1), 1))])
     (ack,) = keyed.commit([write((s(2), 1), (s(1), 1), (s(9, "new"), 2), (WriteId(key="k"), 1), text="other")])
-    assert [type(outcome) for outcome in ack.each] == [Ack, IdempotencyKeyReused, Ack, Ack]
+    assert kinds(ack) == [Ack, IdempotencyKeyReused, Ack, Ack]
     (ack,) = keyed.commit([write((s(3), 1), (s(3), 1)), write((WriteId(key="k"), 1))][:1])
-    assert [type(outcome) for outcome in ack.each] == [Ack, Repeated]
+    assert kinds(ack) == [Ack, REPEATED]
     one, other = keyed.commit([write((s(4), 1)), write((s(4), 1), text="other")])
     assert isinstance(other.each[0], IdempotencyKeyReused)
     assert isinstance(one.each[0], Ack)
@@ -279,7 +288,7 @@ def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome:
         for one in chance.sample(WRITES, len(WRITES)):
             (ack,) = keyed.commit([write(one)])
             if one[0] in told:
-                assert ack.each == (Repeated(told[one[0]]),), (at, one)
+                assert ack.each == (replace(told[one[0]], duplicate=True),), (at, one)
         rows = shown(files)
         assert {text: len(seqs) for text, seqs in rows.items()} == {str(one): count for one, count in WRITES}, at
         for write_id, ack in told.items():
@@ -308,7 +317,7 @@ def test_after_a_failed_disk_the_next_writer_tells_what_is_there(kind: str) -> N
         for one in WRITES:
             (ack,) = keyed.commit([write(one)])
             if one[0] in told:
-                assert ack.each == (Repeated(told[one[0]]),), (at, one)
+                assert ack.each == (replace(told[one[0]], duplicate=True),), (at, one)
         assert {text: len(seqs) for text, seqs in shown(files).items()} == {str(one): count for one, count in WRITES}
         committer.abandon()
 
@@ -326,7 +335,7 @@ def test_retention_keeps_what_the_copy_lacks() -> None:
     assert swept.dropped
     committer, keyed = life.open(files)
     (ack,) = keyed.commit([write((s(29), 5), (s(30), 1))])
-    assert [type(outcome) for outcome in ack.each] == [Repeated, Ack]
+    assert kinds(ack) == [REPEATED, Ack]
     committer.abandon()
     assert not HolderKind.SESSIONS.can_be_cut_off
 
@@ -392,7 +401,7 @@ def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgott
         committer, keyed = life.open(files)
         assert keyed.facts("s") == SessionFacts(0, expired=True)
         (ack,) = keyed.commit([write((s(31), 1), (s(1, "begun later"), 1), (WriteId(key="k"), 1))])
-        assert [type(outcome) for outcome in ack.each] == [SessionExpired, Repeated, Repeated]
+        assert kinds(ack) == [SessionExpired, REPEATED, REPEATED]
         keyed.close()
         committer.close()
 

@@ -22,7 +22,7 @@ from millstream.ingest.uninterruptible import uninterruptible
 from millstream.ingest.valid_rows import valid_part, without_clashes
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import Ack, Appended, RejectedRow, Repeated, TableRows, WriteOps, append_rows
+from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps, append_rows
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.model.steps import run, run_async
@@ -132,11 +132,8 @@ class Appender:
                 if isinstance(part, MillstreamError):
                     outcomes[place] = part
                     continue
-                given, again = (part.given, True) if isinstance(part, Repeated) else (part, False)
-                token = self._token(given.seqs.last, shown)
-                outcomes[place] = Appended(
-                    token, given.seqs, given.offsets, again, rejected.get(place, ()), self._buffer
-                )
+                token, left_out = self._token(part.seqs.last, shown), rejected.get(place, ())
+                outcomes[place] = Appended(token, part.seqs, part.offsets, part.duplicate, left_out, self._buffer)
         return [outcomes[place] for place in range(len(batch.counts))]
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:

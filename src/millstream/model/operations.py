@@ -275,17 +275,11 @@ class Ack:
     """The operations as they were written, if their shards had changed since they were submitted; None if not."""
     each: tuple[Outcome, ...] = ()
     """For `WriteOps.is_keyed`, the outcome of each operation; `offsets` and `seqs` cover those appended now."""
+    duplicate: bool = False
+    """Whether the log already had the operation: nothing was appended, and this is the first append's ack."""
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """An operation that the log already had: nothing was appended."""
-
-    given: Ack
-    """The acknowledgement of the first append."""
-
-
-Outcome: TypeAlias = Ack | Repeated | MillstreamError
+Outcome: TypeAlias = Ack | MillstreamError
 """The outcome of one operation among others."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import structlog
 
 from millstream.errors import MillstreamError, PartialWrite, WriterClosed
-from millstream.model.operations import Ack, Outcome, Repeated, Submitted, WriteOps, writes_in
+from millstream.model.operations import Ack, Outcome, Submitted, WriteOps, writes_in
 from millstream.model.positions import Seq, SeqRange
 from millstream.model.replication import AckLevel
 from millstream.model.steps import run, run_async
@@ -262,10 +262,9 @@ def _failure(
     logged: Outcome | None, succeeded: dict[str, Any], failed: Mapping[str, MillstreamError]
 ) -> MillstreamError:
     """Return the error for an operation that some sinks failed: never one sink's error if a part was taken."""
-    in_log = logged.given if isinstance(logged, Repeated) else logged
-    if isinstance(in_log, Ack) and in_log.seqs.count:
-        offsets = {str(int(shard)): list(map(int, span)) for shard, span in in_log.offsets.items()}
-        succeeded[LOG] = {"first": int(in_log.seqs.first), "rows": in_log.seqs.count, "offsets": offsets}
+    if isinstance(logged, Ack) and logged.seqs.count:
+        offsets = {str(int(shard)): list(map(int, span)) for shard, span in logged.offsets.items()}
+        succeeded[LOG] = {"first": int(logged.seqs.first), "rows": logged.seqs.count, "offsets": offsets}
     in_part = [name for name, error in failed.items() if TOOK in error.details]
     if not succeeded and not in_part:
         return next(iter(failed.values()))

@@ -24,7 +24,7 @@ import structlog
 from millstream.backoff import Backoff
 from millstream.errors import LogError, NotEnoughReplicas, ReplicationError
 from millstream.model.ids import GroupNumber, StreamId
-from millstream.model.operations import OPERATION_SCHEMA, Ack, Repeated, WriteOps
+from millstream.model.operations import OPERATION_SCHEMA, Ack, WriteOps
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings, Reach
 from millstream.ports import HighWater
@@ -466,5 +466,5 @@ def _repeated_upto(ack: Ack) -> Seq | None:
     """Return the last number of repeated writes, if a submission appended nothing; None if it did, or repeats none."""
     if ack.seqs.count:
         return None
-    given = [outcome.given.seqs.last for outcome in ack.each if isinstance(outcome, Repeated)]
+    given = [outcome.seqs.last for outcome in ack.each if isinstance(outcome, Ack) and outcome.duplicate]
     return max(given, default=None)

@@ -22,7 +22,7 @@ from millstream.codec.log_frame import RecordsFrame
 from millstream.codec.log_records import first_seqs
 from millstream.errors import CorruptWal, MillstreamError
 from millstream.model.ids import ShardId, StreamId
-from millstream.model.operations import Ack, Outcome, Repeated, Submitted, WriteOps, writes_in
+from millstream.model.operations import Ack, Outcome, Submitted, WriteOps, writes_in
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files
@@ -257,7 +257,7 @@ class _Group:
 
     def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:
         self._sessions = sessions
-        self._told: list[dict[int, Repeated | int | MillstreamError]] = []
+        self._told: list[dict[int, Outcome | int]] = []
         """For each submission, by index: the outcome of an operation that isn't appended. A number
         refers to the operation with that index over all submissions, whose outcome it shares.
         """
@@ -304,7 +304,7 @@ class _Group:
             parts = left.split_ack(ack) if isinstance(left, WriteOps) else []
             outcomes = parts if not told else _with_those_told(len(writes), parts, told, each)
             for write, outcome in zip(writes, outcomes, strict=True):
-                if write is not None and isinstance(outcome, Ack):
+                if write is not None and isinstance(outcome, Ack) and not outcome.duplicate:
                     note(*write, outcome, now_us)
             each += outcomes
             settled.append(replace(ack, each=tuple(outcomes)))
@@ -312,7 +312,7 @@ class _Group:
 
 
 def _with_those_told(
-    count: int, parts: Iterable[Ack], told: Mapping[int, Repeated | int | MillstreamError], before: Sequence[Outcome]
+    count: int, parts: Iterable[Ack], told: Mapping[int, Outcome | int], before: Sequence[Outcome]
 ) -> list[Outcome]:
     """Return a submission's outcomes by index: the parts of what was appended, and the outcomes known before.
 
@@ -330,17 +330,15 @@ def _with_those_told(
         if isinstance(instead, int):
             first = before[instead] if instead < len(before) else outcomes[instead - len(before)]
             assert isinstance(first, Ack), "it was new"
-            outcomes.append(Repeated(first))
+            outcomes.append(replace(first, duplicate=True))
         else:
             outcomes.append(next(left) if instead is None else instead)
     return outcomes
 
 
-def _told_of(
-    writes: Sequence[tuple[WriteId, int] | None], asked: AskedWrites, before: int
-) -> dict[int, Repeated | int | MillstreamError]:
+def _told_of(writes: Sequence[tuple[WriteId, int] | None], asked: AskedWrites, before: int) -> dict[int, Outcome | int]:
     """Return, by index, the outcomes of a submission's operations that aren't appended; `before` writes precede it."""
-    told: dict[int, Repeated | int | MillstreamError] = {}
+    told: dict[int, Outcome | int] = {}
     for i, write in enumerate(writes):
         if write is None:
             continue
@@ -350,7 +348,7 @@ def _told_of(
             told[i] = error
         else:
             if found is not None:
-                told[i] = found if isinstance(found, int) else Repeated(found)
+                told[i] = found if isinstance(found, int) else replace(found, duplicate=True)
     return told
 
 
