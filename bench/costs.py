@@ -33,7 +33,7 @@ class Cost:
 
 
 class CostWatch:
-    """Watches a process and all that descend from it, from its creation until `stop`.
+    """Watches a process and its descendants, from the watch's creation until `stop`.
 
     Looks five times a second. A process that ends is missing at most what it used since the last look.
     """
