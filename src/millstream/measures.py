@@ -36,6 +36,39 @@ _SHORT_S: Final = (
 _LONG_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 
 
+class Count:
+    """One series of a counter. Any thread."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, amount: float) -> None:
+        """Add an amount, which isn't negative."""
+        assert amount >= 0, "a counter only grows"
+        with _lock:
+            self.value += amount
+
+
+class Durations:
+    """One series of a histogram. Any thread."""
+
+    __slots__ = ("_bounds_s", "counts", "sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count a duration."""
+        at = bisect_left(self._bounds_s, seconds)
+        with _lock:
+            self.counts[at] += 1
+            self.sum_s += max(0.0, seconds)
+
+
 class Counter:
     """A value that only grows. Any thread.
 
@@ -49,22 +82,20 @@ class Counter:
         self.name: Final = name
         self.text: Final = text
         self.labels: Final = labels
-        self._values: dict[tuple[str, ...], float] = {}
+        self._series: dict[tuple[str, ...], Count] = {}
 
-    def add(self, amount: float, *labels: str) -> None:
-        """Add an amount, which isn't negative, to the series of these values of the labels."""
-        assert amount >= 0, f"{self.name} only grows"
-        with _lock:
-            self._values[labels] = self._values.get(labels, 0) + amount
+    def of(self, *labels: str) -> Count:
+        """Return the series of these values of the labels; it begins at zero, so that `increase()` sees the first one."""
+        found = self._series.get(labels)
+        return self._series.setdefault(labels, Count()) if found is None else found
 
     def series(self) -> list[dict[str, Any]]:
         """Return the series, JSON-able: the values of the `labels`, and the `value`."""
-        with _lock:
-            return [{"labels": list(labels), "value": value} for labels, value in self._values.items()]
+        return [{"labels": list(labels), "value": one.value} for labels, one in self._series.copy().items()]
 
     def clear(self) -> None:
         """Drop all series, in a forked child."""
-        self._values = {}
+        self._series = {}
 
 
 class Histogram:
@@ -82,30 +113,24 @@ class Histogram:
         self.text: Final = text
         self.labels: Final = labels
         self.bounds_s: Final = bounds_s
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums_s: dict[tuple[str, ...], float] = {}
+        self._series: dict[tuple[str, ...], Durations] = {}
 
-    def observe(self, seconds: float, *labels: str) -> None:
-        """Count a duration in the series of these values of the labels."""
-        at = bisect_left(self.bounds_s, seconds)
-        with _lock:
-            counts = self._counts.get(labels)
-            if counts is None:
-                counts = self._counts[labels] = [0] * (len(self.bounds_s) + 1)
-            counts[at] += 1
-            self._sums_s[labels] = self._sums_s.get(labels, 0.0) + max(0.0, seconds)
+    def of(self, *labels: str) -> Durations:
+        """Return the series of these values of the labels."""
+        found = self._series.get(labels)
+        return self._series.setdefault(labels, Durations(self.bounds_s)) if found is None else found
 
     def series(self) -> list[dict[str, Any]]:
         """Return the series, JSON-able: the values of the `labels`, the `counts` by bucket, the `sum_s`."""
         with _lock:
             return [
-                {"labels": list(labels), "counts": list(counts), "sum_s": self._sums_s[labels]}
-                for labels, counts in self._counts.items()
+                {"labels": list(labels), "counts": list(one.counts), "sum_s": one.sum_s}
+                for labels, one in self._series.copy().items()
             ]
 
     def clear(self) -> None:
         """Drop all series, in a forked child."""
-        self._counts, self._sums_s = {}, {}
+        self._series = {}
 
 
 APPEND_SECONDS: Final = Histogram(

@@ -187,21 +187,21 @@ def test_the_series_of_another_homes_stream_are_left_out() -> None:
 
 def test_a_counter_only_grows() -> None:
     counter = measures.Counter("millstream_things_total", "Things.", "stream")
-    counter.add(2, "a")
+    counter.of("a").add(2)
     with pytest.raises(AssertionError):
-        counter.add(-1, "a")
+        counter.of("a").add(-1)
     assert counter.series() == [{"labels": ["a"], "value": 2}]
 
 
 def test_a_duration_is_counted_in_the_first_bucket_that_holds_it() -> None:
     histogram = measures.Histogram("millstream_work_seconds", "Work.", bounds_s=(0.1, 1.0))
     for seconds in (0.05, 0.1, 0.5, 7.0):
-        histogram.observe(seconds)
+        histogram.of().observe(seconds)
     assert histogram.series() == [{"labels": [], "counts": [2, 1, 1], "sum_s": pytest.approx(7.65)}]
 
 
 def test_a_forked_child_starts_with_nothing() -> None:
-    measures.LOG_RECORDS.add(1, "parent")
+    measures.LOG_RECORDS.of("parent").add(1)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

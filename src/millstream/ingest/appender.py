@@ -72,6 +72,7 @@ class Appender:
     ) -> None:
         self._catalog = catalog
         self._stream = stream
+        self._appends = measures.APPEND_SECONDS.of(str(stream))
         self._log = log
         self._writer = writer
         self._rules = rules
@@ -126,7 +127,7 @@ class Appender:
         outcomes: dict[int, Appended | MillstreamError] = errors
         if ops is not None:
             ack = yield ops
-            measures.APPEND_SECONDS.observe(time.perf_counter() - began_s, str(self._stream))
+            self._appends.observe(time.perf_counter() - began_s)
             shown = self._log.shown_upto()
             for place, part in zip(places, ack.each or (ack.placed or ops).split_ack(ack), strict=True):
                 if isinstance(part, MillstreamError):

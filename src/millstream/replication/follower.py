@@ -270,7 +270,7 @@ class WalFollower:
                 except MillstreamError as error:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
                 took_s = (self._clock.monotonic_ns() - began_ns) / 1e9
-                REPLICA_APPLY_SECONDS.observe(took_s, str(shipment.stream))
+                REPLICA_APPLY_SECONDS.of(str(shipment.stream)).observe(took_s)
                 self._leader_dropped = max(
                     self._leader_dropped, *(gone.seq for gone in shipment.first_kept.values()), Seq(0)
                 )

@@ -122,7 +122,8 @@ class Application:
                 await application(scope, receive, noting)
             finally:
                 method = scope["method"] if scope["method"] in _METHODS else "other"
-                HTTP_REQUEST_SECONDS.observe(time.perf_counter() - began_s, method, self._route_of(scope), status)
+                series = HTTP_REQUEST_SECONDS.of(method, self._route_of(scope), status)
+                series.observe(time.perf_counter() - began_s)
 
         return timed
 

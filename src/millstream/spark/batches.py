@@ -164,7 +164,7 @@ class BatchLander:
         self.landed()
         age_s = None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6)
         self._last = landed, time.monotonic() - started, age_s
-        measures.LAKE_BATCH_SECONDS.observe(self._last[1], str(stream))
+        measures.LAKE_BATCH_SECONDS.of(str(stream)).observe(self._last[1])
         self.report(self.log.persisted_upto())
 
     def _write(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:

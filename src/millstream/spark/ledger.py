@@ -157,7 +157,7 @@ class Ledger:
                 entry.version = versions[commit.table_id]
                 entry.written_s = now
                 entry.rows += commit.rows
-                measures.LANDED_ROWS.add(commit.rows, stream, entry.name)
+                measures.LANDED_ROWS.of(stream, entry.name).add(commit.rows)
                 entry.rate.add(commit.rows, now)
                 entry.waiting.append((commit.n, commit.rows))
                 self.rows += commit.rows

@@ -185,7 +185,7 @@ class StreamRouting:
                 )
         self._era = era
         label = str(stream)
-        self.router = router_of(config, first_shard, era, lambda sink, rows: SINK_ROWS.add(rows, label, sink))
+        self.router = router_of(config, first_shard, era, lambda sink, rows: SINK_ROWS.of(label, sink).add(rows))
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
         """Place rows as `Router.place`, by the ring in force."""

@@ -159,12 +159,12 @@ def _with_sinks(
         return log
     label = str(stream)
     for sink in config.routing.ignore_errors:
-        SINK_IGNORED_ERRORS.add(0, label, sink)  # `increase()` sees the first one
+        SINK_IGNORED_ERRORS.of(label, sink)  # it begins now: `increase()` sees the first error
     dispatcher = Dispatcher(
         log,
         sinks,
         ignore_errors=frozenset(config.routing.ignore_errors),
-        count_ignored=lambda sink: SINK_IGNORED_ERRORS.add(1, label, sink),
+        count_ignored=lambda sink: SINK_IGNORED_ERRORS.of(label, sink).add(1),
     )
     opened.callback(dispatcher.close)
     return dispatcher

@@ -104,7 +104,9 @@ class Applier:
         before_each: Callable[[], None] = lambda: None,
     ) -> None:
         self._receiver = receiver
-        self._label = str(directory.stream)
+        label = str(directory.stream)
+        self._captured = measures.CAPTURED_RECORDS.of(label)
+        self._commits = measures.CAPTURE_COMMIT_SECONDS.of(label)
         self._log = log
         self._directory = directory
         self._catalog = catalog
@@ -341,8 +343,8 @@ class Applier:
             self._durable = max(self._durable, entry.end)
             if entry.records:
                 self.records += entry.records
-                measures.CAPTURED_RECORDS.add(entry.records, self._label)
-                measures.CAPTURE_COMMIT_SECONDS.observe(time.monotonic() - entry.began_s, self._label)
+                self._captured.add(entry.records)
+                self._commits.observe(time.monotonic() - entry.began_s)
             settled = True
             if entry.done is not None:
                 entry.done()

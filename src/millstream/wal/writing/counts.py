@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from millstream import measures
 from millstream.model.ids import StreamId
 
 
-@dataclass(slots=True)
+@dataclass
 class CommitCounts:
     """Counts since the open."""
 
-    stream: StreamId
+    stream: InitVar[StreamId]
     groups: int = 0
     operations: int = 0
     records: int = 0
@@ -20,9 +20,12 @@ class CommitCounts:
     segments_sealed: int = 0
     recovered_cut_bytes: int = 0
 
-    def __post_init__(self) -> None:
-        for counter in (measures.LOG_OPERATIONS, measures.LOG_RECORDS, measures.LOG_WRITTEN_BYTES):
-            counter.add(0, str(self.stream))  # `increase()` sees the first group
+    def __post_init__(self, stream: StreamId) -> None:
+        label = str(stream)
+        self._commits = measures.COMMIT_SECONDS.of(label)
+        self._all_operations = measures.LOG_OPERATIONS.of(label)
+        self._all_records = measures.LOG_RECORDS.of(label)
+        self._all_bytes = measures.LOG_WRITTEN_BYTES.of(label)
 
     def add_group(self, *, operations: int, records: int, bytes_written: int, seconds: float) -> None:
         """Count a durable commit group, which took that long to write and show."""
@@ -30,8 +33,7 @@ class CommitCounts:
         self.operations += operations
         self.records += records
         self.bytes_written += bytes_written
-        label = str(self.stream)
-        measures.COMMIT_SECONDS.observe(seconds, label)
-        measures.LOG_OPERATIONS.add(operations, label)
-        measures.LOG_RECORDS.add(records, label)
-        measures.LOG_WRITTEN_BYTES.add(bytes_written, label)
+        self._commits.observe(seconds)
+        self._all_operations.add(operations)
+        self._all_records.add(records)
+        self._all_bytes.add(bytes_written)

@@ -133,7 +133,7 @@ class OpenSegment:
     def __init__(self, file: WritableFile, path: str, header: SegmentHeader) -> None:
         self.path = path
         self.header = header
-        self._label = str(header.stream)
+        self._fsyncs = FSYNC_SECONDS.of(str(header.stream))
         self.byte_end = SEGMENT_HEADER_SIZE
         """Exclusive end, in bytes, of the kept frames."""
         self.end_offset = header.base_offset
@@ -255,7 +255,7 @@ class OpenSegment:
         """Make what is staged durable."""
         began_s = time.perf_counter()
         self._file.sync()
-        FSYNC_SECONDS.observe(time.perf_counter() - began_s, self._label)
+        self._fsyncs.observe(time.perf_counter() - began_s)
 
     def keep(self) -> int:
         """Keep what was staged: the group is durable everywhere, so it belongs to the log. Return its bytes.
