@@ -1,6 +1,8 @@
 """Ending calls that wait for their callers, which pyarrow's server can't: the caller's connection is cut.
 
-gRPC keeps its connections to itself; they are found among the process's descriptors, by their addresses.
+pyarrow's server has no option of gRPC and no way to end a call from its own side (apache/arrow#43819): its thread
+reads or writes for as long as the caller likes. gRPC keeps its connections to itself; they are found among the
+process's descriptors, by their addresses.
 """
 
 from __future__ import annotations
