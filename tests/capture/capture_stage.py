@@ -20,7 +20,7 @@ from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import LogError, UnknownTable
 from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
-from millstream.model.pgtext import render_value, storage_values
+from millstream.model.pgtext import storage_values, text_renderer
 from millstream.model.positions import Lsn, Seq, SeqRange, format_lsn
 from millstream.model.schema import TableKind
 from millstream.wal.writing.submissions import follow
@@ -196,7 +196,7 @@ def as_texts(table: TableRows) -> list[dict[str, Any]]:
     for number, column in enumerate(table.schema.columns):
         for row, value in zip(rows, storage_values(table.rows.column(6 + number)), strict=True):
             exact = dict(row["__exact"] or ())
-            row[column.name] = exact.get(column.name) if value is None else render_value(value, column.arrow)
+            row[column.name] = exact.get(column.name) if value is None else text_renderer(column.arrow)(value)
     return rows
 
 

@@ -73,12 +73,10 @@ def test_a_token_of_another_stream_is_refused() -> None:
 
 
 @given(TOKENS, TOKENS, st.integers(1, 5).map(WriterId))
-def test_order_join_and_meet_are_pointwise(a: StreamToken, b: StreamToken, writer: WriterId) -> None:
+def test_order_and_join_are_pointwise(a: StreamToken, b: StreamToken, writer: WriterId) -> None:
     assert a.join(b).of(writer) == max(a.of(writer), b.of(writer))
-    assert a.meet(b).of(writer) == min(a.of(writer), b.of(writer))
     assert a <= a.join(b)
     assert b <= a.join(b)
-    assert a.meet(b) <= a
     assert (a <= b <= a) == (a == b)
     assert (a <= b) == (a.join(b) == b)
 

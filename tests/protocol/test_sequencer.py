@@ -13,7 +13,7 @@ from tests.protocol.sequencer_search import Budget, Scope
 
 from millstream.errors import SequencingError, StaleEpoch, WriterAlive
 from millstream.model.ids import Epoch, WriterId
-from millstream.model.positions import SEQ_MAX, Direction, Seq, SeqRange
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 from millstream.protocol.sequencer import Announcement, Ledger, LedgerView, StreamView, WriterNumbers, WriterPhase
 from millstream.testing.errors import coded
 
@@ -292,12 +292,6 @@ def test_only_what_is_dead_is_taken_over_or_forgotten():
     for needless in (lambda: settled.take_over(A, now_us=99, lease_us=1), lambda: settled.forget(A, now_us=99)):
         with pytest.raises(StaleEpoch):
             needless()
-
-
-def test_streams_that_count_downward():
-    assert [Direction.DOWN.number(position) for position in (1, 2)] == [-1, -2]
-    assert Direction.DOWN.position(-2) == 2
-    assert Direction.UP.number(7) == Direction.UP.position(7) == 7
 
 
 def test_ending_a_range_costs_the_same_however_many_are_in_flight():

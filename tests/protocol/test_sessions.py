@@ -194,7 +194,7 @@ def test_what_is_too_many_goes_longest_unused_first_and_says_so(copied: bool) ->
         sent(sessions, WriteId(key=f"k{i}"), ack(i), now_us=100 + i)
     if copied:
         sessions = Sessions.restored(b"".join(sessions.copied()()), limits)
-    assert (len(sessions), sessions.key_count) == (10, 10)
+    assert (len(sessions), len(sessions._keys)) == (10, 10)
     for i in (1, 2, 3):
         for number in (1, 2):
             with pytest.raises(SessionExpired):
@@ -218,7 +218,7 @@ def test_what_is_too_old_goes() -> None:
         sent(sessions, WriteId(f"new{i}", 1), ack(i), now_us=3 * DAY_US + i)
         sent(sessions, WriteId(key=f"new{i}"), ack(i), now_us=3 * DAY_US + i)
     assert len(sessions) == 5001
-    assert sessions.key_count == 5000
+    assert len(sessions._keys) == 5000
     restored = Sessions.restored(b"".join(sessions.copied()()))
     for state in (sessions, restored):
         for i in (0, 4999):

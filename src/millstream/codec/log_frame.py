@@ -169,10 +169,6 @@ class RecordsFrame:
         """Return the tables with rows here, in payload order."""
         return list(dict.fromkeys(part.table_id for part in self.header.parts))
 
-    def table_bytes(self, table_id: TableId) -> int:
-        """Return the size in bytes of one table's payload."""
-        return sum(part.length for part in self.header.parts if part.table_id == table_id)
-
     def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.RecordBatch:
         """Return one part's rows as they lie in the log (`log_row_schema`).
 

@@ -68,11 +68,6 @@ def interpolate_dsn(text: str, environ: Mapping[str, str]) -> str:
     return "".join(pieces) + interpolate(text[at:], environ)
 
 
-def variables(text: str) -> list[str]:
-    """Return the names of the variables in a string."""
-    return [found[1] for found in _VARIABLE.finditer(text) if found[1]]
-
-
 def mask(path: tuple[str | int, ...], value: Any) -> Any:
     """Return a configuration value as it may be shown: addresses without passwords, and secret keys' values masked.
 

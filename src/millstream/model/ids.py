@@ -6,7 +6,6 @@ All are plain ints, strings or UUIDs at run time; the NewTypes distinguish them 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final, NewType
 from uuid import UUID
 
@@ -69,18 +68,3 @@ def parse_region_log_name(name: str) -> tuple[str, RegionId] | None:
             f"{name!r} can't name the log of another region", hint="It is named stream@region, such as shop@2."
         )
     return check_stream_name(found[1]), RegionId(int(found[2]))
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One history of one PostgreSQL database.
-
-    A promotion that branched off at or above what the log has reached makes a new branch of the
-    same system and database; the catalog numbers each branch.
-    """
-
-    id: SourceId
-    system_identifier: int
-    """`pg_control_system().system_identifier`, as IDENTIFY_SYSTEM returns it."""
-    database: str
-    timeline: int

@@ -38,7 +38,7 @@ class Inexact:
 
 
 INEXACT: Final = Inexact()
-"""The result of `parse_text` for a text that a type can't hold exactly."""
+"""The result of a parser for a text that a type can't hold exactly."""
 
 _EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()
 _DAY_US: Final = 86_400_000_000
@@ -47,19 +47,9 @@ Parser = Callable[[str], Any]
 Renderer = Callable[[Any], str]
 
 
-def parse_text(text: str, kind: pa.DataType) -> Any:
-    """Return the storage value that a column of this type holds for PostgreSQL's text, or `INEXACT`."""
-    return text_parser(kind)(text)
-
-
-def render_value(value: Any, kind: pa.DataType) -> str:
-    """Return PostgreSQL's text of a storage value."""
-    return text_renderer(kind)(value)
-
-
 @lru_cache(maxsize=1024)
 def text_parser(kind: pa.DataType) -> Parser:
-    """Return `parse_text` for one type."""
+    """Return a function from PostgreSQL's text to the storage value of a column of this type, or `INEXACT`."""
     parse, render = _pair(kind)
     if pa.types.is_string(kind):
         return parse
@@ -76,7 +66,7 @@ def text_parser(kind: pa.DataType) -> Parser:
 
 @lru_cache(maxsize=1024)
 def text_renderer(kind: pa.DataType) -> Renderer:
-    """Return `render_value` for one type."""
+    """Return a function from a storage value of a column of this type to PostgreSQL's text."""
     return _pair(kind)[1]
 
 

@@ -6,9 +6,8 @@ Ranges of offsets are half-open, `[start, end)`. Rows between two tokens lie in 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from types import MappingProxyType
 from typing import Final, NewType, Self
 
@@ -62,25 +61,6 @@ class SeqRange:
 
 NO_NUMBERS: Final = SeqRange(Seq(0), 0)
 """An empty range, for an incarnation that was given none."""
-
-
-class Direction(IntEnum):
-    """The direction in which a stream counts.
-
-    Positions, ranges and tokens always grow; a record's number is its position times this.
-    """
-
-    UP = 1
-    DOWN = -1
-    """Copies of history, newest first."""
-
-    def number(self, position: Seq) -> int:
-        """Return the number of the record at a position."""
-        return self * position
-
-    def position(self, number: int) -> Seq:
-        """Return the position of the record with a number."""
-        return Seq(self * number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +149,8 @@ class StreamToken:
     def join(self, other: StreamToken) -> StreamToken:
         """Return the least token that is at or above both."""
         self._same_stream(other)
-        return self._pointwise(other, max)
-
-    def meet(self, other: StreamToken) -> StreamToken:
-        """Return the greatest token that is at or below both."""
-        self._same_stream(other)
-        return self._pointwise(other, min)
-
-    def _pointwise(self, other: StreamToken, pick: Callable[[Seq, Seq], Seq]) -> StreamToken:
-        ahead = {w: pick(self.of(w), other.of(w)) for w in set(self.ahead) | set(other.ahead)}
-        return StreamToken(self.stream, pick(self.minimum, other.minimum), ahead)
+        ahead = {w: max(self.of(w), other.of(w)) for w in set(self.ahead) | set(other.ahead)}
+        return StreamToken(self.stream, max(self.minimum, other.minimum), ahead)
 
     def _same_stream(self, other: StreamToken) -> None:
         if self.stream != other.stream:

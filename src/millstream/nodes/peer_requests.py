@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _ENDS_WITHIN_S: Final = 10.0
 """How long this node's writer may take to end: its current commit group, and the waiting callers."""
-_LOOK_EVERY_S: Final = 0.05
 
 
 def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,15 +7,13 @@ import io
 import logging
 import os
 import sys
-from typing import Any, Final, Literal, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 
 from millstream.model.readable import readable
 
 LogFormat = Literal["text", "json"]
-FORMAT_VARIABLE: Final = "MILLSTREAM_LOG"
-"""`text` or `json`; `--log-format` sets it for a process and its parts."""
 LEVEL_VARIABLE = "MILLSTREAM_LOG_LEVEL"
 
 

@@ -187,11 +187,6 @@ class Retention:
         """All holders, by name."""
         return self._holders
 
-    @property
-    def remembered(self) -> int:
-        """Number of ranges remembered, of all pipelines: at most `2 * RANGES_MAX` each."""
-        return sum(holder.landed.count for holder in self._holders.values() if holder.landed is not None)
-
     def needs(self, name: str, kind: HolderKind, seq: Seq, position: ReplicaPosition | None = None) -> None:
         """Note that a holder may still ask for everything from `seq` on; a lower number than before changes nothing.
 

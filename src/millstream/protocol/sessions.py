@@ -121,11 +121,6 @@ class Sessions:
         """Return the number of sessions."""
         return len(self._hot) + len(self._cold)
 
-    @property
-    def key_count(self) -> int:
-        """Number of idempotency keys."""
-        return len(self._keys)
-
     # --- looking up ------------------------------------------------------------------------------------------------
 
     def mark(self, session: str) -> int:

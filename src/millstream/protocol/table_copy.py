@@ -124,11 +124,6 @@ class CopyTracker:
         self._xmin = 0
         """xmin of the latest snapshot taken: future snapshots see everything below."""
 
-    @property
-    def touch_count(self) -> int:
-        """Number of touches remembered."""
-        return len(self._touches)
-
     def settle(self, bound: int) -> None:
         """Note that every transaction with an id below has ended: any snapshot from here on sees it."""
         self._xmin = max(self._xmin, bound)

@@ -172,11 +172,6 @@ class WalFollower:
         """Last group that its log has whole."""
         return self._machine.holding.group
 
-    @property
-    def stopped_by(self) -> MillstreamError | None:
-        """Reason why it takes nothing more, if a person has to intervene."""
-        return self._machine.stopped_by
-
     def lag(self) -> Lag:
         """Return the current lag."""
         return self._machine.lag(time.monotonic())

@@ -19,7 +19,6 @@ from millstream.ports import BufferWriting, SinkOutcome
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 
-_TABLE_COLUMN: Final = "table"
 TOOK: Final = "took"
 """Detail of a sink's error: the part of the operation that it took."""
 

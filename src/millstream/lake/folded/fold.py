@@ -63,10 +63,6 @@ class State:
     filled: dict[str, int] = field(default_factory=dict)
     """By column: a record's index, or `-1 - k` for row `k` of those looked up in `current`."""
 
-    def among(self, places: Mapping[int, int]) -> State:
-        """Return the same row with other record indexes; none of its columns may come from `current`."""
-        return State(places[self.base], {name: places[record] for name, record in self.filled.items()})
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -25,7 +25,7 @@ leader. Two nodes' logs are the same wherever both have shown something at that 
 from __future__ import annotations
 
 from millstream.protocol.replication.follower import Follower, Holding, Lag
-from millstream.protocol.replication.leader import Leader, end_of, is_covered
+from millstream.protocol.replication.leader import Leader, is_covered
 from millstream.protocol.replication.levels import level_kept, promises_wanted
 from millstream.protocol.replication.promotion import NodeReport, Promotion
 from millstream.protocol.replication.roles import (
@@ -62,7 +62,6 @@ __all__ = [
     "RoleFact",
     "ShipOptions",
     "Term",
-    "end_of",
     "fenced_error",
     "is_covered",
     "level_kept",

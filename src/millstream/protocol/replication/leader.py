@@ -52,7 +52,6 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import (
     OBJECT_STORE,
-    AckLevel,
     Acknowledgement,
     ByteEnd,
     Hello,
@@ -190,10 +189,6 @@ class Leader:
     def group(self) -> GroupNumber:
         """The last durable group here."""
         return max((mark.group for mark in self._marks.values()), default=GroupNumber(0))
-
-    def group_reached(self, level: AckLevel) -> GroupNumber:
-        """Return the last group that is held as the level asks, by what was acknowledged."""
-        return min(self.holdings.group_reached(level), self.group)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """Return the effects of an event, at a moment of a clock that never goes back."""
@@ -457,11 +452,6 @@ def is_covered(position: ReplicaPosition, by: ReplicaPosition) -> bool:
 
 def _is_nothing(position: ReplicaPosition) -> bool:
     return not any(end.position or end.base_offset for end in position.values())
-
-
-def end_of(marks: Mapping[ShardId, DurableMark]) -> ReplicaPosition:
-    """Return the position up to which a log is durable by its marks."""
-    return {shard: ByteEnd(mark.base_offset, mark.byte_end) for shard, mark in marks.items()}
 
 
 _NOTHING: Final = ByteEnd(Offset(0), 0)

@@ -47,9 +47,6 @@ Rules that follow, each held by a test that fails without it:
   processes lift a view no further than that. The exception is ranges that are reported as ended and follow one
   another without a gap, whichever writers they belong to.
 - A forgotten writer's numbers above its position will never be: the process that recovers its log sets them aside.
-
-Streams that count downward (copies of history, newest first) run the same machine; `Direction` turns its positions
-into their numbers.
 """
 
 from __future__ import annotations
