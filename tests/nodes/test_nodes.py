@@ -17,7 +17,8 @@ from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
 import millstream
 from millstream.errors import Fenced, NotEnoughReplicas, ReadOnly
-from millstream.home.home import PIPELINE, Home
+from millstream.home.home import Home
+from millstream.home.paths import PIPELINE
 from millstream.leadership.promotion_check import hear_of_promotions
 from millstream.model.positions import Seq
 from millstream.nodes.node_checks import examine_nodes

@@ -14,7 +14,8 @@ from tests.nodes.nodes import STREAM, Node, eventually, nodes
 
 import millstream
 from millstream.errors import NotEnoughReplicas
-from millstream.home.home import PIPELINE, Home
+from millstream.home.home import Home
+from millstream.home.paths import PIPELINE
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader
 

@@ -15,7 +15,8 @@ from millstream.app.local_client import open_other
 from millstream.app.status import collect_status
 from millstream.cli.main import cli
 from millstream.errors import FollowerBehindRetention, OffsetExpired, UnknownStream
-from millstream.home.home import PIPELINE, Home
+from millstream.home.home import Home
+from millstream.home.paths import PIPELINE
 from millstream.model.positions import Seq
 from millstream.model.replication import OBJECT_STORE, Document, follower_holder
 from millstream.nodes.follower_state import FollowingNotes

@@ -23,6 +23,7 @@ from millstream.app.status import live_progress, tables_of, what_to_run
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
+from millstream.home.paths import HomePaths
 from millstream.leadership.roles import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
@@ -183,7 +184,7 @@ def _catalog(home: Home) -> str:
     return f"{found.place}: schema {found.revision}"
 
 
-def _java(home: Home) -> str:
+def _java(home: HomePaths) -> str:
     from millstream.spark.java import find_java
 
     cache = home.data / "cache" / "java"

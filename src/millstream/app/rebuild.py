@@ -19,7 +19,8 @@ from millstream.catalog import TableState
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
 from millstream.errors import HomeBusy, MillstreamError, UnknownTable, UsageError, error_of
 from millstream.home.config_mapping import lake_layout
-from millstream.home.home import PIPELINE, Home
+from millstream.home.home import Home
+from millstream.home.paths import PIPELINE
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 from millstream.processes.locks import RoleLock, holder

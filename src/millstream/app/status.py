@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from millstream.errors import ConfigError, LogError, MillstreamError
-from millstream.home.home import PIPELINE, Home
+from millstream.home.home import Home
+from millstream.home.paths import PIPELINE, HomePaths
 from millstream.measures import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
@@ -89,7 +90,7 @@ def _nodes(home: Home, problems: list[str]) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _appending(home: Home) -> dict[str, int | None]:
+def _appending(home: HomePaths) -> dict[str, int | None]:
     """Return the writers of the home's streams other than `run`'s own parts: applications that append."""
     found = (holder(home.run_folder, role) for role in writer_roles(home.run_folder))
     named = [facts for facts in found if "what" in facts]
@@ -225,7 +226,7 @@ def _own_name(home: Home) -> str | None:
     return None
 
 
-def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
+def _durable(home: HomePaths, name: str, problems: list[str]) -> Seq | None:
     from millstream.wal.reader import StreamReader
 
     try:
@@ -266,7 +267,7 @@ def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
     return {"records": 0 if behind == 0 else None, "bytes": behind, "seconds": 0.0 if behind == 0 else None}
 
 
-def _counter(home: Home, name: str, durable: Seq | None, problems: list[str]) -> Callable[[Seq], Backlog | None]:
+def _counter(home: HomePaths, name: str, durable: Seq | None, problems: list[str]) -> Callable[[Seq], Backlog | None]:
     """Return a function that counts what the log has after a number; None if it can't be read."""
     from millstream.wal.lag import Backlogs
 
@@ -303,7 +304,7 @@ def _age_s(waiting: Backlog) -> float | None:
     return None if oldest is None else max(0.0, time.time() - oldest / 1e6)
 
 
-def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
+def _log(home: HomePaths, name: str, problems: list[str]) -> dict[str, Any]:
     from millstream.wal.lag import log_size
     from millstream.wal.reader import StreamReader
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from millstream.config.quantities import duration_s, size_bytes
 from millstream.errors import ConfigError, LakeError, MillstreamError
-from millstream.home.home import PIPELINE, Home
+from millstream.home.home import Home
+from millstream.home.paths import PIPELINE, HomePaths
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
@@ -205,7 +206,7 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
     )
 
 
-def place_compiled_code(home: Home) -> None:
+def place_compiled_code(home: HomePaths) -> None:
     """Set numba's folder for machine code, before its import: in the home, or in a private temporary folder.
 
     Numba's own choice, the package's folder or HOME's, fails at import if both are read-only.

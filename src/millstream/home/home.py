@@ -1,7 +1,6 @@
 """A home: one folder with its configuration, its data and, by default, its lake.
 
-Finding one, the paths in it, its format, and the folder of its sockets. Reading the log needs no
-configuration: `Home.streams_on_disk` works on a copied folder too.
+Finding one, its configuration, its format, its catalog, and the folder of its sockets.
 """
 
 from __future__ import annotations
@@ -23,31 +22,27 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 from millstream.errors import CatalogError, ConfigError, DiskFull, MillstreamError, UnknownStream, UsageError
-from millstream.model.ids import RegionId, can_name_stream, check_stream_name, parse_region_log_name
+from millstream.home.paths import FILE_NAME, HomePaths
+from millstream.model.ids import check_stream_name, parse_region_log_name
 from millstream.private_files import make_folder, open_private, replace_file
-from millstream.wal.files import as_told
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, HomeIdentity
     from millstream.config.file import LoadedConfig
     from millstream.config.model import Config, StreamConfig
 
-FILE_NAME: Final = "millstream.toml"
 FORMAT: Final = 1
 """The format of the home's folder; a later Millstream may write a higher one."""
 SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
-PIPELINE: Final = "lake"
-"""The pipeline's name: part of the identity of Delta transactions, so it never changes."""
 
 _NO_LOG_HINT: Final = "The first append makes it, or `millstream run` where there is something to capture; `millstream status` shows what runs."
 _NO_COPY_HINT: Final = "This node follows another one: `millstream run`, or `millstream follow`, has it from there; `millstream replicas` shows how far that is."
 
 
 @dataclass(frozen=True)
-class Home:
-    """A home at a path. Making one touches nothing."""
+class Home(HomePaths):
+    """A home at a path: its paths, its configuration and its catalog. Making one touches nothing."""
 
-    path: Path
     needs_source: bool = True
     """Whether its configuration is read to connect to sources; if False, the variables of their DSNs need not be set.
     """
@@ -102,96 +97,10 @@ class Home:
             f"no {FILE_NAME} in {folder} or a folder above it", code="home_not_found", hint=hint, path=str(folder)
         )
 
-    # --- paths -------------------------------------------------------------------------------------------------
-
-    @property
-    def config_file(self) -> Path:
-        """Return the path of `millstream.toml`."""
-        return self.path / FILE_NAME
-
-    @property
-    def data(self) -> Path:
-        """Return the folder of everything that Millstream keeps, except the lake."""
-        return self.path / "data"
-
-    @property
-    def catalog_file(self) -> Path:
-        """Return the embedded catalog's file; use `has_catalog` to check for a catalog."""
-        return self.data / "catalog.db"
-
-    def wal_folder(self, stream: str) -> Path:
-        """Return the folder of one stream's log: a folder per shard and the durable mark."""
-        return self.data / "wal" / stream
-
-    def acks_file(self, stream: str) -> Path:
-        """Return the file of followers' and the object store's positions, which the shipping process writes."""
-        return self.data / "replication" / f"{stream}.acks"
-
-    def role_file(self, stream: str) -> Path:
-        """Return the file of this node's role in a stream: see `replicating.roles`.
-
-        A home without the file is alone.
-        """
-        return self.data / "replication" / stream / "role.json"
-
-    def spill_folder(self, stream: str) -> Path:
-        """Return the folder for capture's transactions that are too large for memory."""
-        return self.data / "spill" / stream
-
-    @property
-    def pipeline_folder(self) -> Path:
-        """Return the folder of Spark checkpoints and Spark's own log."""
-        return self.data / "spark" / PIPELINE
-
-    @property
-    def queries_folder(self) -> Path:
-        """Return the folder for spill files of `serve`'s callers' queries; nothing stays in it."""
-        return self.data / "queries"
-
-    @property
-    def prompt_history(self) -> Path:
-        """Return the history file of `query`'s prompt."""
-        return self.data / "query_history"
-
-    @property
-    def run_folder(self) -> Path:
-        """Return the folder of locks, pid files, and the link to the sockets."""
-        return self.data / "run"
-
     def lake_location(self, stream: StreamConfig) -> str:
         """Return a stream's lake as an absolute folder or a URL."""
         location = stream.lake.location
         return location if "://" in location else str(self.path / Path(location).expanduser())
-
-    def streams_on_disk(self) -> list[str]:
-        """Return the names of the streams that have a log here, sorted; `regions_on_disk` has other regions' logs."""
-        return [name for name in self._logs_on_disk() if "@" not in name]
-
-    def regions_on_disk(self, stream: str) -> dict[RegionId, str]:
-        """Return by region the names of a stream's logs of other regions.
-
-        `UsageError` if a folder's name is invalid.
-        """
-        found = {}
-        for name in self._logs_on_disk():
-            parsed = parse_region_log_name(name)
-            if parsed is not None and parsed[0] == stream:
-                found[parsed[1]] = name
-        return dict(sorted(found.items()))
-
-    def _logs_on_disk(self) -> list[str]:
-        try:
-            return sorted(
-                entry.name
-                for entry in (self.data / "wal").iterdir()
-                # Other folders are no logs: a folder moved aside (`STREAM.…`), or `lost+found` of a
-                # separate disk.
-                if entry.is_dir() and (can_name_stream(entry.name) or ("@" in entry.name and "." not in entry.name))
-            )
-        except FileNotFoundError:
-            return []
-        except PermissionError as error:
-            raise as_told(error) from error
 
     def pick_stream(self, named: str | None, *, of: list[str] | None = None) -> str:
         """Return the named stream, or the only one there is.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.config.quantities import disk_bytes
-from millstream.home.home import PIPELINE
+from millstream.home.paths import PIPELINE
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, CutOff, HolderKind, Retention

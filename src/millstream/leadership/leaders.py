@@ -21,6 +21,7 @@ from millstream.wal.replica.shipping import durable_marks
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.model.ids import StreamId
 
 logger = structlog.get_logger("millstream.leaders")
@@ -112,7 +113,7 @@ def _noted(home: Home, name: str, catalog: Catalog | None) -> LeaderMap:
         return LeaderMap()
 
 
-def _stream_id(home: Home, name: str) -> StreamId | None:
+def _stream_id(home: HomePaths, name: str) -> StreamId | None:
     """Return the id from the log itself: a follower's catalog doesn't have the stream before a promotion."""
     try:
         marks = durable_marks(RealFiles(), str(home.wal_folder(name)))

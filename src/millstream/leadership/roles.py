@@ -19,6 +19,7 @@ from millstream.workers import watching
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.processes.child_process import Lifeline
 
 VERSIONS_NAME: Final = "documents.json"
@@ -148,6 +149,6 @@ class Changing:
             self.fact = fact
 
 
-def replication_folder(home: Home, stream: str) -> Path:
+def replication_folder(home: HomePaths, stream: str) -> Path:
     """Return the folder of a node's role and its leader's documents, next to the log."""
     return home.data / "replication" / stream

@@ -23,10 +23,11 @@ from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.replication.object_store import ObjectStoreTransport
 
 
-def has_log(home: Home, stream: str) -> bool:
+def has_log(home: HomePaths, stream: str) -> bool:
     """Return whether this node has anything of a stream's log."""
     return any(home.wal_folder(stream).glob("*/*.wal"))
 

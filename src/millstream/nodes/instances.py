@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
 
 
-def instance_of(home: Home) -> str:
+def instance_of(home: HomePaths) -> str:
     """Return a word that is the same for all processes of a home, through their restarts, and differs for every copy.
 
     It is derived from the home's path and the machine's boot: nothing in the home could tell a copy from

@@ -23,6 +23,7 @@ from millstream.wal.shards import lock_shards
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
 
 _ENDS_WITHIN_S: Final = 10.0
 """How long this node's writer may take to end: its current commit group, and the waiting callers."""
@@ -98,7 +99,7 @@ def _find_what_is_durable(home: Home, stream: str) -> None:
         ) from None
 
 
-def wait_for_writer(home: Home, stream: str) -> None:
+def wait_for_writer(home: HomePaths, stream: str) -> None:
     """Wait until no process has the log's locks."""
     folder = str(home.wal_folder(stream))
     files = RealFiles()

@@ -76,6 +76,7 @@ from millstream.writers.stream_writer import resolve_stream, take_over
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.replication.follower import WalFollower
 
 logger = structlog.get_logger("millstream.promote")
@@ -403,7 +404,7 @@ def _refuse_two_leaders(home: Home, stream: str) -> None:
             raise two_leaders(stream, node)
 
 
-def _refuse_several_writers(home: Home, stream: str) -> None:
+def _refuse_several_writers(home: HomePaths, stream: str) -> None:
     folder = home.wal_folder(stream)
     with contextlib.suppress(LogError, FileNotFoundError):
         writers = {mark.writer for mark in durable_marks(RealFiles(), str(folder)).values()}

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from millstream.errors import ConfigError, UsageError
 from millstream.home.home import Home
+from millstream.home.paths import HomePaths
 from millstream.processes.locks import RoleLock
 from millstream.processes.supervise import Event, Part, PartState, Supervisor
 
@@ -33,7 +34,7 @@ class RunOutcome:
     """Bytes of WAL that each slot holds at the source, by slot."""
 
 
-def part_command(home: Home, *words: str) -> list[str]:
+def part_command(home: HomePaths, *words: str) -> list[str]:
     """Return the command that starts a part of a home: with this very Python, whatever PATH contains."""
     return [sys.executable, "-m", "millstream.cli", "--home", str(home.path), *words]
 

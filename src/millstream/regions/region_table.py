@@ -60,6 +60,7 @@ from millstream.wal.reader import StreamReader, TableRecords
 if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.wal.writing.writer import LogWriter
 
 _FOLD_ROWS: Final = 250_000
@@ -107,7 +108,7 @@ def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict
     return {region: StreamReader(folder) for region, folder in _folders(home, stream, config).items()}
 
 
-def _folders(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, str]:
+def _folders(home: HomePaths, stream: str, config: StreamConfig | None) -> dict[RegionId, str]:
     own = RegionId(0 if config is None else config.region)
     names = home.regions_on_disk(stream)
     if own in names:
@@ -392,7 +393,7 @@ class RegionTable:
         return self.engine.decode(data)
 
 
-def merge_file(home: Home, stream: str, table: str) -> Path:
+def merge_file(home: HomePaths, stream: str, table: str) -> Path:
     """Return the file of a table's merged state; `UsageError` if the text is no table's name."""
     name = qualified_name(*parse_qualified_name(table))
     return home.data / "regions" / stream / f"{quote(name, safe='')}.state"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from millstream.config.model import StreamConfig
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.model.operations import Appended
     from millstream.model.writes import AppendBatch, SessionFacts
     from millstream.writers.sinks import OpenOther
@@ -257,7 +258,7 @@ def _written(home: Home, stream: str) -> StreamConfig:
     return found
 
 
-def will_write(home: Home, writer: str | None) -> bool:
+def will_write(home: HomePaths, writer: str | None) -> bool:
     """Return whether `millstream run` or `millstream capture run` of this writer's name writes, or is about to.
 
     A job (`run --until-caught-up`) whose capture hasn't begun or is done doesn't count: its pipeline goes

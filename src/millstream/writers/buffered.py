@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from millstream.config.model import BufferConfig
-    from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.ingest.schemas import WriteRules
     from millstream.model.ids import ShardId
     from millstream.model.replication import AckLevel
@@ -47,7 +47,7 @@ def buffer_name(stream: str, config: BufferConfig) -> str:
     return config.location if config.kind == "log" else config.name or f"millstream_{stream}"
 
 
-def open_buffer(home: Home, stream: str, config: BufferConfig) -> WriteBuffer:
+def open_buffer(home: HomePaths, stream: str, config: BufferConfig) -> WriteBuffer:
     """Open the configured buffer; raises as the buffers do."""
     return open_buffer_in(home.path, buffer_name(stream, config), config)
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.config.model import StreamConfig
     from millstream.home.home import Home
+    from millstream.home.paths import HomePaths
     from millstream.model.positions import Seq
     from millstream.ports import ApplicationLog
     from millstream.wal.writing.writer import LogWriter
@@ -175,7 +176,7 @@ def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig
     return OperationTaker(catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard))
 
 
-def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:
+def resolve_stream(home: HomePaths, catalog: Catalog, name: str) -> StreamId:
     """Return a stream's id: the existing log's, if there is one."""
     from millstream.wal.reader import StreamReader
 
