@@ -32,7 +32,7 @@ ONE_HOME = {
     "os.rename": ("millstream.private_files.replacing", {"private_files.py", "wal/files.py"}),
     "os.replace": ("millstream.private_files.replacing", {"private_files.py", "wal/files.py"}),
 }
-"""What of the standard library `src` uses in one place only: what to use in its stead, and the modules that may."""
+"""Names of the standard library that `src` uses in one place only, each with its replacement and the modules that may use it."""
 
 UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~{}/-])/(?:root|work|home|Users)/[\w.-]+")
