@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -10,9 +9,8 @@ import pyarrow as pa
 
 from millstream.ingest.schemas import TableRules, fitted, grown
 from millstream.ingest.uninterruptible import uninterruptible
-from millstream.model.ids import SourceId, StreamId
-from millstream.model.operations import TableRows, WriteOps
-from millstream.model.positions import Lsn
+from millstream.model.ids import StreamId
+from millstream.model.operations import TableRows
 from millstream.model.records import LOG_ROW_PREFIX, append_row_schema
 from millstream.model.schema import TableSchema
 
@@ -77,10 +75,3 @@ class OperationTaker:
         return tuple(
             replace(t, partition=t.partition or table.partition) for t in self._rules.place(known, ours(known))
         )
-
-
-def in_order(
-    op: WriteOps, tables: tuple[TableRows, ...], *, reached: Mapping[SourceId, Lsn], behind: Mapping[SourceId, Lsn]
-) -> WriteOps:
-    """Return the operation with the converted rows, its place in the buffer, and the place that must precede it."""
-    return WriteOps(op.operations, tables, reached, behind)

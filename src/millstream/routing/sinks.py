@@ -31,8 +31,21 @@ def took_part(error: MillstreamError, what: object) -> MillstreamError:
     return told
 
 
-_Sent: TypeAlias = list[tuple[ShardId, Future[BufferMeta] | MillstreamError]]
+Sent: TypeAlias = list[tuple[ShardId, Future[BufferMeta]]]
 """An operation's parts, and their answers."""
+
+
+def send_parts(buffer: BufferWriting, op: WriteOps, deadline_s: float | None) -> Sent:
+    """Hand an operation's part for each shard to a buffer. A part that it refuses is a failed future."""
+    parts: Sent = []
+    for shard, part in op.by_shard().items():
+        try:
+            future = buffer.submit(shard, part, deadline_s=deadline_s)
+        except MillstreamError as error:
+            future = Future()
+            future.set_exception(error)
+        parts.append((shard, future))
+    return parts
 
 
 class BufferSink:
@@ -52,18 +65,8 @@ class BufferSink:
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
         """Implement `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
         placed = replace(ops, tables=tuple(part for table in ops.tables for part in self._parts(table)))
-        sent = [self._send(op, deadline_s) for op in placed.split()]
+        sent = [send_parts(self._buffer, op, deadline_s) for op in placed.split()]
         return [_outcome(parts) for parts in sent]
-
-    def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
-        """Send an operation's parts to the buffer. A part that it refuses has the error as its answer."""
-        parts: _Sent = []
-        for shard, part in op.by_shard().items():
-            try:
-                parts.append((shard, self._buffer.submit(shard, part, deadline_s=deadline_s)))
-            except MillstreamError as error:
-                parts.append((shard, error))
-        return parts
 
     def close(self) -> None:
         """Implement `ports.RecordSink`."""
@@ -83,14 +86,12 @@ class BufferSink:
         ]
 
 
-def _outcome(parts: _Sent) -> SinkOutcome:
+def _outcome(parts: Sent) -> SinkOutcome:
     """Return the outcome of an operation, once all its parts have their answers."""
     offsets: dict[str, int] = {}
     failed: MillstreamError | None = None
     for shard, answer in parts:
         try:
-            if isinstance(answer, MillstreamError):
-                raise answer
             offsets[str(int(shard))] = int(answer.result().offset)
         except MillstreamError as error:
             failed = failed or error

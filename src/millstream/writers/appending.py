@@ -123,22 +123,14 @@ class HomeAppender:
             UnknownStream, RoutingError (`reshard_refused`), DiskFull …: as there.
             HomeBusy: another process writes the home, and doesn't answer.
         """
-        _written(self._home, stream)
-        self._begin_in_child()
-        give_up_s = time.monotonic() + _STARTS_WITHIN_S
-        while True:
-            try:
-                way = self._way()
-                if isinstance(way, _OwnWriter):
-                    return way.reshard(stream, shards)
-                return self._reshard_there(stream, shards)
-            except (WriterClosed, HomeBusy):
-                # The writer is gone, or just starting. A repeated request whose change was already made
-                # reports no change.
-                if self._closed or time.monotonic() > give_up_s:
-                    raise
-                self._forget(self._client)
-                time.sleep(_TRY_EVERY_S)
+
+        def reshard(way: AppendClient | _OwnWriter) -> dict[str, Any]:
+            if isinstance(way, _OwnWriter):
+                return way.reshard(stream, shards)
+            return self._reshard_there(stream, shards)
+
+        # A repeated request whose change was already made reports no change.
+        return self._through(stream, reshard)
 
     def _reshard_there(self, stream: str, shards: int) -> dict[str, Any]:
         asked = {"stream": stream, "shards": shards}

@@ -50,7 +50,7 @@ from millstream.errors import (
     UnsupportedFormat,
     WriteBufferError,
 )
-from millstream.ingest.buffer_consumer import OperationTaker, in_order
+from millstream.ingest.buffer_consumer import OperationTaker
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
 from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.names import parse_qualified_name
@@ -534,8 +534,8 @@ class _ShardTaking:
         if tables:
             self._progress.taken += 1
             after = BufferOffset(found.meta.offset + 1)
-            op = in_order(
-                found.op,
+            op = WriteOps(
+                found.op.operations,
                 tables,
                 reached={source: Lsn(after) for source in sources},
                 behind={source: Lsn(self._handed[source]) for source in sources},

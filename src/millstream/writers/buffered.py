@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,10 +17,10 @@ from millstream.errors import (
     WriteBufferError,
     WriterClosed,
 )
-from millstream.model.buffers import BufferMeta
 from millstream.model.operations import Ack, Submitted, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.replication import LOCAL
+from millstream.routing.sinks import Sent, send_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from millstream.model.writes import SessionFacts
     from millstream.ports import BufferWriting, WriteBuffer
 
-    _Sent = list[tuple[ShardId, Future[BufferMeta]]]
-    """An operation's parts, with their answers."""
 
 ENTRY_POINTS: Final = "millstream.buffers"
 _OURS: Final = ("log", "kafka", "redis")
@@ -166,7 +163,7 @@ class BufferDestination:
                 await asyncio.wait_for(asyncio.shield(answers), _left_s(give_up_s))
         return self._ack(sent, give_up_s)
 
-    def _send_all(self, ops: Submitted, deadline_s: float | None, acks: AckLevel | None) -> list[tuple[int, _Sent]]:
+    def _send_all(self, ops: Submitted, deadline_s: float | None, acks: AckLevel | None) -> list[tuple[int, Sent]]:
         """Hand each operation to the buffer; return its row count and its parts.
 
         `ack_level_unavailable` if more is asked for than that the buffer has the rows.
@@ -179,9 +176,9 @@ class BufferDestination:
                 level=str(acks),
                 buffer=self._name,
             )
-        return [(op.row_count, self._send(op, deadline_s)) for op in ops.split()]
+        return [(op.row_count, send_parts(self._buffer, op, deadline_s)) for op in ops.split()]
 
-    def _ack(self, sent: Sequence[tuple[int, _Sent]], give_up_s: float | None) -> Ack:
+    def _ack(self, sent: Sequence[tuple[int, Sent]], give_up_s: float | None) -> Ack:
         """Return the outcome of each operation; waits for missing answers.
 
         `WriterClosed` if the buffer was closed before all of them.
@@ -192,19 +189,7 @@ class BufferDestination:
             raise WriterClosed(f"write buffer {self._name} was closed; nothing was stored")
         return Ack({}, SeqRange(Seq(0), 0), each=each)
 
-    def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
-        """Hand an operation's parts to the buffer. A part that it refuses is a failed future."""
-        parts: _Sent = []
-        for shard, part in op.by_shard().items():
-            try:
-                future = self._buffer.submit(shard, part, deadline_s=deadline_s)
-            except MillstreamError as error:
-                future = Future()
-                future.set_exception(error)
-            parts.append((shard, future))
-        return parts
-
-    def _answer(self, count: int, parts: _Sent, give_up_s: float | None) -> Ack | MillstreamError:
+    def _answer(self, count: int, parts: Sent, give_up_s: float | None) -> Ack | MillstreamError:
         stored: dict[ShardId, tuple[Offset, Offset]] = {}
         failed: dict[ShardId, MillstreamError] = {}
         for shard, future in parts:
