@@ -50,7 +50,6 @@ from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import (
     FIRST_SHARD,
-    OPERATION_SCHEMA,
     Ack,
     TableRows,
     WriteOps,
@@ -64,6 +63,7 @@ from millstream.protocol.retention import Bounds, Retention
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
+from millstream.wal.writing.ack_levels import NOTHING
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 _FACTS: Final = "buffer.json"
@@ -188,7 +188,7 @@ class LogBuffer:
             left_s = None if give_up_s is None else max(0.0, give_up_s - time.monotonic())
             if writer is not None:
                 try:
-                    writer.submit(_NOTHING, deadline_s=left_s).result(left_s)
+                    writer.submit(NOTHING, deadline_s=left_s).result(left_s)
                 except TimeoutError:
                     raise BufferOutcomeUnknown(
                         f"write buffer {self._options.folder} didn't answer in time",
@@ -362,9 +362,6 @@ class _Unreserved:
     def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:  # noqa: ARG002 - the shard's lock fences
         """Keep the reservation in memory."""
         self._reserved = max(self._reserved, seq)
-
-
-_NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=OPERATION_SCHEMA), ())
 
 
 def _folder(folder: str, shard: ShardId) -> str:

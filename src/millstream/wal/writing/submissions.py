@@ -11,9 +11,7 @@ from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 
 def shards_of(ops: Submitted) -> set[ShardId]:
     """Return the shards on which a submission has rows."""
-    if isinstance(ops, SpilledOp):
-        return {shard for (shard, _), count in ops.counts.items() if count}
-    return {table.shard for table in ops.tables if table.rows.num_rows}
+    return {shard for shard, count in _rows_by_shard(ops).items() if count}
 
 
 def follow(submitted: Sequence[Submitted], reached: Mapping[SourceId, Lsn]) -> list[bool]:
