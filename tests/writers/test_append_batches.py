@@ -21,9 +21,8 @@ import millstream
 from millstream.app.local_client import home_appender
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge, WriterVersionDiffers
 from millstream.home.home import Home
+from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.columns import table_of
-from millstream.ingest.local import AppendClient
-from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId

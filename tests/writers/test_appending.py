@@ -40,8 +40,8 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.home.home import Home
+from millstream.ingest.append_client import AppendClient
 from millstream.ingest.columns import ROWS_BYTES_MAX
-from millstream.ingest.local import AppendClient
 from millstream.ingest.requests import one_request
 from millstream.model.positions import StreamToken
 from millstream.processes.locks import holder, writer_role
@@ -500,7 +500,7 @@ def test_a_writer_with_a_name_needs_a_catalog_that_can_be_asked_and_makes_none_t
 
 
 def test_an_answer_that_never_comes_is_told_as_unknown(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.ingest.local.ANSWER_PATIENCE_S", 0.5)
+    monkeypatch.setattr("millstream.ingest.append_client.ANSWER_PATIENCE_S", 0.5)
     with process(home, "capture", "run") as owner, millstream.open(home) as opened:
         wait_for(lambda: writes(home, owner.pid))
         opened.append("web", "clicks", {"number": 0}, deadline_s=30)

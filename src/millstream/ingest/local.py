@@ -1,4 +1,4 @@
-"""Appends from other processes of the machine: the writer's socket, and its client.
+"""Appends from other processes of the machine: the writer's socket. `append_client` has its clients.
 
 `frames` has the protocol. A connection takes one request after the other; any number of them share commit
 groups. Every user with access to the socket's folder may append.
@@ -8,47 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import select
 import socket
-import threading
 import weakref
 from asyncio import wrap_future
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import MillstreamError, Retry, StaleEpoch, WriterClosed, WriterVersionDiffers
+from millstream.errors import MillstreamError, Retry, StaleEpoch, WriterClosed
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.ingest.frames import (
-    ANSWER_PATIENCE_S,
     BODY_BYTES_MAX,
     CLOSED,
     HEAD_BYTES_MAX,
     HELLO,
-    HELLO_PATIENCE_S,
     LENGTHS,
     SESSION_PATIENCE_S,
-    answer_in,
     answered,
     asked,
-    asking,
-    asking_session,
     frame_of,
-    greeted,
-    no_answer,
-    outcomes_of,
     oversized,
     session_asked,
-    session_told,
 )
 from millstream.workers import Worker, call_in_thread
 
 if TYPE_CHECKING:
     from millstream.model.operations import Appended
-    from millstream.model.writes import AppendBatch, SessionFacts
 
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
 """Limit in bytes of requests being read or written, over all connections; further senders wait."""
@@ -228,116 +215,6 @@ class _Room:
 async def _send(writer: asyncio.StreamWriter, frame: bytes) -> None:
     writer.write(frame)
     await writer.drain()
-
-
-class AppendClient:
-    """Appends through a writer's socket. Any number of threads: a request uses its connection alone."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._idle: list[socket.socket] = []
-        self._lock = threading.Lock()
-
-    def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
-        """Append as `Appender.append_batch`, in the process that writes.
-
-        Raises:
-            WriterClosed: no process listens, or it ended before the request was whole: nothing was
-                appended.
-            WriterVersionDiffers: the listening process is of another version.
-            AppendOutcomeUnknown: it ended, or hangs, without an answer.
-            MillstreamError: any error that the writer's process raised.
-        """
-        head, body = asking(stream, batch, deadline_s)
-        return outcomes_of(self._asked(head, body, deadline_s))
-
-    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
-        """Return the session as `Appender.session`. Raises as `append_batch`."""
-        return session_told(self._asked(asking_session(stream, name), b"", deadline_s))
-
-    def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
-        connection = self._take()
-        try:
-            connection.settimeout(deadline_s + ANSWER_PATIENCE_S)
-            try:
-                connection.sendall(head)
-                connection.sendall(body)
-            except OSError as error:
-                answer = _said_before(connection)
-                if answer is None:
-                    raise WriterClosed("the writer's process went away; nothing of it was appended") from error
-            else:
-                answer = _answer_of(connection)
-        except BaseException:
-            connection.close()
-            raise
-        with self._lock:
-            self._idle.append(connection)
-        return answer
-
-    def close(self) -> None:
-        """Close idle connections."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-    def _take(self) -> socket.socket:
-        while True:
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                return self._connect()
-            # Readable data before a request means that the other side has closed.
-            if not select.select([connection], [], [], 0)[0]:
-                return connection
-            connection.close()
-
-    def _connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.settimeout(HELLO_PATIENCE_S)
-            connection.connect(str(self._path))
-            greeted(_heard(connection))
-        except WriterVersionDiffers:
-            connection.close()
-            raise
-        except (OSError, EOFError, ValueError) as error:
-            # The server reads nothing before its greeting was received.
-            connection.close()
-            raise WriterClosed("no writer listens") from error
-        return connection
-
-
-def _answer_of(connection: socket.socket) -> dict[str, Any]:
-    try:
-        answer = _heard(connection)
-    except (OSError, EOFError, ValueError) as error:
-        raise no_answer(error) from error
-    return answer_in(answer)
-
-
-def _said_before(connection: socket.socket) -> dict[str, Any] | None:
-    """Return the answer of a server that refused the request while it was being sent."""
-    with contextlib.suppress(MillstreamError):
-        return _answer_of(connection)
-    return None
-
-
-def _heard(connection: socket.socket) -> dict[str, Any]:
-    length, _ = LENGTHS.unpack(_exactly(connection, LENGTHS.size))
-    said: dict[str, Any] = json.loads(_exactly(connection, length))
-    return said
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        piece = connection.recv(min(size - len(found), 1 << 20))
-        if not piece:
-            raise EOFError("it ended")
-        found += piece
-    return bytes(found)
 
 
 def _leave_all_to_parent() -> None:

@@ -18,9 +18,9 @@ import structlog
 
 from millstream.errors import HomeBusy, MillstreamError, WriterClosed
 from millstream.home.config_mapping import place_compiled_code
+from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.appender import Appender
-from millstream.ingest.local import AppendClient, AppendServer
-from millstream.ingest.local_async import AsyncAppendClient
+from millstream.ingest.local import AppendServer
 from millstream.ingest.uninterruptible import uninterruptible
 from millstream.leadership.roles import Roles
 from millstream.processes.control import ControlServer, have_done
