@@ -15,7 +15,7 @@ import pytest
 from psycopg import sql
 from tests.app.homes import wait_for
 
-from millstream.catalog import Catalog, announcements
+from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.errors import CatalogError, SequencingError, StaleEpoch
@@ -213,7 +213,7 @@ def called(postgres: Database) -> Iterator[Called]:
     """Yield two writers of one stream, and one of another stream; all of them listen."""
     with Catalog(postgres.dsn) as catalog:
         one, other = catalog.resolve_stream("one"), catalog.resolve_stream("other")
-        ends = [PostgresAnnouncements(catalog.database, stream) for stream in (one, one, other)]
+        ends = [PostgresAnnouncements(catalog.database, stream, again_s=0.2) for stream in (one, one, other)]
         for end in ends:
             assert end.hear(0.0) == []
         yield ends[0], ends[1], ends[2]
@@ -250,10 +250,7 @@ def test_what_cant_be_read_is_not_heard(called: Called, postgres: Database, text
     assert heard == [A]
 
 
-def test_a_connection_that_was_cut_is_silence_until_there_is_another(
-    called: Called, postgres: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(announcements, "_AGAIN_S", 0.2)
+def test_a_connection_that_was_cut_is_silence_until_there_is_another(called: Called, postgres: Database) -> None:
     first, second, _ = called
     with postgres.connect() as connection:
         connection.execute(

@@ -19,10 +19,9 @@ import millstream
 from millstream.app.local_client import home_appender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
-from millstream.ingest import valid_rows
 from millstream.ingest.columns import NESTING_MAX, table_of
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
-from millstream.ingest.valid_rows import table_of_valid, valid_part
+from millstream.ingest.valid_rows import REJECTED_MAX, table_of_valid, valid_part
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.operations import Appended
 from millstream.model.schema import Column, TableSchema
@@ -115,22 +114,19 @@ def test_a_column_that_may_not_be_added_costs_the_rows_that_have_it(home: HomeAp
     assert [row["id"] for row in rows_of(home, "users")] == [0, 1]
 
 
-def test_more_rejected_rows_than_can_be_told_refuse_the_request(
-    home: HomeAppender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(valid_rows, "REJECTED_MAX", 3)
+def test_more_rejected_rows_than_can_be_told_refuse_the_request(home: HomeAppender) -> None:
     home.append("web", "users", [{"id": 0}], deadline_s=5)
-    for bad, taken in ((3, True), (4, False)):
+    for bad, taken in ((REJECTED_MAX, True), (REJECTED_MAX + 1, False)):
         rows = [{"id": 1}, *[{"id": None}] * bad]
-        mixed = [{"id": 1}, {"id": 2}, {"id": 3}, {"id": 4}, {"id": 5}, *[{"id": "x"}] * bad]
-        for some, kept in ((rows, 1), (mixed, 5)):
+        mixed = [*[{"id": 2}] * (bad + 1), *[{"id": "x"}] * bad]
+        for some, kept in ((rows, 1), (mixed, bad + 1)):
             if taken:
                 told = home.append("web", "users", some, deadline_s=5, keep_valid_rows=True)
-                assert (told.row_count, len(told.rejected)) == (kept, 3)
+                assert (told.row_count, len(told.rejected)) == (kept, REJECTED_MAX)
             else:
                 with pytest.raises(InvalidValue):
                     home.append("web", "users", some, deadline_s=5, keep_valid_rows=True)
-    assert len(rows_of(home, "users")) == 7
+    assert len(rows_of(home, "users")) == 3 + REJECTED_MAX
 
 
 VALUES = {

@@ -11,7 +11,6 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import LakeTableForeign
-from millstream.lake import snapshots as commits
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.snapshots import (
     CutTable,
@@ -81,11 +80,10 @@ def test_a_cut_that_somebody_else_wrote_is_refused(layout: LakeLayout):
         last_cut(layout)
 
 
-def test_many_cuts_become_few_files_and_stay_readable(layout: LakeLayout, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(commits, "_COMPACT_FILES", 10)
+def test_many_cuts_become_few_files_and_stay_readable(layout: LakeLayout):
     for n in range(1, 26):
         commit_cut(layout, Seq(n), [landed("s.a", "history", n, n)], committed_at=NOON)
-        compact_cuts(layout)
+        compact_cuts(layout, files=10)
     cut = last_cut(layout)
     assert cut is not None
     assert (cut.n, cut.number, cut.tables["s.a"].history) == (25, 25, 25)
@@ -93,10 +91,7 @@ def test_many_cuts_become_few_files_and_stay_readable(layout: LakeLayout, monkey
     assert Path(layout.commits_path, "_delta_log").is_dir()
 
 
-def test_a_moment_or_a_position_finds_the_last_cut_that_holds_no_more(
-    layout: LakeLayout, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(commits, "_COMPACT_FILES", 7)
+def test_a_moment_or_a_position_finds_the_last_cut_that_holds_no_more(layout: LakeLayout):
     minute = timedelta(minutes=1)
     assert cut_at(layout, Seq(5)) is cut_from(layout, Seq(5)) is cut_at_time(layout, NOON) is None
     # The third transaction was committed before the second one; two cuts have no commit at all.
@@ -107,7 +102,7 @@ def test_a_moment_or_a_position_finds_the_last_cut_that_holds_no_more(
         if compacted:
             for n in range(7):
                 commit_cut(layout, Seq(70 + n), [], committed_at=NOON + 9 * minute)
-            compact_cuts(layout)
+            compact_cuts(layout, files=7)
             assert len(DeltaTable(layout.commits_path).file_uris()) < 13
             commit_cut(layout, Seq(99), [], committed_at=NOON + 9 * minute, commit_ts_max=NOON + 8 * minute)
         found = [

@@ -229,9 +229,8 @@ def test_what_is_too_old_goes() -> None:
         assert state.look(WriteId(key="new4999"), 7) == ack(4999)
 
 
-def test_what_was_forgotten_is_remembered_as_that_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EXPIRED_MAX", 16384)
-    sessions = Sessions(SessionLimits(keys_max=1))
+def test_what_was_forgotten_is_remembered_as_that_for_long() -> None:
+    sessions = Sessions(SessionLimits(keys_max=1, expired_max=16384))
     for i in range(60_000):
         sent(sessions, WriteId(key=f"k{i}"), ack(i))
     for i in range(60_000 - 16_384, 59_999, 97):

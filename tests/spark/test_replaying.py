@@ -10,7 +10,6 @@ import pytest
 
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, HolderKind, Retention
-from millstream.spark import replaying
 from millstream.spark.replaying import ReplayWatch
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.lag import Backlogs
@@ -77,7 +76,7 @@ def test_what_is_done_only_grows_up_to_the_whole_whatever_comes_and_goes_meanwhi
     assert watch.look(target) is None, "what comes behind a replay is none"
 
 
-def test_a_start_that_finds_no_more_than_a_batch_is_no_replay(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_finds_no_more_than_a_batch_is_no_replay(log: Log) -> None:
     target = [log.append() for _ in range(10)][-1]
     size = Backlogs(log.folder).between(Seq(0), target).size_bytes
     of_a_batch = ReplayWatch(log.folder, Seq(0), target, bytes_max=size)
@@ -86,8 +85,9 @@ def test_a_start_that_finds_no_more_than_a_batch_is_no_replay(log: Log, monkeypa
     assert of_a_batch.finished is None
     assert ReplayWatch(log.folder, target, target, bytes_max=size).look(target) is None
     assert ReplayWatch(log.folder, Seq(0), target, bytes_max=size - 1).look(Seq(0)) is not None
-    monkeypatch.setattr(replaying, "REPLAY_RECORDS_MIN", 30)
-    assert ReplayWatch(log.folder, Seq(0), target, bytes_max=size).look(Seq(0)) is not None, "small records, and many"
+    assert ReplayWatch(log.folder, Seq(0), target, bytes_max=size, records_min=30).look(Seq(0)) is not None, (
+        "small records, and many"
+    )
 
 
 def test_the_rest_is_estimated_by_the_rate_so_far(log: Log) -> None:

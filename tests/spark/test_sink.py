@@ -22,7 +22,6 @@ from tests.app.served import serving
 
 import millstream
 from millstream.errors import UsageError
-from millstream.spark import staged
 from millstream.spark.sink import MillstreamStreamWriter, MillstreamWriter, SinkOptions, check_type
 from millstream.spark.staged import forget_abandoned, parts_of, stage
 from millstream.testing.errors import coded
@@ -315,14 +314,13 @@ def rows_of(count: int, seed: int) -> pa.Table:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_parts_depend_on_the_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ordered: bool) -> None:
+def test_parts_depend_on_the_rows_alone(tmp_path: Path, ordered: bool) -> None:
     import random
 
     table = rows_of(3000, 3)
     sizes: set[int] = set()
     cuts: list[list[list[dict[str, Any]]]] = []
     for part_bytes in (1 << 30, 20_000):
-        monkeypatch.setattr(staged, "PART_BYTES", part_bytes)
         cuts.clear()
         for seed in range(4):
             chance = random.Random(seed)
@@ -336,7 +334,7 @@ def test_parts_depend_on_the_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_pat
                 batches = some.to_batches(max_chunksize=chance.randrange(1, 400))
                 tasks.append(stage(iter(batches), table.schema, tmp_path / "x" if seed % 2 else None, "q"))
             sizes.add(sum(task.size for task in tasks))
-            parts = list(parts_of(tasks, table.schema, ordered=ordered))
+            parts = list(parts_of(tasks, table.schema, ordered=ordered, part_bytes=part_bytes))
             assert sorted(map(repr, table.to_pylist())) == sorted(
                 repr(row) for part in parts for row in part.to_pylist()
             )

@@ -9,7 +9,6 @@ from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from millstream.model.operations import TableRows
 from millstream.model.positions import Seq
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
-from millstream.wal import segment_reader as source
 from millstream.wal.reader import StreamReader
 from millstream.wal.segment_reader import TableRecords
 from millstream.wal.writing.writer import LogOptions, LogWriter
@@ -157,13 +155,12 @@ def test_what_stands_in_front_of_a_damaged_frame_is_given_and_the_frame_is_named
     assert sum(piece.batch.num_rows for piece in reader.read_span(span)) == 30
 
 
-def test_a_run_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch):
-    files = filled([[(0, 3)]] * 30, segment_bytes=1 << 20)
-    monkeypatch.setattr(source, "_RUN_BYTES_MAX", 4000)
+def test_a_run_is_bounded_by_bytes():
+    files = filled([[(0, 3000)]] * 30, segment_bytes=64 << 20)
     reader = StreamReader(FOLDER, files=files)
     pieces = list(reader.read_between(Seq(0), reader.persisted_upto()))
-    assert 3 < len(pieces) < 30
-    assert pa.concat_arrays([piece.batch.column("__seq") for piece in pieces]).to_pylist() == list(range(1, 91))
+    assert 1 < len(pieces) < 30
+    assert pa.concat_arrays([piece.batch.column("__seq") for piece in pieces]).to_pylist() == list(range(1, 90_001))
 
 
 def test_an_operation_on_two_partitions_that_goes_on_over_frames_keeps_the_frames_order():

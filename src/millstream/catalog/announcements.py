@@ -19,9 +19,6 @@ from millstream.libpq import fetch_row
 from millstream.model.ids import StreamId
 from millstream.protocol.sequencer import Announcement
 
-_AGAIN_S: Final = 5.0
-"""How long a server that couldn't be reached is left alone."""
-
 
 class PostgresAnnouncements:
     """The announcements of one stream.
@@ -29,15 +26,17 @@ class PostgresAnnouncements:
     Args:
         database: database of a catalog in PostgreSQL.
         stream: the stream whose writers listen.
+        again_s: how long a server that couldn't be reached is left alone.
 
     Concurrency: one thread.
     """
 
-    def __init__(self, database: Database, stream: StreamId) -> None:
+    def __init__(self, database: Database, stream: StreamId, *, again_s: float = 5.0) -> None:
         assert database.address is not None
         self._address: Final = database.address
         self._channel: Final = f"millstream_{stream.hex}"
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._again_s: Final = again_s
         self._not_before_s = 0.0
 
     def tell(self, told: Announcement) -> None:
@@ -82,4 +81,4 @@ class PostgresAnnouncements:
             yield
         except psycopg.Error:
             self.close()
-            self._not_before_s = time.monotonic() + _AGAIN_S
+            self._not_before_s = time.monotonic() + self._again_s

@@ -193,10 +193,10 @@ def cuts_between(layout: LakeLayout, after: Seq, upto: Seq) -> list[Seq]:
     return sorted({Seq(n) for n in found.column("n").to_pylist()})
 
 
-def compact_cuts(layout: LakeLayout) -> None:
+def compact_cuts(layout: LakeLayout, *, files: int = _COMPACT_FILES) -> None:
     """Compact `_commits`' small files to one, if there are many."""
     opened = _open(layout)
-    if opened is not None and len(opened.table.file_uris()) >= _COMPACT_FILES:
+    if opened is not None and len(opened.table.file_uris()) >= files:
         with lake_errors(layout.commits_path):
             opened.table.optimize.compact(
                 target_size=_COMPACTED_BYTES, writer_properties=WRITER, commit_properties=opened.upkeep()

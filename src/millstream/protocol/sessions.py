@@ -11,7 +11,7 @@ Premises
    log, but its place isn't.
 4. The session that has been idle longest is forgotten, by age or if there are too many; so is a key. Its hash is
    remembered, so that it isn't taken for a new one. In an unknown session a number above `AHEAD_MAX` can't be new
-   either. At least the last `EXPIRED_MAX` hashes are kept: a name that is older is taken for new.
+   either. At least the last `expired_max` hashes are kept: a name that is older is taken for new.
 5. If operations are gone that the copy lacks, sessions that lack numbers below others are forgotten likewise.
 
 The answer to a write:
@@ -51,7 +51,6 @@ from millstream.model.writes import NO_DIGEST, SessionFacts, WriteId
 AHEAD_MAX: Final = 1024
 """How far above a session's mark a number may be: the writes that may be in flight at a time."""
 RESULTS_KEPT: Final = 16
-EXPIRED_MAX: Final = 1 << 20
 _HOT_MAX: Final = 1024
 """Number of sessions kept as objects."""
 _SWEEP: Final = 256
@@ -83,6 +82,8 @@ class SessionLimits:
     keys_max: int = 1_000_000
     age_us: int = 7 * 86_400_000_000
     """Age since its last write, in microseconds."""
+    expired_max: int = 1 << 20
+    """Least number of forgotten names that are remembered as forgotten."""
 
 
 _Result: TypeAlias = tuple[int, Ack]
@@ -113,7 +114,7 @@ class Sessions:
         """Sessions used before all of those, in the same order."""
         self._keys: dict[str, bytes] = {}
         """Results by key, in the order of their writes."""
-        self._expired = _Expired()
+        self._expired = _Expired(self._limits.expired_max)
         self._noted = 0
         """Number of writes noted, to look for old sessions now and then."""
 
@@ -396,9 +397,10 @@ def _hash_of(kind: str, name: str) -> int:
 
 
 class _Expired:
-    """Hashes of forgotten names: at least the last `EXPIRED_MAX`, at eight bytes each."""
+    """Hashes of forgotten names: at least the last `least`, at eight bytes each."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int) -> None:
+        self._least = least
         self._recent: set[int] = set()
         self._newer: _Hashes = np.empty(0, _HASH)
         self._older: _Hashes = np.empty(0, _HASH)
@@ -414,7 +416,7 @@ class _Expired:
             return
         self._newer = np.union1d(self._newer, np.fromiter(self._recent, _HASH))
         self._recent = set()
-        if len(self._newer) >= EXPIRED_MAX:
+        if len(self._newer) >= self._least:
             self._older, self._newer = self._newer, np.empty(0, _HASH)
 
     def copied(self) -> list[bytes]:

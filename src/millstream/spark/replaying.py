@@ -16,7 +16,7 @@ from millstream.model.positions import Seq
 from millstream.spark.pipeline import Amount, ReplayProgress
 from millstream.wal.lag import Backlog, Backlogs
 
-REPLAY_RECORDS_MIN: Final = 250_000
+_RECORDS_MIN: Final = 250_000
 """Some seconds' work of a pipeline on two cores, however few bytes they have. More bytes than a batch
 takes are a replay too."""
 
@@ -28,15 +28,22 @@ class ReplayWatch:
         folder: the stream's log.
         start: the lake's position when the pipeline started.
         target: the log's durable end at that moment.
-        bytes_max: of a batch: a start that finds no more than this, and fewer than `REPLAY_RECORDS_MIN` records, is
+        bytes_max: of a batch: a start that finds no more than this, and fewer than `records_min` records, is
             no replay.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, folder: str, start: Seq, target: Seq, *, bytes_max: int, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: str,
+        start: Seq,
+        target: Seq,
+        *,
+        bytes_max: int,
+        records_min: int = _RECORDS_MIN,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start, self._target, self._bytes_max = start, target, bytes_max
+        self._start, self._target, self._bytes_max, self._records_min = start, target, bytes_max, records_min
         self._clock = clock
         self._began_s = self._landed_s = clock()
         self._first: tuple[float, int] | None = None
@@ -67,7 +74,7 @@ class ReplayWatch:
         whole = self._whole
         if whole is None:
             whole = self._whole = backlogs.between(self._start, self._target)
-            if whole.size_bytes <= self._bytes_max and whole.records < REPLAY_RECORDS_MIN:
+            if whole.size_bytes <= self._bytes_max and whole.records < self._records_min:
                 self._backlogs = None
                 return None
         if self._left is None or self._left[0] != n:

@@ -157,27 +157,30 @@ def _size_of(column: pa.Array) -> int:
     return (width + 1) * count
 
 
-def parts_of(staged: Sequence[Staged], schema: pa.Schema, *, ordered: bool) -> Iterator[pa.Table]:
+def parts_of(
+    staged: Sequence[Staged], schema: pa.Schema, *, ordered: bool, part_bytes: int = PART_BYTES
+) -> Iterator[pa.Table]:
     """Yield the rows of all tasks, in parts that are an operation each: one part, if the rows are few.
 
     Args:
         staged: the tasks' rows.
         schema: the rows' schema.
         ordered: whether equal rows must come in the same order even in a single part; otherwise the tasks' order stays.
+        part_bytes: size of a part's rows.
 
     Returns:
         The same parts for the same rows, whatever tasks they come from. One part at a time is in memory.
     """
     total = sum(one.size for one in staged)
-    if total <= PART_BYTES:
+    if total <= part_bytes:
         batches = [batch for one in staged for batch in one.batches()]
         rows = pa.Table.from_batches(batches, schema)
         if ordered:
-            yield from _cut(rows)
+            yield from _cut(rows, part_bytes)
         elif rows.num_rows:
             yield rows
         return
-    count = min(_BUCKETS_MAX, 2 * total // PART_BYTES + 1)
+    count = min(_BUCKETS_MAX, 2 * total // part_bytes + 1)
     with TemporaryDirectory(prefix="millstream-sink-") as folder, ExitStack() as opened:
         files = [Path(folder) / f"{number}.arrow" for number in range(count)]
         with ExitStack() as writing:
@@ -188,7 +191,7 @@ def parts_of(staged: Sequence[Staged], schema: pa.Schema, *, ordered: bool) -> I
                         outs[number].write_batch(batch.take(pa.array(places)))
         for file in files:
             source = opened.enter_context(pa.memory_map(str(file)))
-            yield from _cut(pa.ipc.open_stream(source).read_all())
+            yield from _cut(pa.ipc.open_stream(source).read_all(), part_bytes)
             file.unlink()
 
 
@@ -199,7 +202,7 @@ def _by_bucket(batch: pa.RecordBatch, count: int) -> dict[int, list[int]]:
     return places
 
 
-def _cut(rows: pa.Table) -> Iterator[pa.Table]:
+def _cut(rows: pa.Table, part_bytes: int) -> Iterator[pa.Table]:
     """Yield rows, sorted by their values, in pieces of bounded size."""
     keys = [key for batch in rows.to_batches() for key in _keys(batch)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
@@ -207,7 +210,7 @@ def _cut(rows: pa.Table) -> Iterator[pa.Table]:
     begin = size = 0
     for place, row in enumerate(order):
         of_row = len(keys[row]) + width
-        if size + of_row > PART_BYTES and place > begin:
+        if size + of_row > part_bytes and place > begin:
             yield rows.take(pa.array(order[begin:place]))
             begin, size = place, 0
         size += of_row
