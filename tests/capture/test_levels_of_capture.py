@@ -11,12 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import MemoryLog, Stage
 from tests.wal.log_writers import Others
 
-from millstream.capture import run as capture_run
 from millstream.catalog import TableState
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Seq
@@ -82,11 +80,8 @@ def inserted(stage: Stage, number: int) -> int:
     return int(row[0])
 
 
-def test_the_slot_stays_below_what_no_follower_holds_also_for_who_captures_next(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capture_run, "_OTHERS_S", 0.1)
-    stage.config = replace(stage.config, status_s=0.1)
+def test_the_slot_stays_below_what_no_follower_holds_also_for_who_captures_next(stage: Stage, tmp_path: Path) -> None:
+    stage.config = replace(stage.config, status_s=0.1, others_s=0.1)
     stage.sql("CREATE TABLE orders (id int PRIMARY KEY)")
     life = Life(stage, tmp_path)
     life.others.hold(FAR)

@@ -271,10 +271,10 @@ def test_a_disk_that_is_full_for_a_large_transaction_is_waited_for(stage: Stage,
     assert list((stage.folder / "spill").iterdir()) == []
 
 
-def test_a_job_gives_up_on_a_disk_that_stays_full(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_gives_up_on_a_disk_that_stays_full(stage: Stage) -> None:
     stage.sql(ORDERS)
     stage.catch_up()
-    monkeypatch.setattr("millstream.capture.run._GIVE_UP_S", 1.0)
+    stage.config = replace(stage.config, give_up_s=1.0)
     stage.sql("INSERT INTO orders VALUES (1, 'x', 1, now())")
     stage.log.fail_with = DiskFull("no space left")
     with pytest.raises(DiskFull):

@@ -218,18 +218,20 @@ def test_calls_cost_no_look_into_the_catalog_and_guesses_few(catalog: Catalog) -
     access.close()
 
 
-def test_tokens_hold_for_a_while_where_the_catalog_is_away(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_hold_for_a_while_where_the_catalog_is_away(catalog: Catalog) -> None:
     store, text = counted(catalog)
-    access = Access(TokenBook(lambda: store, fresh_s=0))  # type: ignore[arg-type, return-value]
-    assert access.caller(Credentials(text)).name == "one"
+    access, strict = (
+        Access(TokenBook(lambda: store, fresh_s=0, away_s=away_s))  # type: ignore[arg-type, return-value]
+        for away_s in (60.0, 0.0)
+    )
+    assert access.caller(Credentials(text)).name == strict.caller(Credentials(text)).name == "one"
     store.fails = True
     assert access.caller(Credentials(text)).name == "one"
-    assert store.reads == 2
-    monkeypatch.setattr(module, "_AWAY_S", 0.0)
+    assert store.reads == 3
     with pytest.raises(CatalogUnreachable):
-        access.caller(Credentials(text))
+        strict.caller(Credentials(text))
     store.fails = False
-    assert access.caller(Credentials(text)).name == "one"
+    assert strict.caller(Credentials(text)).name == "one"
 
 
 def test_threads_share_one_look(catalog: Catalog) -> None:

@@ -33,7 +33,6 @@ from millstream.model.records import record_schema
 from millstream.model.replication import Hello, NodeName
 from millstream.replication.flight_wire import FollowRequest
 from millstream.serving import bulk_read
-from millstream.serving import flight as module
 from millstream.serving.access import Access, Credentials, TokenBook
 from millstream.serving.flight import FlightServer, flight_error
 from millstream.testing.errors import coded
@@ -380,11 +379,10 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_others_are_not(tmp_path: Pat
             reading.read_all()
 
 
-def test_a_server_ends_while_a_reader_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ENDS_WITHIN_S", 1.0)
+def test_a_server_ends_while_a_reader_takes_nothing(tmp_path: Path) -> None:
     with running(tmp_path / "home") as (_, flight):
         idle, _ = stalled(flight)
-        flight.end()
+        flight.end(within_s=1.0)
         assert not any(thread.name == "flight-ends" for thread in threading.enumerate())
         idle.close()
 

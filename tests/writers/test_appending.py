@@ -499,15 +499,17 @@ def test_a_writer_with_a_name_needs_a_catalog_that_can_be_asked_and_makes_none_t
         opened.append("web", "clicks", {"a": 1})
 
 
-def test_an_answer_that_never_comes_is_told_as_unknown(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.ingest.append_client.ANSWER_PATIENCE_S", 0.5)
+def test_an_answer_that_never_comes_is_told_as_unknown(home: Path) -> None:
     with process(home, "capture", "run") as owner, millstream.open(home) as opened:
         wait_for(lambda: writes(home, owner.pid))
         opened.append("web", "clicks", {"number": 0}, deadline_s=30)
+        client = AppendClient(append_socket(Home(home), None), patience_s=0.5)
+        request = one_request("clicks", pa.table({"number": [1]}), None, keep_valid_rows=False)
         owner.send_signal(signal.SIGSTOP)
         with pytest.raises(AppendOutcomeUnknown):
-            opened.append("web", "clicks", {"number": 1}, deadline_s=0.5)
+            client.append_batch("web", request, deadline_s=0.5)
         owner.send_signal(signal.SIGCONT)
+        client.close()
         opened.append("web", "clicks", {"number": 2}, deadline_s=30)
     numbers = [row["number"] for row in rows_of(home)]
     assert numbers in ([0, 1, 2], [0, 2], [0, 2, 1])

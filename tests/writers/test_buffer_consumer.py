@@ -40,7 +40,6 @@ from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter
-from millstream.writers import buffer_consumer as taking_module
 from millstream.writers.buffer_consumer import BufferTaking
 
 NAME = "orders"
@@ -59,7 +58,7 @@ class Home:
         self.rules: RoutingRules | None = None
 
     @contextmanager
-    def taking(self) -> Iterator[tuple[BufferTaking, threading.Event]]:
+    def taking(self, **options: Any) -> Iterator[tuple[BufferTaking, threading.Event]]:
         writer, epoch = self.catalog.register_writer(self.stream)
         with LogWriter.open(
             self.wal,
@@ -77,11 +76,11 @@ class Home:
                 home_shard=lambda _: FIRST_SHARD,
             )
             taker = OperationTaker(self.catalog, self.stream, rules)
-            yield BufferTaking(self.buffer, NAME, self.catalog, self.stream, log, taker), threading.Event()
+            yield BufferTaking(self.buffer, NAME, self.catalog, self.stream, log, taker, **options), threading.Event()
 
-    def take(self) -> BufferTaking:
+    def take(self, **options: Any) -> BufferTaking:
         """Take operations until none are left."""
-        with self.taking() as (taking, stop):
+        with self.taking(**options) as (taking, stop):
             taking.run(stop, until_caught_up=True, tell=lambda: None)
         return taking
 
@@ -228,23 +227,20 @@ def test_a_write_that_was_sent_again_is_taken_once_also_by_a_reader_that_starts_
 
 
 @pytest.mark.parametrize("stops_at", [0, 5, 9, 10, 13])
-def test_what_counts_as_sent_again_is_a_matter_of_the_buffer_alone(
-    home: Home, monkeypatch: pytest.MonkeyPatch, stops_at: int
-) -> None:
+def test_what_counts_as_sent_again_is_a_matter_of_the_buffer_alone(home: Home, stops_at: int) -> None:
     """A write was sent three times, the third within reach of the second alone.
 
     A reader that had seen the first took the third, and a reader that began after the first didn't.
     """
-    monkeypatch.setattr(taking_module, "AGAIN_WITHIN", 6)
     for number in range(14):
         if number and number == stops_at:
-            home.take()
+            home.take(again_within=6)
         home.put(
             NORTH,
             f"k{number}" if number % 5 == 0 else "other",
             said={"idempotency_key": "k"} if number % 5 == 0 else {},
         )
-    home.take()
+    home.take(again_within=6)
     assert [text for text in home.texts() if text != "other"] == ["k0"]
 
 
@@ -356,11 +352,10 @@ def test_what_puts_no_row_into_the_log_is_passed_durably(home: Home, nothing_new
         home.take()
 
 
-def test_what_is_passed_while_it_runs_is_noted_before_it_ends(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taking_module, "_NOTE_PASSED_S", 0.0)
+def test_what_is_passed_while_it_runs_is_noted_before_it_ends(home: Home) -> None:
     home.rules = dropping("noise")
     home.put(NORTH, "one")
-    with home.taking() as (taking, stop):
+    with home.taking(note_s=0.0) as (taking, stop):
         thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
         thread.start()
 
@@ -410,11 +405,8 @@ def test_a_held_table_is_taken_later_where_nothing_else_was_put_into_the_log_mea
     assert home.texts("visits") == ["v0", "v1", "v2", "v3"]
 
 
-def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(home: Home) -> None:
     """`tables retry` did nothing for it: only a restart took the missing operations."""
-    monkeypatch.setattr(taking_module, "_LOOK_S", 0.05)
     home.keys["visits"] = ("id",)
     home.put(NORTH, "v0", name="visits")
     home.take()
@@ -425,7 +417,7 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
     def has_visits(count: int) -> bool:
         return len(home.texts("visits")) == count
 
-    with home.taking() as (taking, stop):
+    with home.taking(look_s=0.05) as (taking, stop):
         thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
         thread.start()
         try:

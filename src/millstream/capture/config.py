@@ -49,6 +49,9 @@ class CaptureConfig:
         heartbeat_s: how often an idle source gets a heartbeat message.
         look_s: how often the source's catalogs and the states of tables are read.
         status_s: longest time between reports to the source of how far the log is.
+        give_up_s: how long `until_caught_up` goes on without a connection, or on a full disk.
+        others_s: how long an ending session waits until other machines have its durable operations, if the stream asks
+            for that.
         catch_up: whether a large backlog may be read in chunks.
         catch_up_bytes: how much WAL makes a backlog large.
         catch_up_changes: number of changes in a chunk of the backlog, about.
@@ -69,6 +72,8 @@ class CaptureConfig:
     heartbeat_s: float = 10.0
     look_s: float = 3.0
     status_s: float = 10.0
+    give_up_s: float = 120.0
+    others_s: float = 5.0
     catch_up: CatchUp = CatchUp.AUTO
     catch_up_bytes: int = START_BYTES
     catch_up_changes: int = CHUNK_CHANGES

@@ -72,10 +72,6 @@ logger = structlog.get_logger("millstream.capture")
 
 _BACKOFF_MAX_S: Final = 10.0
 _SLOT_ACTIVE_MAX_S: Final = 2.0  # the server process of a killed capture goes within seconds; then every second counts
-_GIVE_UP_S: Final = 120.0
-"""How long `until_caught_up` goes on without a connection."""
-_OTHERS_S: Final = 5.0
-"""How long an ending session waits until other machines have its durable operations, if the stream asks for that."""
 _DRAIN_S: Final = 60.0
 _CONFIRM_S: Final = 10.0
 _SLOT_PATIENCE_S: Final = 5.0
@@ -222,11 +218,11 @@ class _Capture:
 
     def _worth_another_try(self, error: MillstreamError, failing_s: float) -> bool:
         if isinstance(error, DiskFull):
-            return not self._until_caught_up or failing_s < _GIVE_UP_S
+            return not self._until_caught_up or failing_s < self._config.give_up_s
         if error.retry is not Retry.BACKOFF or self._stop.is_set():
             return False
         if error.code in {"slot_active", "source_behind", "source_switched"} or self._was_connected():
-            return not self._until_caught_up or failing_s < _GIVE_UP_S
+            return not self._until_caught_up or failing_s < self._config.give_up_s
         return False
 
     def _was_connected(self) -> bool:
@@ -379,7 +375,7 @@ class _Capture:
 
     def _drain(self, applier: Applier) -> None:
         """Wait until what was captured is durable; a while longer for other machines, if the stream asks for that."""
-        while not applier.drain(_OTHERS_S):
+        while not applier.drain(self._config.others_s):
             if self._log.is_written():
                 # The next session finds it in the log, and confirms none of it before other machines hold it either.
                 logger.warning("other machines don't have what was captured yet; the slot stays where it is")

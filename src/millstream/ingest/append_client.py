@@ -61,10 +61,15 @@ _Io: TypeAlias = _Connect | _Send | _Receive
 
 
 class AppendClient:
-    """Appends through a writer's socket. Any number of threads: a request uses its connection alone."""
+    """Appends through a writer's socket. Any number of threads: a request uses its connection alone.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        path: the socket's.
+        patience_s: how long an answer may take beyond a call's deadline.
+    """
+
+    def __init__(self, path: Path, *, patience_s: float = ANSWER_PATIENCE_S) -> None:
+        self._path, self._patience_s = path, patience_s
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
@@ -91,7 +96,7 @@ class AppendClient:
         try:
             do = partial(_do, connection)
             run(steps, do)
-            answer = run(_exchange(head, body, deadline_s + ANSWER_PATIENCE_S), do)
+            answer = run(_exchange(head, body, deadline_s + self._patience_s), do)
         except BaseException:
             connection.close()
             raise
@@ -113,10 +118,13 @@ class AsyncAppendClient:
     Args:
         path: the socket's.
         connections_max: how many requests are under way at a time; others wait.
+        patience_s: how long an answer may take beyond a call's deadline.
     """
 
-    def __init__(self, path: Path, *, connections_max: int = CONNECTIONS_MAX) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, *, connections_max: int = CONNECTIONS_MAX, patience_s: float = ANSWER_PATIENCE_S
+    ) -> None:
+        self._path, self._patience_s = path, patience_s
         self._idle: list[socket.socket] = []
         self._room = asyncio.Semaphore(connections_max)
         self._closed = False
@@ -139,7 +147,7 @@ class AsyncAppendClient:
                 connection.setblocking(False)
                 do = partial(_do_async, connection)
                 await run_async(steps, do)
-                answer = await run_async(_exchange(head, body, deadline_s + ANSWER_PATIENCE_S), do)
+                answer = await run_async(_exchange(head, body, deadline_s + self._patience_s), do)
             except BaseException:
                 connection.close()
                 raise

@@ -88,13 +88,16 @@ class TokenBook:
     Args:
         open_catalog: opens the catalog at the first look-up.
         fresh_s: for how long the tokens that were read count as current.
+        away_s: for how long they hold while the catalog can't be read.
 
     Concurrency: any number of threads; one reads, the others wait for it.
     """
 
-    def __init__(self, open_catalog: Callable[[], Catalog], *, fresh_s: float = FRESH_S) -> None:
+    def __init__(
+        self, open_catalog: Callable[[], Catalog], *, fresh_s: float = FRESH_S, away_s: float = _AWAY_S
+    ) -> None:
         self._open_catalog = open_catalog
-        self._fresh_s = fresh_s
+        self._fresh_s, self._away_s = fresh_s, away_s
         self._lock = threading.Lock()
         self._catalog: Catalog | None = None
         self._by_id: Mapping[str, AccessToken] = {}
@@ -124,7 +127,7 @@ class TokenBook:
                 those that were read.
 
         Raises:
-            CatalogError: it can't be read, and hasn't been for `_AWAY_S` seconds (or a subclass).
+            CatalogError: it can't be read, and hasn't been for `away_s` seconds (or a subclass).
         """
         with self._lock:
             if since_s is not None and self._begun_s < since_s:
@@ -132,7 +135,7 @@ class TokenBook:
                 self._read()
             elif since_s is None and not self.is_fresh:
                 self._read()
-            if self._failed is not None and time.monotonic() - self._read_s > _AWAY_S:
+            if self._failed is not None and time.monotonic() - self._read_s > self._away_s:
                 raise self._failed
 
     def close(self) -> None:

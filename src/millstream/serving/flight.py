@@ -206,15 +206,15 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         for callers in (self._readers, self._senders):
             Worker("flight-callers", partial(callers.watch, self.port, self._closing)).start()
 
-    def end(self) -> None:
-        """Take no more, let running calls end, and cut off those whose callers don't."""
+    def end(self, within_s: float = _ENDS_WITHIN_S) -> None:
+        """Take no more, let running calls end, and cut off those whose callers don't within that time."""
         self._closing.set()
         ending = Worker("flight-ends", self.shutdown).start()
-        if not ending.join(_ENDS_WITHIN_S):
+        if not ending.join(within_s):
             logger.warning(
                 "Flight calls that wait for their callers are cut off", connections=cut_connections(self.port)
             )
-            ending.join(_ENDS_WITHIN_S)
+            ending.join(within_s)
 
     # --- writing
     # -----------------------------------------------------------------------------------------------

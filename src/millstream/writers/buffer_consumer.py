@@ -69,10 +69,6 @@ logger = structlog.get_logger("millstream.buffer")
 
 _WAIT_S: Final = 0.2
 """How long a reader waits for more items before it checks whether it has to stop."""
-_LOOK_S: Final = 2.0
-"""How often to check that the buffer is still the same one, and whether a held table is requested."""
-_NOTE_PASSED_S: Final = 2.0
-"""Shortest time between two notes of passed items: each is a catalog write per shard."""
 AGAIN_WITHIN: Final = 4096
 """Offsets of a shard within which a repeated write is recognized. A start reads as many: a second or two at most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
@@ -137,6 +133,9 @@ class BufferTaking:
         stream: the stream that the log belongs to.
         log: its writer.
         taker: makes the operations this stream's own.
+        look_s: how often to check that the buffer is still the same one, and whether a held table is requested.
+        note_s: shortest time between two notes of passed items: each is a catalog write per shard.
+        again_within: offsets of a shard within which a repeated write is recognized; a start reads as many.
     """
 
     def __init__(
@@ -147,8 +146,15 @@ class BufferTaking:
         stream: StreamId,
         log: LogAppender,
         taker: OperationTaker,
+        *,
+        look_s: float = 2.0,
+        note_s: float = 2.0,
+        again_within: int = AGAIN_WITHIN,
     ) -> None:
         self.progress = TakingProgress(name)
+        self.note_s: Final = note_s
+        self.again_within: Final = again_within
+        self._look_s = look_s
         self._buffer = buffer
         self._name = name
         self._catalog = catalog
@@ -210,7 +216,7 @@ class BufferTaking:
             while any(worker.is_alive for worker in workers):
                 for worker in workers:
                     worker.join(_WAIT_S / len(workers))
-                if time.monotonic() - checked_s > _LOOK_S and not ended.is_set():
+                if time.monotonic() - checked_s > self._look_s and not ended.is_set():
                     self._check_identity()
                     if self.progress.held and self._is_asked_again():
                         asked = True
@@ -297,7 +303,7 @@ class BufferTaking:
             reader.seek(replay.end(shard))
             reader.seek_earliest()
             # Items before the start are only looked at. If the start itself is gone, that raises.
-            reader.seek(min(start, max(reader.place, BufferOffset(start - AGAIN_WITHIN))))
+            reader.seek(min(start, max(reader.place, BufferOffset(start - self.again_within))))
         except BufferSeekBeyondEnd as error:
             reader.close()
             raise BufferTruncated(
@@ -474,7 +480,7 @@ class _ShardTaking:
         place = self._reader.place
         if place <= max(self._noted, self._handed[self._source]):
             return
-        if not at_once and time.monotonic() - self._noted_s < _NOTE_PASSED_S:
+        if not at_once and time.monotonic() - self._noted_s < self._taking.note_s:
             return
         self.drain()
         self._noted_s = time.monotonic()
@@ -487,7 +493,7 @@ class _ShardTaking:
     def _is_repeated(self, found: BufferedOp) -> bool:
         """Return whether the same write lies a little before; remember this one."""
         offset = found.meta.offset
-        while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
+        while self._recent and next(iter(self._recent.values())) < offset - self._taking.again_within:
             self._recent.popitem(last=False)
         (write,) = writes_in(found.op.operations)
         if write is None:
