@@ -40,7 +40,8 @@ class CostWatch:
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
-        self._seen: dict[psutil.Process, tuple[float, int]] = {}
+        self._cpu_s: dict[psutil.Process, float] = {}
+        self._written_bytes = 0
         self._peak_bytes = 0
         self._stop = threading.Event()
         self._look()
@@ -64,16 +65,20 @@ class CostWatch:
         processes = [self._root]
         with contextlib.suppress(psutil.Error):
             processes += self._root.children(recursive=True)
-        memory_bytes = 0
+        memory_bytes = written_bytes = 0
         for process in processes:
             with contextlib.suppress(psutil.Error):
-                times, written = process.cpu_times(), process.io_counters().write_bytes
-                self._seen[process] = times.user + times.system, written
+                times = process.cpu_times()
+                self._cpu_s[process] = times.user + times.system
+                written_bytes += process.io_counters().write_bytes
                 memory_bytes += process.memory_full_info().pss
         self._peak_bytes = max(self._peak_bytes, memory_bytes)
+        # Linux adds what a child has written to its parent once the parent has waited for it, so that the sum over the
+        # living processes keeps what the ended ones wrote.
+        self._written_bytes = max(self._written_bytes, written_bytes)
 
     def _used(self) -> tuple[float, int]:
-        return sum(cpu for cpu, _ in self._seen.values()), sum(written for _, written in self._seen.values())
+        return sum(self._cpu_s.values()), self._written_bytes
 
 
 def run_watched(command: Sequence[str], rows: int) -> tuple[float, Cost]:
