@@ -30,7 +30,7 @@ from millstream.capture.slot import (
     check_slot,
     create_slot,
     read_slot,
-    setting_ms,
+    sender_timeout_ms,
     waits_for_standbys,
     who_is_waited_for,
 )
@@ -282,7 +282,7 @@ class _Capture:
                 )
             wire: Wire = chunks or self._start_streaming(replication, reached, tables)
             stack.callback(wire.close)  # in case no receiver comes to own it
-            timeout_ms = setting_ms(control, "wal_sender_timeout")
+            timeout_ms = sender_timeout_ms(control)
             settling = self._log.settled()
             confirmed = reached if settling is None or slot is None else min(slot.confirmed, reached)
             status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)

@@ -253,8 +253,8 @@ def drop_slot_of(dsn: str, name: str) -> int | None:
         return slot.held_bytes or 0
 
 
-def setting_ms(connection: psycopg.Connection[tuple[Any, ...]], name: str) -> int:
-    """Return a server setting in milliseconds, from `pg_settings`."""
+def sender_timeout_ms(connection: psycopg.Connection[tuple[Any, ...]]) -> int:
+    """Return the server's `wal_sender_timeout` in milliseconds."""
     with translated():
-        row = connection.execute(f"SELECT setting FROM pg_settings WHERE name = '{name}'").fetchone()
+        row = connection.execute("SELECT setting FROM pg_settings WHERE name = 'wal_sender_timeout'").fetchone()
     return 0 if row is None else int(row[0])

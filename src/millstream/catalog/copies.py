@@ -92,11 +92,10 @@ class Copies(CatalogPart):
             for r in rows
         ]
 
-    def drop_chunks(self, table: TableId, *, but: str = "") -> None:
-        """Delete the chunks of a table's copies, except those of copy `but`."""
-        old = delete(t.copy_chunks).where(t.copy_chunks.c.table_id == table, t.copy_chunks.c.copy_id != but)
+    def drop_chunks(self, table: TableId) -> None:
+        """Delete the chunks of a table's copies."""
         with self._database.write() as connection:
-            connection.execute(old)
+            connection.execute(delete(t.copy_chunks).where(t.copy_chunks.c.table_id == table))
 
 
 def _pauses(stream: StreamId) -> str:

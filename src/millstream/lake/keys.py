@@ -33,10 +33,10 @@ class Keys:
         return len(self.columns[0])
 
     @classmethod
-    def of(cls, rows: pa.Table, names: Sequence[str], *, exact: str = "__exact") -> Keys:
-        """Return the identities of a table's rows; `exact` names its map of texts, if it has one."""
+    def of(cls, rows: pa.Table, names: Sequence[str]) -> Keys:
+        """Return the identities of a table's rows; `__exact` is its map of texts, if it has one."""
         columns = tuple(_whole(rows.column(name)) for name in names)
-        maps = _whole(rows.column(exact)) if exact in rows.column_names else None
+        maps = _whole(rows.column("__exact")) if "__exact" in rows.column_names else None
         if maps is None or maps.null_count == len(maps):
             return cls(tuple(names), columns, tuple(None for _ in names))
         return cls(tuple(names), columns, tuple(_some(texts_of(maps, name)) for name in names))

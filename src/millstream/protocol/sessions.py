@@ -161,7 +161,7 @@ class Sessions:
         if session is not None:
             found = session.results.get(number)
             if found is not None:
-                known, given = _unpacked_result(found, 0)[1] if isinstance(found, bytes) else found
+                known, given = _unpacked_result(found)[1] if isinstance(found, bytes) else found
                 self.check_same(known, digest, write_id)
                 return given
             if number <= session.mark:
@@ -208,7 +208,7 @@ class Sessions:
     def _look_for_key(self, key: str, digest: int) -> Ack | None:
         packed = self._keys.get(key)
         if packed is not None:
-            found = _unpacked_result(packed, 0)[1]
+            found = _unpacked_result(packed)[1]
             self.check_same(found[0], digest, WriteId(key=key))
             return found[1]
         if _hash_of("k", key) in self._expired:
@@ -494,9 +494,9 @@ def _packed_result(number: int, result: _Result) -> bytes:
     return b"".join([head, _SHARDS.pack(shards) if shards >= _MANY else b"", *places])
 
 
-def _unpacked_result(packed: bytes, at: int) -> tuple[int, _Result]:
-    number, digest, first, count, _ = _RESULT.unpack_from(packed, at)
-    places_at, end = _places_of_result(packed, at)
+def _unpacked_result(packed: bytes) -> tuple[int, _Result]:
+    number, digest, first, count, _ = _RESULT.unpack_from(packed)
+    places_at, end = _places_of_result(packed, 0)
     places = (_PLACE.unpack_from(packed, place) for place in range(places_at, end, _PLACE.size))
     offsets = {ShardId(shard): (Offset(start), Offset(end)) for shard, start, end in places}
     return number, (digest, Ack(offsets, SeqRange(Seq(first), count)))

@@ -42,9 +42,9 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def names(columns: Sequence[str], table: str = "") -> str:
+def names(columns: Sequence[str]) -> str:
     """Return a list of columns for a SELECT."""
-    return ", ".join(f"{table}{quote(name)}" for name in columns)
+    return ", ".join(map(quote, columns))
 
 
 class Engine:
@@ -102,10 +102,10 @@ class Engine:
         self.connection.unregister(source)
         return f"{source}_kept"
 
-    def scratch_file(self, suffix: str) -> str:
-        """Return a path for a new file of the session's."""
+    def scratch_file(self) -> str:
+        """Return a path for a new Parquet file of the session's."""
         self._named += 1
-        return f"{self._scratch}/{self._named}{suffix}"
+        return f"{self._scratch}/{self._named}.parquet"
 
     def fetch(self, sql: str) -> pa.Table:
         """Return the result of a query of ours."""

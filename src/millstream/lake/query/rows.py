@@ -174,7 +174,7 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
 
     parts, exact = plan_build(history, schema, upto, part_bytes=DEFAULT_SIZES.build_bytes)
     shape = pa.schema([*columns, EXACT])
-    path = engine.scratch_file(".parquet")
+    path = engine.scratch_file()
     with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
         for part in parts:
             engine.watch.check()

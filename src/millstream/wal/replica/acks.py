@@ -102,9 +102,9 @@ class AcksFile:
             if known is None or replace(known, told_ns=0) != replace(place, told_ns=0):
                 self.tell(replace(place, told_ns=now_ns))
 
-    def forget(self, name: str, *, is_store: bool = False) -> None:
-        """Remove a place's entry. Raises `OSError` as `tell`."""
-        if self._places.pop(_key(name, is_store), None) is not None:
+    def forget(self, name: str) -> None:
+        """Remove a follower's entry. Raises `OSError` as `tell`."""
+        if self._places.pop(_key(name, is_store=False), None) is not None:
             self._write()
 
     def promise(self, epoch: Epoch) -> None:
