@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from millstream.errors import StaleEpoch
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import Seq, SeqRange, StreamToken
-from millstream.protocol.sequencer import Announcement, Ledger, Registration, StreamView, WriterNumbers, WriterPhase
+from millstream.protocol.sequencer import Ledger, LedgerView, Registration, WriterNumbers, WriterPhase
 from millstream.protocol.sequencer.in_flight import InFlight
 
 ASKED, HELD, WRITTEN, SETTLED = "asked", "held", "written", "settled"
@@ -77,8 +77,6 @@ class Budget(NamedTuple):
     late: int = 0
     """Number of draws that are executed after their sender gave up on them."""
     forgets: int = 0
-    looks: int = 1
-    """Number of looks at the store by the reader that receives hints. (The other reader looks in every state.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,6 @@ class World(NamedTuple):
     late: tuple[tuple[WriterId, Epoch, Seq], ...]
     """Draws whose sender gave up on them, and which the store hasn't executed yet."""
     truth: tuple[Truth, ...]
-    reader: Any
     left: Budget
     given_to: Seq = Seq(0)
     ends: frozenset[Seq] = frozenset()
@@ -116,15 +113,14 @@ class World(NamedTuple):
     def key(self) -> object:
         """A key that is equal for equal states."""
         return (
-            (self.ledger, self.processes, self.takeovers, self.late, self.truth, self.reader),
+            (self.ledger, self.processes, self.takeovers, self.late, self.truth),
             self.left,
             self.ends,
         )
 
 
-def _freeze(machine: WriterNumbers | StreamView) -> Any:
-    fields = getattr(machine, "__slots__", None) or vars(machine)
-    return tuple((name, _plain(getattr(machine, name))) for name in fields)
+def _freeze(machine: WriterNumbers) -> Any:
+    return tuple((name, _plain(value)) for name, value in vars(machine).items())
 
 
 @cache
@@ -132,8 +128,7 @@ def _numbers(frozen: Any, step: str, *arguments: Any) -> tuple[Any, Any]:
     """Return the result of a step of `WriterNumbers`, and the numbers after it: few of them, met again and again."""
     numbers: WriterNumbers = _thaw(WriterNumbers, frozen)
     returned = getattr(numbers, step)(*arguments)
-    told = numbers.announce()
-    return (told if step in ("finish", "abort") else returned), _freeze(numbers)
+    return returned, _freeze(numbers)
 
 
 @cache
@@ -149,27 +144,14 @@ def _in_flight(frozen: Any) -> int:
 
 
 @cache
-def _reader(frozen: Any, told: Any) -> Any:
-    """Return the reader after it saw a ledger or received an announcement."""
-    reader: StreamView = _thaw(StreamView, frozen)
-    before = reader.token()
-    if isinstance(told, Ledger):
-        reader.observe(told.view(0))
-    else:
-        reader.hear(told)
-    if not before <= reader.token():
-        raise Violation(f"the reader's token went back from {before} to {reader.token()}")
-    return _freeze(reader)
+def _cut(ledger: Ledger) -> StreamToken:
+    """Return the token up to which a reader that asks the store now may read."""
+    return token_of(ledger.view(0))
 
 
-@cache
-def _cuts(frozen: Any, ledger: Ledger) -> tuple[tuple[str, Seq, StreamToken], ...]:
-    """Return how far the reader that receives hints may read, and how far one that asks the store now."""
-    reader: StreamView = _thaw(StreamView, frozen)
-    polled = StreamView("00000000")
-    polled.observe(ledger.view(0))
-    named = (("a reader that asks the store", polled), ("a reader that hears hints", reader))
-    return tuple((who, seen.persisted_upto, seen.token()) for who, seen in named)
+def token_of(view: LedgerView) -> StreamToken:
+    """Return the token of a view: the cut of linear readers, and each writer's position."""
+    return StreamToken("00000000", view.persisted_upto, view.positions)
 
 
 @cache
@@ -184,34 +166,22 @@ def _ledger(ledger: Ledger, step: str, *arguments: Any, **named: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, InFlight):
         return ("in flight", tuple(value._given), frozenset(value._open))
-    if isinstance(value, deque | list):
-        return ("list", tuple(value))
-    if isinstance(value, set | frozenset):
-        return ("set", frozenset(value))
-    if isinstance(value, dict):
-        return ("dict", tuple(sorted(value.items())))
     return value
 
 
 def _thaw(kind: Any, frozen: Any) -> Any:
     machine = object.__new__(kind)
     for name, value in frozen:
-        setattr(machine, name, _full(kind, name, value))
+        setattr(machine, name, _full(value))
     return machine
 
 
-def _full(kind: Any, name: str, value: Any) -> Any:
+def _full(value: Any) -> Any:
     if isinstance(value, tuple) and value and value[0] == "in flight":
         made = InFlight()
         made._given, made._open = deque(value[1]), set(value[2])
         return made
-    if not (isinstance(value, tuple) and len(value) == 2 and value[0] in ("list", "set", "dict")):
-        return value
-    if value[0] == "list":
-        return deque(value[1]) if kind is WriterNumbers else list(value[1])
-    if value[0] == "dict":
-        return dict(value[1])
-    return frozenset(value[1]) if name == "_listed" else set(value[1])
+    return value
 
 
 def begin(scope: Scope) -> World:
@@ -222,7 +192,6 @@ def begin(scope: Scope) -> World:
         (None,) * scope.writers,
         (),
         (),
-        _freeze(StreamView("00000000")),
         scope.budget,
     )
 
@@ -232,8 +201,6 @@ def steps(world: World, scope: Scope) -> Iterator[tuple[str, World]]:
     for place in range(scope.writers):
         yield from _writer_steps(world, scope, place)
     yield from _late_draws(world)
-    if world.left.looks:
-        yield "the reader looks at the store", _observe(_spend(world, looks=1))
 
 
 def _writer_steps(world: World, scope: Scope, place: int) -> Iterator[tuple[str, World]]:
@@ -324,9 +291,8 @@ def _ends(world: World, place: int, index: int, mine: list[Truth]) -> Iterator[t
         if truth.state == HELD:
             yield f"writes {first}", _mark(world, truth.given, WRITTEN)
         if truth.state in (HELD, WRITTEN):
-            told, numbers = _numbers(process.numbers, "abort" if truth.state == HELD else "finish", truth.given)
-            after = _hear(_mark(world, truth.given, SETTLED), told)
-            after = _change(after, place, index, process._replace(numbers=numbers))
+            _, numbers = _numbers(process.numbers, "abort" if truth.state == HELD else "finish", truth.given)
+            after = _change(_mark(world, truth.given, SETTLED), place, index, process._replace(numbers=numbers))
             if truth.state == HELD:
                 yield f"gives up {first}", after
             else:
@@ -450,18 +416,6 @@ def _die(world: World, place: int, index: int) -> World:
     return _put(world, place, _without(world.processes[place], index))._replace(truth=truth)
 
 
-def _observe(world: World) -> World:
-    return world._replace(reader=_reader(world.reader, world.ledger))
-
-
-def _hear(world: World, told: Announcement) -> World:
-    """Give the reader a writer's announcement at once.
-
-    (Later, twice or never adds no state: everything in it stays true.)
-    """
-    return world._replace(reader=_reader(world.reader, told))
-
-
 def _spend(world: World, **spent: int) -> World:
     left = {name: getattr(world.left, name) - count for name, count in spent.items()}
     return world._replace(left=world.left._replace(**left))
@@ -511,17 +465,10 @@ def _mark(world: World, given: SeqRange, state: str) -> World:
 # --- what must hold ----------------------------------------------------------------------------------------------------
 
 
-@cache
-def _persisted_upto(ledger: Ledger) -> Seq:
-    return ledger.view(0).persisted_upto
-
-
 def check_step(before: World, after: World) -> None:
     """Raise `Violation` if a step did what no step may do."""
-    if _persisted_upto(after.ledger) < _persisted_upto(before.ledger):
-        raise Violation(
-            f"the store's persisted_upto went back from {_persisted_upto(before.ledger)} to {_persisted_upto(after.ledger)}"
-        )
+    if not _cut(before.ledger) <= _cut(after.ledger):
+        raise Violation(f"the store's cut went back from {_cut(before.ledger)} to {_cut(after.ledger)}")
 
 
 def undecided(world: World) -> Iterator[Truth]:
@@ -549,14 +496,15 @@ def _can_be_heard_of(world: World, truth: Truth) -> bool:
 def check(world: World) -> None:
     """Check every invariant of a state; raise `Violation` if one is broken."""
     open_ranges = list(undecided(world))
-    for who, upto, token in _cuts(world.reader, world.ledger):
-        if upto > world.ledger.newest:
-            raise Violation(f"{who} may read to {upto}, and only {world.ledger.newest} were given")
-        for truth in open_ranges:
-            if truth.given.first <= max(upto, token.of(truth.writer)):
-                raise Violation(f"{who} may read to {token}, and {truth} is undecided")
-        if upto and upto not in world.ends:
-            raise Violation(f"{who} may read to {upto}, inside of a range")
+    token = _cut(world.ledger)
+    upto = token.minimum
+    if upto > world.ledger.newest:
+        raise Violation(f"readers may read to {upto}, and only {world.ledger.newest} were given")
+    for truth in open_ranges:
+        if truth.given.first <= max(upto, token.of(truth.writer)):
+            raise Violation(f"readers may read to {token}, and {truth} is undecided")
+    if upto and upto not in world.ends:
+        raise Violation(f"readers may read to {upto}, inside of a range")
     everyone_told = not world.late and all(
         len(processes) <= 1 and all(p.is_open and p.ask is None for p in processes) for processes in world.processes
     )
@@ -584,18 +532,6 @@ def _check_that_it_catches_up(world: World) -> None:
             _, numbers = _numbers(numbers, "observe", view.newest)
     if ledger.view(0).persisted_upto != ledger.newest:
         raise Violation(f"all are idle and have reported, and persisted_upto stays at {ledger.view(0).persisted_upto}")
-
-
-def announcements(world: World) -> list[Announcement]:
-    """Return what each process could announce now."""
-    found = []
-    for processes in world.processes:
-        for process in processes:
-            if process.numbers is not None:
-                numbers: WriterNumbers = _thaw(WriterNumbers, process.numbers)
-                ended = tuple(given for given, writer in world.shown if writer == numbers.writer)
-                found.append(Announcement(numbers.writer, numbers.epoch, numbers.position, ended[-3:]))
-    return found
 
 
 def run(scope: Scope, *, states_max: int | None = None) -> tuple[int, int]:

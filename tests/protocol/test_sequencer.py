@@ -7,20 +7,20 @@ import sys
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.protocol import sequencer_search as search
 from tests.protocol.sequencer_search import Budget, Scope
 
 from millstream.errors import SequencingError, StaleEpoch, WriterAlive
 from millstream.model.ids import Epoch, WriterId
-from millstream.model.positions import SEQ_MAX, Seq, SeqRange
-from millstream.protocol.sequencer import Announcement, Ledger, LedgerView, StreamView, WriterNumbers, WriterPhase
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange, StreamToken
+from millstream.protocol.sequencer import Ledger, LedgerView, WriterNumbers, WriterPhase
 from millstream.testing.errors import coded
 
 A, B = WriterId(1), WriterId(2)
 
 WHOLE = {
-    "three writers, four numbers": Scope(3, 4, Budget(3, looks=0), eager=True),
+    "three writers, four numbers": Scope(3, 4, Budget(3), eager=True),
     "crash and restart": Scope(2, 3, Budget(3, kills=1), eager=True),
     "crash, restart and takeover": Scope(2, 2, Budget(2, kills=1, takeovers=1), eager=True),
     "lost and late replies": Scope(1, 3, Budget(2, kills=1, losses=2, late=1), in_flight=2, eager=True),
@@ -30,10 +30,10 @@ WHOLE = {
     "reports and losses at any time": Scope(1, 2, Budget(2, kills=1, losses=2, late=1)),
 }
 LARGER = {
-    "three writers, three numbers, and looks": Scope(3, 3, Budget(3), eager=True),
-    "three writers, four numbers, crash and restart": Scope(3, 4, Budget(4, kills=1, looks=0), eager=True),
+    "three writers, three numbers": Scope(3, 3, Budget(3), eager=True),
+    "three writers, four numbers, crash and restart": Scope(3, 4, Budget(4, kills=1), eager=True),
     "two writers, crashes, restarts and takeover": Scope(2, 3, Budget(3, kills=2, takeovers=1), eager=True),
-    "two writers, losses": Scope(2, 3, Budget(2, kills=1, losses=1, late=1, looks=0), eager=True),
+    "two writers, losses": Scope(2, 3, Budget(2, kills=1, losses=1, late=1), eager=True),
 }
 
 
@@ -60,21 +60,19 @@ def test_larger_worlds_whole(name: str, capsys: pytest.CaptureFixture[str]):
 
 
 class LargeWorlds(RuleBasedStateMachine):
-    """Random walks through worlds too large to play whole, with messages that arrive late, twice or never."""
+    """Random walks through worlds too large to play whole, with readers that see the store as it was a while ago."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scope = Scope(1, 1, Budget(1))
         self.world = search.begin(self.scope)
-        self.messages: list[Announcement] = []
         self.views: list[LedgerView] = []
-        self.readers = [StreamView("00000000") for _ in range(2)]
-        self.read: list[list[SeqRange]] = [[], []]
-        self.cuts = [reader.token() for reader in self.readers]
+        self.read: list[SeqRange] = []
+        self.cut = StreamToken("00000000", Seq(0), {})
 
     @initialize(writers=st.integers(2, 4), in_flight=st.integers(1, 3), eager=st.booleans())
     def begins(self, *, writers: int, in_flight: int, eager: bool):
-        budget = Budget(starts=8, kills=4, takeovers=3, losses=4, late=2, forgets=2, looks=0)
+        budget = Budget(starts=8, kills=4, takeovers=3, losses=4, late=2, forgets=2)
         self.scope = Scope(writers, 40, budget, in_flight=in_flight, counts=(1, 2, 3), eager=eager)
         self.world = search.begin(self.scope)
 
@@ -90,34 +88,23 @@ class LargeWorlds(RuleBasedStateMachine):
             self.world = search.all_report(self.world)
         search.check(self.world)
         self.views.append(self.world.ledger.view(0))
-        self.messages += search.announcements(self.world)
 
     @precondition(lambda self: self.views)
-    @rule(data=st.data(), who=st.integers(0, 1))
-    def a_reader_sees_the_store_as_it_was(self, data: st.DataObject, who: int):
-        back = data.draw(st.integers(1, min(len(self.views), 8)))
-        self.readers[who].observe(self.views[-back])
-
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data(), who=st.integers(0, 1))
-    def a_reader_hears_any_message_again(self, data: st.DataObject, who: int):
-        self.readers[who].hear(self.messages[data.draw(st.integers(0, len(self.messages) - 1))])
-
-    @invariant()
-    def readers_read_to_what_is_settled_and_never_go_back(self):
-        for who, reader in enumerate(self.readers):
-            token, before = reader.token(), self.cuts[who]
-            assert before <= token
-            for truth in search.undecided(self.world):
-                assert truth.given.first > token.of(truth.writer), (token, truth)
-            for given, writer in self.world.shown:
-                # The rows between two tokens, as a vector reader reads them.
-                if before.of(writer) < given.last <= token.of(writer):
-                    assert given not in self.read[who], f"{given} is read twice"
-                    self.read[who].append(given)
-            self.cuts[who] = token
-            there = [given for given, writer in self.world.shown if given.last <= token.of(writer)]
-            assert sorted(self.read[who], key=lambda g: g.first) == sorted(there, key=lambda g: g.first)
+    @rule(data=st.data())
+    def a_reader_sees_the_store_as_it_was(self, data: st.DataObject):
+        """It reads the rows between two tokens, as a vector reader does; a view from before its last one has none."""
+        token = search.token_of(self.views[-data.draw(st.integers(1, min(len(self.views), 8)))])
+        if not self.cut <= token:
+            return
+        for truth in search.undecided(self.world):
+            assert truth.given.first > token.of(truth.writer), (token, truth)
+        for given, writer in self.world.shown:
+            if self.cut.of(writer) < given.last <= token.of(writer):
+                assert given not in self.read, f"{given} is read twice"
+                self.read.append(given)
+        self.cut = token
+        there = [given for given, writer in self.world.shown if given.last <= token.of(writer)]
+        assert sorted(self.read, key=lambda g: g.first) == sorted(there, key=lambda g: g.first)
 
 
 LargeWorlds.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -149,33 +136,13 @@ def test_a_dead_writer_holds_linear_readers_until_it_is_settled_or_forgotten_and
     ledger, _ = ledger.draw(A, ledger.entry(A).epoch, 5, position=Seq(0), now_us=0, lease_us=10)
     ledger, mine = ledger.draw(B, ledger.entry(B).epoch, 1, position=Seq(5), now_us=0, lease_us=10)
     ledger, view = ledger.report(B, ledger.entry(B).epoch, position=mine.given.last, now_us=9, lease_us=10)
-    reader = StreamView("0badcafe")
-    reader.observe(view)
-    assert str(reader.token()) == "0badcafe.m0~2.6"
+    assert str(search.token_of(view)) == "00000000.m0~2.6"
     assert not view.expired
     assert ledger.view(10).expired == {A}
     ledger = ledger.forget(A, now_us=10)
-    reader.observe(ledger.view(10))
-    assert str(reader.token()) == "0badcafe.s6"
+    assert str(search.token_of(ledger.view(10))) == "00000000.s6"
     _, again = ledger.register("a", "home", now_us=11, lease_us=10)
     assert (again.writer, again.cut_at) == (A, 0)
-
-
-def test_ranges_that_follow_one_another_lift_a_reader_beyond_what_the_store_last_showed():
-    reader = StreamView("0badcafe")
-    ledger = opened("a", "b")
-    reader.observe(ledger.view(0))
-    reader.hear(Announcement(B, Epoch(2), Seq(9), (SeqRange(Seq(4), 6),)))
-    assert (reader.persisted_upto, reader.token().of(B)) == (0, 9)
-    reader.hear(Announcement(A, Epoch(1), Seq(3), (SeqRange(Seq(1), 3),)))
-    assert reader.persisted_upto == 9
-
-
-def test_a_writer_that_registered_since_the_view_was_taken_is_not_passed_by_hints_of_positions():
-    reader = StreamView("0badcafe")
-    reader.observe(opened("a").view(0))
-    reader.hear(Announcement(A, Epoch(1), Seq(20)))
-    assert reader.persisted_upto == 0
 
 
 def test_a_writer_that_has_recovered_holds_nobody_up_from_then_on():
@@ -315,14 +282,3 @@ def test_ending_a_range_costs_the_same_however_many_are_in_flight():
         return looked_at - before
 
     assert cost(100) == cost(10_000) > 0
-
-
-def test_what_is_to_be_announced_is_bounded_though_nobody_asks_for_it():
-    numbers = WriterNumbers(A, Epoch(1), Seq(0))
-    for first in range(1, 5001):
-        numbers.asks()
-        numbers.given(SeqRange(Seq(first), 1))
-        numbers.finish(SeqRange(Seq(first), 1))
-    told = numbers.announce()
-    assert (told.position, told.ended[-1], len(told.ended)) == (5000, SeqRange(Seq(5000), 1), 1024)
-    assert numbers.announce().ended == ()

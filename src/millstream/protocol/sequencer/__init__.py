@@ -5,7 +5,7 @@ Three machines, none of which does I/O:
 - `Ledger`: the store's state of a stream. Each of its methods is one atomic step of the store, whatever the store is
   made of.
 - `WriterNumbers`: one writer incarnation's own numbers: in flight, ended, and the position that follows from them.
-- `StreamView`: one reading process's knowledge of all writers, and the cut that it may read to.
+- `LedgerView`: what the store shows of all writers at one moment, and the cut that readers may read to.
 
 A writer's *position* is the greatest number n such that all numbers up to n that were ever given to it are settled:
 durable and readable, or never to be. The stream's *persisted_upto* is the same over all writers.
@@ -53,7 +53,7 @@ from __future__ import annotations
 
 from millstream.protocol.sequencer.embedded import RESERVE_BLOCK, EmbeddedNumbers
 from millstream.protocol.sequencer.ledger import Drawn, Ledger, Registration, WriterEntry, WriterPhase, check_count
-from millstream.protocol.sequencer.view import Announcement, LedgerView, StreamView
+from millstream.protocol.sequencer.view import Announcement, LedgerView
 from millstream.protocol.sequencer.writer import WriterNumbers
 
 __all__ = [
@@ -64,7 +64,6 @@ __all__ = [
     "Ledger",
     "LedgerView",
     "Registration",
-    "StreamView",
     "WriterEntry",
     "WriterNumbers",
     "WriterPhase",

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Final
-
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import NO_NUMBERS, Seq, SeqRange
 from millstream.protocol.sequencer.in_flight import InFlight
-from millstream.protocol.sequencer.view import Announcement
-
-_ANNOUNCED_MAX: Final = 1024
-"""Ended ranges kept for the next announcement; older ones are forgotten, which costs others latency only."""
 
 
 class WriterNumbers:
@@ -37,7 +30,6 @@ class WriterNumbers:
         self._last = NO_NUMBERS
         self._asked = False
         self._in_flight = InFlight()
-        self._to_announce: deque[SeqRange] = deque(maxlen=_ANNOUNCED_MAX)
 
     @property
     def position(self) -> Seq:
@@ -98,7 +90,6 @@ class WriterNumbers:
 
     def _end(self, given: SeqRange) -> Seq:
         self._in_flight.end(given)
-        self._to_announce.append(given)
         first = self._in_flight.first
         if first is not None:
             self._position = Seq(first - 1)
@@ -119,9 +110,3 @@ class WriterNumbers:
         if self.is_idle:
             self._position = self._newest
         return self._position
-
-    def announce(self) -> Announcement:
-        """Return the position, and the ranges that ended since the last call, the newest thousand of them."""
-        ended = tuple(self._to_announce)
-        self._to_announce.clear()
-        return Announcement(self.writer, self.epoch, self._position, ended)
