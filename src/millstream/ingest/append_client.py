@@ -57,7 +57,7 @@ class _Receive(NamedTuple):
 
 
 _Io: TypeAlias = _Connect | _Send | _Receive
-"""What to do on a connection. A step that takes longer than its patience raises `TimeoutError`."""
+"""A step on a connection. It raises `TimeoutError` after its patience."""
 
 
 class AppendClient:
