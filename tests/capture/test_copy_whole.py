@@ -24,8 +24,6 @@ from tests.capture.test_copying import copied_rows
 
 from millstream.app.tables import copy_table, pause_table, resume_table
 from millstream.capture.config import CaptureProgress
-from millstream.capture.copying import tables as copying
-from millstream.capture.copying import whole as copy_whole
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.stream.spill import SpillFolder
 from millstream.catalog import Catalog, TableState
@@ -52,14 +50,11 @@ def copies(stage: Stage) -> int:
 
 
 @pytest.mark.parametrize(("plain_turns", "seed"), [(2, 1), (0, 2), (0, 3)])
-def test_every_prefix_shows_a_table_without_a_key_as_it_was(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, plain_turns: int, seed: int
-) -> None:
-    monkeypatch.setattr(copy_whole, "PLAIN_TURNS", plain_turns)
+def test_every_prefix_shows_a_table_without_a_key_as_it_was(stage: Stage, plain_turns: int, seed: int) -> None:
     history = BagHistory(random.Random(seed), rows=600, truncates=True)
     with stage.connect() as connection:
         history.begin(connection)
-    stage.config = replace(stage.config, copy_workers=4, copy_rate=lambda: SLOWLY)
+    stage.config = replace(stage.config, copy_workers=4, copy_rate=lambda: SLOWLY, plain_turns=plain_turns)
     with history.going_on(stage):
         running = stage.start()
         wait_until(lambda: streams(stage), "the copy is whole")
@@ -244,9 +239,8 @@ def test_the_stream_is_not_held_for_as_long_as_a_transaction_lasts(
 
     The stream goes on while it waits, and the copy is whole once they have ended.
     """
-    monkeypatch.setattr(copy_whole, "PLAIN_TURNS", 0 if first == "free" else -1)
-    monkeypatch.setattr(copy_whole, "FREE_PATIENCE_S", 1.0)
-    monkeypatch.setattr(copying, "PATIENCE_S", 0.5)
+    turns = 0 if first == "free" else -1
+    stage.config = replace(stage.config, plain_turns=turns, free_patience_s=1.0, held_patience_s=0.5)
     filled(stage, 100)
     asked = threading.Event()
     take = SourceSnapshot.take.__func__  # type: ignore[attr-defined]
@@ -272,11 +266,8 @@ def test_the_stream_is_not_held_for_as_long_as_a_transaction_lasts(
     assert bag_in_log(stage) == bag_at_source(stage)
 
 
-def test_a_source_without_a_free_slot_is_waited_for_and_the_reason_is_told(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_whole, "PLAIN_TURNS", 0)
-    monkeypatch.setattr(copying, "_PUT_OFF_S", 0.1)
+def test_a_source_without_a_free_slot_is_waited_for_and_the_reason_is_told(stage: Stage) -> None:
+    stage.config = replace(stage.config, plain_turns=0, put_off_s=0.1)
     filled(stage, 100)
     pause_at_begin(stage)
     running = stage.start()
@@ -314,7 +305,7 @@ def pause_at_begin(stage: Stage) -> None:
 def test_rows_for_which_there_is_no_space_are_waited_for_and_nothing_else_is(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_PUT_OFF_S", 0.1)
+    stage.config = replace(stage.config, put_off_s=0.1)
     filled(stage, 100)
     free = [0]
     monkeypatch.setattr(SpillFolder, "free_bytes", lambda _: free[0])

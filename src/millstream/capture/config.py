@@ -52,6 +52,11 @@ class CaptureConfig:
         give_up_s: how long `until_caught_up` goes on without a connection, or on a full disk.
         others_s: how long an ending session waits until other machines have its durable operations, if the stream asks
             for that.
+        plain_turns: how often a table without a key is read without holding the stream: enough for one that is written to
+            now and then.
+        free_patience_s: how long to wait for a snapshot while nothing waits for it; then it is requested again.
+        held_patience_s: how long the stream is held at first for a snapshot to come; a standby's takes longer.
+        put_off_s: how long a copy without space or without a free slot waits before it is tried again.
         catch_up: whether a large backlog may be read in chunks.
         catch_up_bytes: how much WAL makes a backlog large.
         catch_up_changes: number of changes in a chunk of the backlog, about.
@@ -74,6 +79,10 @@ class CaptureConfig:
     status_s: float = 10.0
     give_up_s: float = 120.0
     others_s: float = 5.0
+    plain_turns: int = 2
+    free_patience_s: float = 120.0
+    held_patience_s: float = 2.0
+    put_off_s: float = 10.0
     catch_up: CatchUp = CatchUp.AUTO
     catch_up_bytes: int = START_BYTES
     catch_up_changes: int = CHUNK_CHANGES

@@ -30,7 +30,7 @@ from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapsh
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
 from millstream.capture.copying.text import CopiedRows, chunk_operation
 from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
-from millstream.capture.copying.whole import PATIENCE_S, STANDBY_PATIENCE_S, WholeReads
+from millstream.capture.copying.whole import STANDBY_PATIENCE_S, WholeReads
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, Identity, SourceTable, connect_same
@@ -55,7 +55,6 @@ _SPLIT_CHUNKS: Final = 4
 """Chunks above which a table is split between the workers."""
 _WAIT_S: Final = 0.1
 _LATER_S: Final = 1.0
-_PUT_OFF_S: Final = 10.0
 _RATE_LOOK_S: Final = 1.0
 
 Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
@@ -102,11 +101,11 @@ class TableCopies:
         self._save_lock = threading.Lock()
         self._decoders = ThreadPoolExecutor(max(1, config.copy_workers), "millstream-copy-decode")
         self._whole = WholeReads(
-            config.dsn,
+            config,
             spill,
             hold,
             directory,
-            patience_s=STANDBY_PATIENCE_S if identity.on_standby else PATIENCE_S,
+            patience_s=STANDBY_PATIENCE_S if identity.on_standby else config.held_patience_s,
             lock=self._lock,
             rate=self._rate,
             piece_bytes=self._piece_bytes,
@@ -506,7 +505,9 @@ class TableCopies:
         try:
             self._whole.read(copy, part, reader)
         except (DiskFull, NoFreeSlot) as error:
-            logger.warning("a table waits to be copied", table=copy.name, reason=error.message, in_s=_PUT_OFF_S)
+            logger.warning(
+                "a table waits to be copied", table=copy.name, reason=error.message, in_s=self._config.put_off_s
+            )
             self._catalog.set_state(
                 copy.row.id,
                 TableState.COPYING,
@@ -515,7 +516,7 @@ class TableCopies:
                 copy_id=copy.copy_id,
                 only_from=[TableState.COPYING],
             )
-            self._queue(copy, self._reading_of(copy, part), after_s=_PUT_OFF_S)
+            self._queue(copy, self._reading_of(copy, part), after_s=self._config.put_off_s)
             return
         with self._lock:
             part.reading = False

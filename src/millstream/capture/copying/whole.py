@@ -25,6 +25,7 @@ from typing import Final
 
 import structlog
 
+from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.copied_file import CopiedFile
 from millstream.capture.copying.reader import AGAIN, Begun, Bounds, ChunkReader
 from millstream.capture.copying.snapshot import SourceSnapshot
@@ -42,11 +43,6 @@ from millstream.model.schema import TableSchema
 
 logger = structlog.get_logger("millstream.capture")
 
-PLAIN_TURNS: Final = 2
-"""How often a table is read without holding the stream: enough for one that is written to now and then."""
-FREE_PATIENCE_S: Final = 120.0
-"""How long to wait for a snapshot while nothing waits for it; then it is requested again."""
-PATIENCE_S: Final = 2.0
 STANDBY_PATIENCE_S: Final = 60.0
 """A standby gets the running transactions every 15 seconds, and needs them three times."""
 _LOOK_S: Final = 0.2
@@ -75,7 +71,7 @@ class WholeReads:
     """The reading of one session's tables without a key. `read` on any worker thread, of one copy on one at a time.
 
     Args:
-        dsn: DSN of the one server that the session reads.
+        config: capture's; its DSN is that of the one server that the session reads.
         spill: folder for the files.
         hold: the session's barrier.
         directory: the session's view of the catalog.
@@ -90,7 +86,7 @@ class WholeReads:
 
     def __init__(
         self,
-        dsn: str,
+        config: CaptureConfig,
         spill: SpillFolder,
         hold: StreamHold,
         directory: CatalogDirectory,
@@ -103,7 +99,8 @@ class WholeReads:
         goes_on: Callable[[Copy], bool],
         decoders: Executor,
     ) -> None:
-        self._dsn = dsn
+        self._config = config
+        self._dsn = config.dsn
         self._spill = spill
         self._hold = hold
         self._directory = directory
@@ -133,7 +130,7 @@ class WholeReads:
                 f"the rows of {copy.name} wait in a file and then enter the log: there is no space for both",
                 hint="Free space on the home's disk, or give the table a primary key; the copy goes on by itself.",
             )
-        if copy.turn < PLAIN_TURNS:
+        if copy.turn < self._config.plain_turns:
             self._read(self._begin(copy), part, reader, None)
             return
         try:
@@ -165,10 +162,10 @@ class WholeReads:
         return file.operation(self._directory.source, f"{copy.copy_id}/{chunk.range.number}", shard)
 
     def _read_held(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
-        ahead = (copy.turn - PLAIN_TURNS) % 2 == 1
+        ahead = (copy.turn - self._config.plain_turns) % 2 == 1
         if ahead and not self._hold.begin(copy):
             return  # another table holds the stream: try later
-        patience_s = (copy.patience_s or self._patience_s) if ahead else FREE_PATIENCE_S
+        patience_s = (copy.patience_s or self._patience_s) if ahead else self._config.free_patience_s
         reading = self._begin(copy)
         try:
             with SourceSnapshot.take(
