@@ -98,7 +98,7 @@ def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
         rebuild_table(home.home, "public.items")
     with millstream_open(home.home.path) as opened, pytest.raises(BeyondRetention, match=str(newest)) as caught:
         opened.query("FROM public.items", as_of=f"{newest.stream}.s{newest.minimum - 1}")
-    assert "begun anew" in caught.value.hint
+    assert "restarted the history" in caught.value.hint
     assert "history_retention" not in caught.value.hint
 
 

@@ -506,7 +506,7 @@ def test_logical_messages_are_asked_for_by_their_name(filled: Home) -> None:
         assert [json.loads(line)["op"] for line in done.stdout.splitlines()] == ["m", "m"], done.stderr
     done = wal(filled, "cat", "--table", "public._messages")
     assert done.returncode == 2
-    assert 'It has records of: _messages, public."Order Items", public.broken' in done.stderr
+    assert 'Use a table with records: _messages, public."Order Items", public.broken' in done.stderr
 
 
 def test_a_range_without_records_gives_the_header_or_the_schema_all_the_same(filled: Home, tmp_path: Path) -> None:

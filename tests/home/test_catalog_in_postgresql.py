@@ -130,7 +130,7 @@ def test_homes_share_a_database_and_no_name(tmp_path: Path, source: Database, el
     assert ended.returncode == 1
     assert str(north) in ended.stderr
     assert str(south) in ended.stderr
-    assert "rename this one" in ended.stderr
+    assert "Rename this stream" in ended.stderr
     make_home(south, config(source.dsn, elsewhere, stream="clicks"))
     done(south, "capture", "run", "--until-caught-up")
     for home, name in ((north, "shop"), (south, "clicks")):
@@ -176,7 +176,7 @@ def test_a_home_is_moved_into_postgresql_with_the_numbers_that_its_log_has(
     make_home(home, config(source.dsn, None))
     ended = run(home, "capture", "run", "--until-caught-up")
     assert ended.returncode == 1
-    assert "Put `url` back" in ended.stderr
+    assert "Restore `url`" in ended.stderr
     make_home(home, config(source.dsn, elsewhere))
 
     other = make_home(tmp_path / "other", config(source.dsn, None, stream="other"))

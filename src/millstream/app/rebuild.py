@@ -200,7 +200,7 @@ def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[s
     if not wanted:
         raise UsageError(
             f"{place.schema.namespace}.{place.schema.name} has history only, which nothing is built from again",
-            hint="A primary key, or REPLICA IDENTITY FULL, would tell its rows apart.",
+            hint="Give the table a primary key, or REPLICA IDENTITY FULL.",
         )
     return wanted
 

@@ -141,7 +141,7 @@ def _era_of(eras: Sequence[RingEra], stream: StreamId | None, as_of: str) -> Rin
     if not found:
         raise UsageError(
             f"no hash ring was in force at {as_of}",
-            hint="`millstream status --json` has all that were, under `ring`." if eras else "The stream never had one.",
+            hint="Run `millstream status --json`: `ring` lists all of them." if eras else "The stream never had one.",
         )
     return found[-1]
 

@@ -59,7 +59,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
     if any(row.is_captured for row in rows) and any(row.source == 0 for row in rows):
         raise UsageError(
             f"applications write a table {table} too: they would be one in the lake",
-            hint="Rename the one at the source; it is taken up again by its new name.",
+            hint="Rename the table at the source; it is captured under its new name.",
         )
     for row in rows:
         fact = held.get(str(int(row.id)))
@@ -92,7 +92,7 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str) -> str:
     if not catalog.set_state(row.id, TableState.COPY_REQUESTED, "asked for by `tables copy`", only_from=states):
         raise UsageError(
             f"{table} is {row.state.value} and can't be copied: {row.reason}",
-            hint="A table is copied by its key: give it a primary key or a replica identity.",
+            hint="Give the table a primary key or a replica identity, by which it is copied.",
         )
     catalog.resume_copy(stream, row.id)
     return "it will be copied by the running capture, or when it runs next"

@@ -349,7 +349,8 @@ def _admin_of(options: KafkaOptions) -> AdminClient:
     if not is_brokers(options.servers):
         raise BufferRefused(
             f"the brokers of write buffer {options.topic} can't be read as a list of addresses",
-            hint="Write them as host:9092,host:9092; give user and password in client (`sasl.username`, `sasl.password`).",
+            hint="Write the brokers as host:9092,host:9092, with user and password in client (`sasl.username`, "
+            "`sasl.password`).",
             buffer=options.topic,
         )
     settings: dict[str, Any] = {**options.client_options, "bootstrap.servers": options.servers, "logger": SILENT}

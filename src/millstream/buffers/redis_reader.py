@@ -76,7 +76,7 @@ class RedisReader(PlacedReader):
         if entries and self._place <= end and _offset_of(entries[-1]) >= end:
             raise BufferRefused(
                 f"shard {self._shard} of write buffer {self._buffer} has an entry that no sender has counted",
-                hint="Somebody else adds to its stream: stop that, and take the entry out (XDEL).",
+                hint="Stop the other program that adds to the stream, and delete the entry (XDEL).",
                 buffer=self._buffer,
             )
         self.check_place(_offset_of(entries[0]) if entries else end, end)

@@ -140,7 +140,8 @@ def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
     raise WriteBufferError(
         problem,
         code="buffer_not_durable",
-        hint="Set them on the server (appendonly yes, appendfsync always), or take the risk: accept_loss = true in [streams.S.buffer].",
+        hint="Set them on the server (appendonly yes, appendfsync always), or accept the risk: accept_loss = true in "
+        "[streams.S.buffer].",
         buffer=name,
         settings=wrong,
     )

@@ -484,7 +484,7 @@ class _Capture:
             raise SourceError(
                 f"a new slot begins at {format_lsn(start)}, below {format_lsn(reached)}, which the log has reached",
                 code="source_replaced",
-                hint="The source was set back to an older state: begin another stream (a home of its own).",
+                hint="Capture into another stream (in another home): the source was restored to an older state.",
             )
         return reached
 

@@ -147,7 +147,7 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
         raise SourceError(
             f"the slot {name} is in use by the server process {slot.active_pid}",
             code="slot_active",
-            hint="Stop the other reader; it is tried again until then.",
+            hint="Stop the other reader of the slot.",
             pid=slot.active_pid,
         )
 

@@ -274,7 +274,7 @@ class Database:
         if committed is None:
             raise CatalogUnreachable(
                 f"{self.place}: the connection broke under a COMMIT, and nobody can tell what became of it",
-                hint="It is tried again. Check that the catalog's server runs.",
+                hint="Check that the catalog's server runs.",
                 outcome="unknown",
             ) from error
         if not committed:

@@ -109,7 +109,8 @@ class PostgresBackend:
             if encoding != "UTF8":
                 raise CatalogError(
                     f"{self.place} has the encoding {encoding}",
-                    hint="Names of any table have to fit: CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0, and name that one.",
+                    hint="Create a database that can hold any table's name, and use it: CREATE DATABASE … ENCODING 'UTF8' "
+                    "TEMPLATE template0.",
                 )
             connection.life = str(fetch_row(connection, _LIFE))
         except BaseException:
@@ -220,7 +221,7 @@ class PostgresBackend:
         if isinstance(error, PoolTimeout):
             return CatalogBusy(
                 f"{self.place}: no connection of this process was free for {self._busy_timeout_s:g} s",
-                hint="Its other threads wait for the server: look at its locks and its load; it is tried again.",
+                hint="Check the catalog server's locks and load.",
             )
         cause = error.orig if isinstance(error, DBAPIError) else error
         said = one_line(cause or error)

@@ -354,7 +354,7 @@ def _check_free(connection: Connection, stream: StreamId, namespace: str, name: 
         if other.lower().replace('"', "") == mine.lower().replace('"', ""):
             raise InvalidValue(
                 f"tables {other} and {mine} would have one name in a query",
-                hint="Write to the one that is there, or give the other another name.",
+                hint="Write to the existing table, or use another name.",
                 table=mine,
             )
 

@@ -137,7 +137,7 @@ class SqliteBackend:
         if code in _BUSY_CODES or "locked" in str(error):
             return CatalogBusy(
                 f"{self.place} stayed locked for {self._busy_timeout_s:g} s",
-                hint="Another process holds it in a long transaction, or the disk hangs; it is tried again.",
+                hint="Check for another process with a long transaction, and that the disk responds.",
                 file=self.place,
             )
         hint = "Check that the disk has space and that this user may write the home."

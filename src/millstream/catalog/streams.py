@@ -46,7 +46,7 @@ class Streams(CatalogPart):
                 other = connection.execute(select(t.streams.c.name).where(t.streams.c.id == str(found))).scalar()
                 raise CatalogError(
                     f"the log of stream {name} bears the id {found}, which in the catalog is stream {other}",
-                    hint="The folder was renamed or copied: put it back, or give the configuration the name that it had.",
+                    hint="Move the folder back, or use its old name in the configuration.",
                     stream=name,
                 )
             stream = StreamId(UUID(known))
@@ -70,7 +70,7 @@ class Streams(CatalogPart):
                 + (f", which is the stream {name} of {others}" if others else ""),
                 hint="The folder or the catalog was exchanged: put back the one that belongs here."
                 if not others
-                else "Two streams of one catalog may not share a name: rename this one, or give its home another database.",
+                else "Rename this stream, or give its home another database: two streams of one catalog can't share a name.",
                 stream=name,
             )
         if mine is None:
@@ -80,8 +80,8 @@ class Streams(CatalogPart):
         if homes and mine.id not in homes and found is None:
             raise CatalogError(
                 f"the catalog has a stream {name} already, {stream}, of {others}; this home, {mine.place}, has no log of it",
-                hint="Two streams of one catalog may not share a name: rename this one in millstream.toml, or give this home "
-                "another database. Of one home that lost its data: put the log back.",
+                hint="Rename this stream in millstream.toml, or give this home another database: two streams of one catalog "
+                "can't share a name. If it is the home that lost its data, restore the log.",
                 stream=name,
             )
         if homes.get(mine.id) != mine.place:

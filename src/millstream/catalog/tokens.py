@@ -47,12 +47,12 @@ class Tokens(CatalogPart):
         """
         parts = None if given is None else token_parts(given)
         if given is not None and parts is None:
-            raise UsageError("what was given is no token", hint="A token reads mst_…: give it as it was printed.")
+            raise UsageError("what was given is no token", hint="Pass the token as it was printed: mst_….")
         token_id = secrets.token_hex(_ID_BYTES) if parts is None else parts[0]
         if name is not None and _NAME.match(name) is None:
             raise UsageError(
                 f"{name!r} can't name a token",
-                hint="Names are letters, digits and . _ @ -, at most 63, and begin with neither of the last.",
+                hint="Use letters, digits and . _ @ -, at most 63, with a letter, a digit or _ first.",
             )
         secret = "".join(secrets.choice(_SECRET_LETTERS) for _ in range(_SECRET_LENGTH)) if parts is None else parts[1]
         made = AccessToken(token_id, name or token_id, digest(secret), rights, now_us(), expires_us)

@@ -260,7 +260,7 @@ def tls_of(verify: bool | str, cert: str | tuple[str, str] | None) -> ssl.SSLCon
 
     if verify is False:
         raise UsageError(
-            "a server that proves nothing isn't taken", hint="Give the file of its certificate: verify='server.pem'."
+            "a server that proves nothing isn't taken", hint="Pass the file of its certificate: verify='server.pem'."
         )
     if verify is True and cert is None:
         return True

@@ -171,7 +171,7 @@ def check_deadline(deadline_s: float) -> float:
     if not is_number or not 0 <= deadline_s <= threading.TIMEOUT_MAX:
         raise UsageError(
             f"deadline_s={deadline_s!r} is no time to wait",
-            hint=f"It is a number of seconds, 0 or more: {APPEND_DEADLINE_S:g} where nothing is said.",
+            hint=f"Pass a number of seconds, 0 or more; the default is {APPEND_DEADLINE_S:g}.",
         )
     return deadline_s
 
@@ -186,7 +186,7 @@ def session_of(name: str | None, next_number: int | None) -> tuple[str, int | No
     if said is not None and (not isinstance(said, str) or not said.strip()):
         raise InvalidValue(
             f"{name!r} can't name a session",
-            hint="Give it a name of your own making, or None for one that nobody else has.",
+            hint="Pass a name, or None for a new unique one.",
         )
     return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
 

@@ -119,7 +119,7 @@ def check_url(url: str) -> str:
     """
     parts = urlsplit(url)
     if parts.username is not None:
-        raise UsageError("an address has no user or password in it", hint="Give the access token beside it: token=….")
+        raise UsageError("an address has no user or password in it", hint="Pass the access token as token=….")
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
         raise UsageError(
             f"{mask_address(url)!r} is no address of a server", hint="It reads like http://127.0.0.1:8787."
@@ -210,7 +210,7 @@ def append_call(
     if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
         raise UsageError(
             "an append has either a session and its number in it, or an idempotency key",
-            hint="Give session= and number=, or idempotency_key=, or neither.",
+            hint="Pass session= and number=, or idempotency_key=, or neither.",
         )
     headers = {"Content-Type": ARROW_TYPE}
     if acks is not None:
@@ -310,9 +310,7 @@ def only_stream(names: list[str]) -> str:
     """
     if len(names) != 1:
         known = ", ".join(names) or "none yet"
-        raise UnknownStream(
-            f"the home has {len(names)} streams", hint=f"Name one: stream=…. Streams there: {known}.", known=names
-        )
+        raise UnknownStream(f"the home has {len(names)} streams", hint=f"Pass stream=…, one of: {known}.", known=names)
     return names[0]
 
 

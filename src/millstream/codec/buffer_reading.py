@@ -123,7 +123,7 @@ def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> W
     return WriteBufferError(
         f"write buffer {buffer} has no shard {shard}; it has {len(shards)}",
         code="unknown_buffer_shard",
-        hint="Name one of them; a table's rows lie on the shard that the routing says.",
+        hint="Use one of its shards; the routing sets a table's shard.",
         buffer=buffer,
         shard=int(shard),
         shards=[int(one) for one in shards],

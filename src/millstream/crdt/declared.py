@@ -110,7 +110,7 @@ class TableMerge:
             raise ReplicationError(
                 f"{table} has no key to tell its rows by, so they can't merge",
                 code="merge_unsuitable",
-                hint='Give it one: [streams.S.keys] "schema.table" = ["id"].',
+                hint='Give the table a key: [streams.S.keys] "schema.table" = ["id"].',
                 table=table,
             )
         for name in key:

@@ -380,7 +380,7 @@ def _greatest(table: str, one: Vector, other: Vector) -> Vector:
         except MillstreamError as error:
             raise OtherStream(
                 f"{table}: region {region} was heard of by two logs, {held} and {token}",
-                hint="The region's log was made anew. Delete the state of before (data/regions): it is made anew, from the logs that are there.",
+                hint="Delete the old merged state (data/regions): it is built again from the new log.",
                 region=int(region),
             ) from error
     return dict(sorted(found.items()))

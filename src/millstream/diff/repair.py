@@ -104,7 +104,8 @@ def wait_for_repairs(
                 raise LakeBehind("the repair waits: no capture runs", hint="Start `millstream run`; it does it then.")
             if time.monotonic() > deadline:
                 raise LakeBehind(
-                    "the repair isn't done yet; time has run out", hint="It goes on; run `millstream diff` later."
+                    "the repair isn't done yet; time has run out",
+                    hint="Run `millstream diff` later; the repair continues.",
                 )
             on_wait(_words(sum(len(chunk.keys) for chunk in left), copying))
             time.sleep(_POLL_S)

@@ -149,7 +149,7 @@ def table_ids(reader: StreamReader, table: str) -> list[TableId]:
         known = sorted({schema.full_name for schema in schemas.values()})
         raise UnknownTable(
             f"the log has no records of {table}",
-            hint=f"It has records of: {', '.join(known[:20]) or 'nothing yet'}.",
+            hint=f"Use a table with records: {', '.join(known[:20]) or 'there is none yet'}.",
             table=table,
         )
     return found

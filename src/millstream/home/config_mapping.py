@@ -43,7 +43,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
     if source is None:
         raise ConfigError(
             f"stream {name} captures nothing: it has what applications append",
-            hint=f"Give it a source, [streams.{name}.source], or name another stream.",
+            hint=f"Configure a source, [streams.{name}.source], or name another stream.",
         )
     return CaptureConfig(
         stream=name,

@@ -182,7 +182,7 @@ class Home(HomePaths):
                 how = error.hint
             raise UnknownStream(
                 f"no stream {named if named.isprintable() else repr(named)} in {self.config_file}",
-                hint=f"{how} Streams here: {known}.",
+                hint=f"{how} Streams in this home: {known}.",
                 stream=named,
             )
         return found
@@ -308,14 +308,14 @@ class Home(HomePaths):
             if not self.catalog_file.exists() and "catalog" in self._facts():
                 raise CatalogError(
                     f"this home's catalog lies in PostgreSQL, and {self.config_file} names none",
-                    hint="Put `url` back into [catalog]: a new catalog would number the log's tables anew.",
+                    hint="Restore `url` in [catalog]: a new catalog would number the log's tables differently.",
                 )
             return self.catalog_file
         if self.catalog_file.exists():
             raise CatalogError(
                 f"{self.config_file} has the catalog in PostgreSQL, but this home's is still {self.catalog_file}",
-                hint="`millstream catalog move` moves what it holds; nothing may run meanwhile. "
-                f"To go on without PostgreSQL, take `url` out of [catalog] in {self.config_file}.",
+                hint="Stop all processes and run `millstream catalog move`, or remove `url` from [catalog] in "
+                f"{self.config_file} to continue without PostgreSQL.",
                 file=str(self.catalog_file),
             )
         return address

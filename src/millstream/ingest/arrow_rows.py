@@ -59,7 +59,7 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
     except _NOT_A_STREAM as error:
         raise HttpError(f"the body isn't an Arrow IPC stream: {error}", code="invalid_body") from error
     if not table.num_rows:
-        raise InvalidValue("an append needs at least one row", hint="Don't send a request where there is none.")
+        raise InvalidValue("an append needs at least one row", hint="Don't send a request without rows.")
     meant = sum(_check_unfolded(field, column) for field, column in zip(table.schema, table.columns, strict=True))
     if meant > ROWS_BYTES_MAX:
         raise too_large("the bytes of its columns, written out,", meant, ROWS_BYTES_MAX)
@@ -213,7 +213,7 @@ def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> int:
             raise InvalidValue(
                 f"column {field.name}: its types lie in each other more than {NESTING_MAX} deep, or one of them may use a value many times "
                 "(a view, a union, a dictionary, runs)",
-                hint="Cast what is nested to structs, maps, lists and plain types before sending it.",
+                hint="Cast nested columns to structs, maps, lists and plain types before sending them.",
                 column=field.name,
             )
         nested = sum(values_in(chunk) for chunk in column.chunks)

@@ -223,7 +223,7 @@ def check_names(names: Sequence[str]) -> None:
         if name.lower() in RESERVED_COLUMNS:
             raise InvalidValue(
                 f"{name} is the name of a column that each record has",
-                hint="Give yours another name; names that begin with __ are Millstream's.",
+                hint="Rename the column: names that begin with __ are reserved.",
                 column=name,
             )
         other = seen.get(name.lower())

@@ -83,7 +83,7 @@ def rows_of_json(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
 
 def _checked(rows: list[Row], rows_max: int) -> list[Row]:
     if not rows:
-        raise InvalidValue("an append needs at least one row", hint="Don't send a request where there is none.")
+        raise InvalidValue("an append needs at least one row", hint="Don't send a request without rows.")
     if len(rows) > rows_max:
         raise too_large("its rows", len(rows), rows_max)
     return rows

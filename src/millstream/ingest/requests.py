@@ -34,7 +34,7 @@ def one_request(
     """Return a batch of one; `UsageError` if the table has no name, `InvalidValue` if there are no rows."""
     parse_qualified_name(table)
     if not rows.num_rows:
-        raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
+        raise InvalidValue("an append needs at least one row", hint="Don't call it without rows.")
     return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows, acks)
 
 
@@ -85,7 +85,7 @@ def check_write_id(write_id: WriteId) -> None:
     if (session is None) == (key is None) or (session is None) != (number is None):
         raise InvalidValue(
             "a write is told apart by a session and its number in it, or by an idempotency key",
-            hint="Give both of the former, or the latter alone.",
+            hint="Pass both session and number, or idempotency_key alone.",
         )
     given: tuple[tuple[object, type], ...] = ((session, str), (key, str), (number, int))
     if not all(one is None or isinstance(one, kind) for one, kind in given):

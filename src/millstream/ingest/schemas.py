@@ -87,7 +87,7 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         raise IngestError(
             f"{known.full_name} is written with {_spoken(known.key)}, and the configuration gives it {_spoken(rules.key)}",
             code="key_changed",
-            hint="Give it back its key in [streams.S.keys], or write to a table of another name.",
+            hint="Restore the table's key in [streams.S.keys], or write to a table of another name.",
             table=known.full_name,
             key=list(known.key),
             configured=list(rules.key),
@@ -138,7 +138,7 @@ def _check_key(table: str, types: dict[str, pa.DataType], key: Sequence[str]) ->
         what = f"no {', '.join(missing)}, which is of its key" if missing else "nulls alone"
         raise InvalidValue(
             f"{table} can't be made of rows that have {what}",
-            hint="A column comes with its first value.",
+            hint="Send a value that is not null in the column's first rows.",
             table=table,
         )
     for name in key:
@@ -174,7 +174,7 @@ def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
         if column.name in schema.key and (values is None or values.null_count):
             raise InvalidValue(
                 f"column {column.name} of {schema.full_name} is of its key, and a row has none",
-                hint="Give every row its key; a table without one is for rows that are never told apart.",
+                hint="Send the key columns in every row, or write to a table without a key.",
                 table=schema.full_name,
                 column=column.name,
             )

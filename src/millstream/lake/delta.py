@@ -311,7 +311,8 @@ def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
         raise LakeTableForeign(
             f"{opened.path} holds a Delta table that "
             + ("this stream didn't make" if owner is None else f"stream {owner} made"),
-            hint="`millstream pipeline rebuild` moves that folder aside and builds the table anew; or name another lake location."
+            hint="Run `millstream pipeline rebuild`, which moves that folder away and rebuilds the table, or set another "
+            "lake location."
             if rebuilt
             else "Name another lake location.",
             path=opened.path,
@@ -327,11 +328,11 @@ def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
             raise LakeTableForeign(
                 f"somebody else's {info.get('operation', 'commit')} changed {opened.path} in version {version}",
                 hint=(
-                    "`millstream pipeline rebuild` moves that folder aside and builds the table anew"
+                    "Run `millstream pipeline rebuild`, which moves that folder away and rebuilds the table"
                     if rebuilt
                     else "Name another lake location"
                 )
-                + "; let nobody else write into the lake.",
+                + "; let no other program write into the lake.",
                 path=opened.path,
                 version=version,
             )

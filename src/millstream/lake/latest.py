@@ -60,7 +60,7 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
     if not schema.key:
         raise UsageError(
             f"the rows of {schema.full_name} have no key",
-            hint="Read its records: each is told, and what they do to equal rows is in the documentation.",
+            hint="Read the table's records instead; the documentation describes their effect on equal rows.",
         )
     mixed = [at for at, batch in enumerate(batches) if TableSchema.from_arrow(batch.schema).key != schema.key]
     if mixed:

@@ -64,7 +64,7 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
         raise LakeError(
             f"{name} can't be built from its history: {damage}",
             code="lake_history_lost",
-            hint=f"`millstream pipeline rebuild {name} --from source` copies the table anew, and its history begins there.",
+            hint=f"Run `millstream pipeline rebuild {name} --from source` to copy the table again, with a new history.",
             table=name,
         )
 

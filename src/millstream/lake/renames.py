@@ -100,8 +100,8 @@ def records_elsewhere(
         raise LakeError(
             f"the history of {name} is gone: {lost}",
             code="lake_history_lost",
-            hint=f"Put the folder back and run `millstream tables retry {name}`, or have the table copied anew, into a history that begins "
-            f"there: `millstream pipeline rebuild {name} --from source`.",
+            hint=f"Move the folder back and run `millstream tables retry {name}`, or copy the table again, with a new "
+            f"history: `millstream pipeline rebuild {name} --from source`.",
             table=name,
         )
     path = layout.table_path("history", schema)

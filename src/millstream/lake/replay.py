@@ -138,7 +138,9 @@ def table_named(cut: Cut, name: str) -> tuple[str, CutTable]:
     if folder is None:
         known = sorted(table.name for of, table in cut.tables.items() if of != MESSAGES)
         raise UnknownTable(
-            f"the lake has no table {name}", hint=f"It has: {', '.join(known[:20]) or 'none yet'}.", table=name
+            f"the lake has no table {name}",
+            hint=f"Use one of its tables: {', '.join(known[:20]) or 'there is none yet'}.",
+            table=name,
         )
     return folder, cut.tables[folder]
 

@@ -119,8 +119,8 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
             raise LakeError(
                 f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
                 code="lake_schema_conflict",
-                hint=f"`millstream pipeline rebuild {table} --from source` begins its history anew in the new columns; the old one is "
-                "kept beside it.",
+                hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
+                "the old one is kept next to it.",
                 table=table,
                 column=field.name,
             )
@@ -132,8 +132,8 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
                 raise LakeError(
                     f"{table}: a column's name changed by case only ({field.name}); a Delta table can't tell them apart",
                     code="lake_schema_conflict",
-                    hint=f"`millstream pipeline rebuild {table} --from source` begins its history anew in the new columns; the old one is "
-                    "kept beside it.",
+                    hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
+                    "the old one is kept next to it.",
                     table=table,
                     column=field.name,
                 )

@@ -172,7 +172,7 @@ def _split_pattern(body: str, text: str) -> list[str]:
 def _invalid_pattern(text: str) -> UsageError:
     return UsageError(
         f"{text!r} is not a pattern of tables",
-        hint='Write schema.table with * for any text, "!" before what is left out: ["public.*", "!public.audit_*"].',
+        hint='Write schema.table with * for any text and a leading "!" to exclude: ["public.*", "!public.audit_*"].',
     )
 
 

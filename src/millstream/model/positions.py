@@ -116,7 +116,7 @@ class StreamToken:
         if stream is not None and token.stream != short_stream_id(stream):
             raise InvalidToken(
                 f"{text!r} is a token of another stream (this one is {short_stream_id(stream)})",
-                hint="Use a token that this stream gave out; a stream that was made anew has a new id.",
+                hint="Use a token of this stream; a stream that was created again has a new id.",
             )
         return token
 
@@ -133,7 +133,7 @@ class StreamToken:
         if self.ahead:
             raise InvalidToken(
                 f"{self} holds a position for each writer, and what is asked for goes by one number",
-                hint=f"Use {self.stream}.s{self.minimum}, at which every writer stands, or ask for one that isn't a vector token.",
+                hint=f"Use {self.stream}.s{self.minimum}, which all writers have reached, or request a linear token.",
             )
         return self.minimum
 

@@ -130,7 +130,7 @@ def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> Role
     if fenced.role is Role.LEADS:
         raise ReplicationError(
             f"this node leads stream {stream} itself, and {whom} wasn't promoted",
-            hint=f"Run `millstream promote` on {whom}; then this one can follow it. To throw away the log here instead, move "
+            hint=f"Run `millstream promote` on {whom}, then follow it; to discard this node's log instead, move "
             f"{home.wal_folder(stream)} away first.",
         )
     return fenced
@@ -330,7 +330,7 @@ def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamErro
     if isinstance(error, MillstreamError):
         return error
     if error.errno in NO_SPACE:
-        return DiskFull(f"{home.data} has no space: {error}", hint="Free space: this node goes on by itself then.")
+        return DiskFull(f"{home.data} has no space: {error}", hint="Free space; this node then continues.")
     return ReplicationError(f"the disk under {home.data} failed: {error}", code="replica_failed")
 
 

@@ -110,7 +110,8 @@ def _disagreement(home: Home, node: str, stream: str, state: NodeState) -> Mills
     if own.role is not Role.LEADS and theirs.role is not Role.LEADS and own.leader == node:
         return ReplicationError(
             f"this node follows {node}, which doesn't lead stream {stream}",
-            hint="`millstream replicas` on each node tells who leads; where nobody does, `millstream promote` the one with the greatest group.",
+            hint="Run `millstream replicas` on each node to find the leader; if there is none, run `millstream promote` "
+            "on the node with the highest group.",
         )
     return None
 

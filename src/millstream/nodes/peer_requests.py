@@ -95,7 +95,7 @@ def _find_what_is_durable(home: Home, stream: str) -> None:
     except ShardLocked:
         raise HomeBusy(
             f"this node has promised to follow nobody else in stream {stream}, and its log is in use: how far it goes isn't known",
-            hint="Ask again; `millstream status` shows who it is.",
+            hint="Repeat the call; `millstream status` shows that process.",
         ) from None
 
 
@@ -115,5 +115,5 @@ def wait_for_writer(home: HomePaths, stream: str) -> None:
     except ShardLocked:
         raise HomeBusy(
             f"this node has promised to write stream {stream} no more, but who writes it hasn't ended",
-            hint="Ask again; `millstream status` shows who it is.",
+            hint="Repeat the call; `millstream status` shows that process.",
         ) from None

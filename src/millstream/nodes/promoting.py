@@ -339,7 +339,7 @@ class _Attempt:
             elif self._home.catalog_address() is None and not self._has_led(stream):
                 raise CatalogError(
                     f"the leader of {self._stream} has never sent its catalog here",
-                    hint="Where its catalog lies in PostgreSQL, this node's has to lie there as well: [catalog] url.",
+                    hint="Use the same PostgreSQL catalog on this node: [catalog] url.",
                 )
             sessions = notes.document(SESSIONS)
             if sessions is not None:
@@ -411,6 +411,6 @@ def _refuse_several_writers(home: HomePaths, stream: str) -> None:
         if len(writers) > 1:
             raise UsageError(
                 f"stream {stream} has {len(writers)} writers: a node of a stream of several can't be promoted",
-                hint="Bring back the node on which they run: this one follows, and is read as any log. A stream whose nodes are to be promoted "
-                "is one that was never written under a [writer] name.",
+                hint="Start the node on which they run again; only a stream that was never written under a [writer] name can "
+                "be promoted.",
             )

@@ -93,7 +93,8 @@ def restore_stream(
             of_region = f" in region {region}" if region else ""
             raise UnknownStream(
                 f"{url} has nothing of stream {stream}{of_region}",
-                hint="Look at the address, which is what [replication] object_store says at the stream's nodes, at the stream's name, and at --region, where several regions write it.",
+                hint="Check the address ([replication] object_store of the stream's nodes), the stream's name, and --region "
+                "if several regions write it.",
                 stream=stream,
             )
         stream_id = next(iter(marks.values())).stream
@@ -147,7 +148,9 @@ def _check_epoch(epoch: Epoch | None, aside: tuple[Epoch, ...]) -> None:
 
 def _check_folder(folder: Path, begun: Path, stream: str) -> None:
     if folder.exists() and any(folder.iterdir()) and not begun.exists():
-        raise UsageError(f"{folder} isn't empty", hint="Name a new folder; what is restored becomes a home of its own.")
+        raise UsageError(
+            f"{folder} isn't empty", hint="Name a new folder: the restored stream becomes a separate home."
+        )
     if begun.exists() and json.loads(begun.read_bytes()).get("stream") != stream:
         raise UsageError(f"{folder} was begun for another stream", hint="Name a new folder.")
 
@@ -204,8 +207,8 @@ def _damaged(found: Fetched, wal: Path) -> ShipmentUnreadable:
     return ShipmentUnreadable(
         f"{first.message}{more}; {whole}",
         code="store_damaged",
-        hint="Run `millstream scrub` at a node that still has these bytes in its log: it puts the object back. Where none has, put it back from an older "
-        f"version or a copy of the store; then repeat this, which goes on where it was.{how}",
+        hint="Run `millstream scrub` at a node that still has these bytes in its log, or restore the object from an "
+        f"older version or a copy of the store; then repeat this command, which continues where it stopped.{how}",
         **{
             **first.details,
             "token": token,

@@ -217,8 +217,8 @@ def _told_of(error: MillstreamError, found: _Damage | None) -> MillstreamError:
     if isinstance(error, ReplicaGap | FollowerBehindRetention):
         return FollowerBehindRetention(
             f"the object store lacks what comes next here: {error.message}",
-            hint="Its bytes from there on are older than the store, or were deleted there: `millstream scrub`, at a node that still has them in its log, "
-            "puts them back; else put them back from an older version or a copy of the store. `millstream follow --rebuild` begins with what the store has.",
+            hint="Run `millstream scrub` at a node that still has these bytes in its log, or restore them from an older "
+            "version or a copy of the store; `millstream follow --rebuild` starts from the store's objects.",
         )
     if found is None and isinstance(error, ShipmentUnreadable) and "object" not in error.details:
         return ShipmentUnreadable(

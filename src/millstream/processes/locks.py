@@ -80,7 +80,7 @@ class RoleLock:
                     pid, what = has.get("pid"), has.get("what") or _WORDS.get(role, "a writer")
                     raise HomeBusy(
                         f"{what} of process {pid or 'unknown'} has {run_folder.parent.parent}",
-                        hint="Close it, or end that process; it steps aside by itself unless it hangs."
+                        hint="Close it, or end that process; it releases the home unless it hangs."
                         if "what" in has
                         else None,
                         pid=pid,

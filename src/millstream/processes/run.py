@@ -56,7 +56,7 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
     if not home.config.streams:
         raise ConfigError(
             f"{home.config_file} names no stream",
-            hint="Add [streams.<name>], with a source where one is captured; or make a home with `millstream init`.",
+            hint="Add [streams.<name>], with a source to capture one, or create a home with `millstream init`.",
         )
     if importlib.util.find_spec("pyspark") is None:
         raise UsageError(

@@ -101,7 +101,7 @@ def _reconciled(
     if not names:
         raise UsageError(
             f"stream {name} merges no table",
-            hint=f'Say how one merges, [streams.{name}.merge."public.posts"], or name one: its columns merge by lww.',
+            hint=f'Set how a table merges, [streams.{name}.merge."public.posts"], or name one, which then merges by lww.',
         )
     found = []
     failed: LostTailMerged | None = None

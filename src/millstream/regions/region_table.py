@@ -166,7 +166,7 @@ class RegionTable:
                     raise ReplicationError(
                         f"{self.name} has the key {', '.join(schema.key) or 'none'} in region {region}, and {', '.join(key) or 'none'} here",
                         code="merge_unsuitable",
-                        hint="Give it one key in all regions: [streams.S.keys].",
+                        hint="Give the table the same key in all regions: [streams.S.keys].",
                         table=self.name,
                     )
         merge = merge_of(config, self.name)
@@ -231,7 +231,7 @@ class RegionTable:
             raise QueryBound(
                 f"{table}, merged, has more than {self._bytes_max} bytes",
                 code="query_memory_full",
-                hint="Read it where the home lies (`millstream.open`), or raise `[http] query_memory_bytes_max` there.",
+                hint="Read it on the home's machine (`millstream.open`), or raise `[http] query_memory_bytes_max` there.",
                 size_max=self._bytes_max,
             )
 
@@ -335,8 +335,8 @@ class RegionTable:
             raise LostTailMerged(
                 f"{self.name} was merged with records of region {region} that were lost there since ({np.count_nonzero(lost)} rows), and retention has "
                 f"dropped what those rows were before: what region {region} wrote before number {first}",
-                hint=f"While this home's copy of that log is built anew, wait until it is whole. Else move {self._file} away: `millstream reconcile` makes it "
-                "of what the logs have left.",
+                hint=f"Wait if this home's copy of that log is being rebuilt; otherwise move {self._file} away and run "
+                "`millstream reconcile`.",
                 table=self.name,
                 region=int(region),
             )
@@ -349,7 +349,7 @@ class RegionTable:
         if token.stream != short_stream_id(reader.stream_id):
             raise OtherStream(
                 f"{self.name}: the log of region {region} was made anew: it was {token}, and is {reader.token()}",
-                hint=f"Delete {self._file}: it is made anew from the logs that are there.",
+                hint=f"Delete {self._file}: it is built again from the logs.",
                 region=int(region),
             )
         return token.linear()
@@ -372,7 +372,8 @@ class RegionTable:
                     f"{self.name} has merged otherwise so far, or by another key; that can't be made anew: retention has dropped what region "
                     f"{region} wrote before number {reader.first_seq()}",
                     code="merge_unsuitable",
-                    hint=f"Put [streams.S.merge] and the key back as they were. To do without what was dropped, move {self._file} away.",
+                    hint=f"Restore [streams.S.merge] and the key, or move {self._file} away to continue without the dropped "
+                    "records.",
                     table=self.name,
                     region=int(region),
                 )

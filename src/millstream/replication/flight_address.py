@@ -96,7 +96,7 @@ class LeaderAddress:
         if connection.recv(1) in (b"", _TLS_ALERT):
             raise LinkLost(
                 f"{self.place} has ended the connection at its first message: where it speaks TLS, it doesn't speak without",
-                hint="Give the node's address as grpc+tls://… in [replication.nodes].",
+                hint="Write the node's address as grpc+tls://… in [replication.nodes].",
                 place=self.place,
             )
 

@@ -79,7 +79,8 @@ def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
     if mask_address(url) != url:
         raise UsageError(
             f"{mask_address(url)!r} can't be the address of an object store: it has a user, a password or a key in it, or can't be parsed",
-            hint="Write it as s3://bucket/prefix, and give keys in the environment, by the names that the store's tools know (AWS_ACCESS_KEY_ID …).",
+            hint="Write the store as s3://bucket/prefix, with its credentials in the store's own environment variables "
+            "(AWS_ACCESS_KEY_ID …).",
         )
     parts = urlsplit(url)
     if parts.scheme == "file":
@@ -189,7 +190,7 @@ class StoreObjects:
         except (errors.UnauthenticatedError, errors.PermissionDeniedError) as error:
             raise StoreUnavailable(
                 f"{self._url} refuses to {what}: {_line(error)}",
-                hint="Give credentials that may read, write, list and delete there, in the environment.",
+                hint="Set credentials in the environment that may read, write, list and delete there.",
             ) from error
         except errors.NotSupportedError as error:
             raise StoreUnusable(f"{self._url} can't {what}: {_line(error)}") from error
@@ -282,7 +283,7 @@ class FolderObjects:
         except OSError as error:
             raise StoreUnavailable(
                 f"the folder {self._folder} failed to {what}: {error.strerror or error}",
-                hint="Check that it is there, that it has room, and that this user may write in it.",
+                hint="Check that the store exists, has free space, and is writable by this user.",
             ) from error
 
 

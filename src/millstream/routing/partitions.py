@@ -102,7 +102,7 @@ class PartitionTemplate:
                     raise RoutingError(
                         f"rows of {schema.full_name} belong to more than {PARTITIONS_MAX} partitions of {self.text!r} in one call",
                         code="invalid_route",
-                        hint="Append them in several calls, or take a coarser template in [streams.S.partitions].",
+                        hint="Append the rows in several calls, or use a coarser template in [streams.S.partitions].",
                         table=schema.full_name,
                     )
         order = sorted(range(len(names)), key=names.__getitem__)
@@ -172,7 +172,7 @@ def _values(text: str, hole: _Hole, schema: TableSchema, rows: pa.RecordBatch) -
             code="invalid_route",
             hint="Text isn't parsed, that of a time in JSON neither: send Arrow, or a datetime from Python; or change [streams.S.partitions]."
             if pa.types.is_string(column.type)
-            else "Append rows whose column is one, or name another one in [streams.S.partitions].",
+            else "Append rows with a timestamp in that column, or name another column in [streams.S.partitions].",
             table=schema.full_name,
             column=hole.column,
         )

@@ -371,7 +371,7 @@ def _check_ring(schema: TableSchema, columns: Sequence[str], *, has_ring: bool) 
             f"the hash ring spreads rows of {schema.full_name} by {', '.join(strangers)}, not of its key ({', '.join(schema.key)}): "
             "rows of one key would lie on several shards",
             code="invalid_route",
-            hint="Name columns of the key alone, or none: then it is the key itself.",
+            hint="Name only columns of the key, or none to use the whole key.",
             table=schema.full_name,
             columns=strangers,
         )

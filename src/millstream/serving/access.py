@@ -285,7 +285,8 @@ class Access:
         if token is None:
             return Unauthenticated(
                 f"the client certificate of {certificate} stands for no access token",
-                hint=f'Say which: [http.clients] "{certificate}" = "…" in millstream.toml; or send a token beside it.',
+                hint=f'Map the certificate to a token, [http.clients] "{certificate}" = "…" in millstream.toml, or send a '
+                "token too.",
                 certificate=certificate,
             )
         return Unauthenticated(

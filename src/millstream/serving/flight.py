@@ -353,7 +353,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         if not slots.acquire(blocking=False):
             raise Overloaded(
                 f"{self._home.config.flight.calls_max} calls of this kind run already",
-                hint="Come again later; [flight] calls_max says how many there may be.",
+                hint="Repeat the call later, or raise [flight] calls_max.",
             )
         try:
             yield

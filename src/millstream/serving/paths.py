@@ -23,7 +23,7 @@ def check_parameters(said: Iterable[str], known: Collection[str]) -> None:
     if unknown:
         raise UsageError(
             f"there is no parameter {', '.join(unknown)[:_SHOWN_MAX]}",
-            hint=f"There are: {', '.join(known)}." if known else "This path takes none.",
+            hint=f"Use one of: {', '.join(known)}." if known else "This path takes none.",
             parameters=list(known),
         )
 
@@ -60,7 +60,7 @@ def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     return HttpError(
         f"{path[:_SHOWN_MAX]} takes no {method[:20]}",
         code="method_not_allowed",
-        hint=f"It takes {allowed}." if allowed else None,
+        hint=f"Use {allowed}." if allowed else None,
         method=method[:20],
     )
 

@@ -151,7 +151,7 @@ def tell_problems(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
         said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        return response_of(problem_of(UsageError(said, hint="`/docs` shows what each path takes.")))
+        return response_of(problem_of(UsageError(said, hint="Open `/docs` for the parameters of each path.")))
 
     @app.exception_handler(HTTPException)
     async def answered(request: Request, error: HTTPException) -> Response:

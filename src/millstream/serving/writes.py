@@ -125,7 +125,7 @@ class Writes:
             raise HttpError(
                 f"rows don't come as {kind or 'a body without a Content-Type'}",
                 code="media_type_unknown",
-                hint=f"Send application/x-ndjson, {JSON_TYPE} or {ARROW_TYPE}, and say so in Content-Type.",
+                hint=f"Send application/x-ndjson, {JSON_TYPE} or {ARROW_TYPE}, named in Content-Type.",
                 header="Content-Type",
                 value=kind,
             )
@@ -168,7 +168,7 @@ class Writes:
         if stream not in self._streams:
             raise UnknownStream(
                 f"there is no stream {stream!r} here",
-                hint="`GET /v1/streams` lists those that have a log.",
+                hint="Call `GET /v1/streams` for the streams with a log.",
                 stream=stream,
             )
 

@@ -214,7 +214,7 @@ class _Run:
         if process is not None and process.poll() is not None:
             raise EngineError(
                 f"Spark's Java process ended ({process.returncode})",
-                hint=f"{self.config.spark.work_dir / 'spark.out'} may say why; out of memory is the usual reason.",
+                hint=f"Read {self.config.spark.work_dir / 'spark.out'}; the usual cause is a lack of memory.",
             )
         if self.folder is not None and self.folder.failure is not None:
             raise self._translated(self.folder.failure) from self.folder.failure

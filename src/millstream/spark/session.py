@@ -105,7 +105,7 @@ def open_session(options: SparkOptions) -> SparkSession:
     except (PySparkException, Py4JError, OSError, RuntimeError) as error:
         raise EngineError(
             f"Spark did not start on {options.master}: {error}",
-            hint=f"{work_dir / 'spark.out'} and spark.log beside it say why.",
+            hint=f"Read {work_dir / 'spark.out'} and spark.log next to it.",
             master=options.master,
         ) from error
 

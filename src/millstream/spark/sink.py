@@ -135,7 +135,7 @@ class SinkOptions:
         if (path is None) == (url is None):
             raise UsageError(
                 "the millstream sink needs either path or url",
-                hint='Give the home, .option("path", "shop"), or where it is served, .option("url", "http://…").',
+                hint='Pass the home, .option("path", "shop"), or its server, .option("url", "http://…").',
             )
         missing = [name for name in ("stream", "table") if not given.get(name)]
         if missing:
@@ -247,8 +247,8 @@ class _Sink:
     def _another(self, error: IdempotencyKeyReused, number: int) -> IdempotencyKeyReused:
         return IdempotencyKeyReused(
             f"idempotency_id {self._options.idempotency_id} was another write's: {error.message}",
-            hint="Give each query and each job an idempotency_id of its own. A query whose rows come out otherwise each time (by a clock, by chance) "
-            "and that was broken off in the midst of a batch goes on under another one, which may bring the batch twice.",
+            hint="Give each query and each job its own idempotency_id; an interrupted query with rows that differ each "
+            "time (by a clock or by chance) needs a new one, which may write its last batch twice.",
             **{**error.details, "part": number},
         )
 
@@ -294,7 +294,7 @@ class MillstreamStreamWriter(_Sink, DataSourceStreamArrowWriter):
         if not name:
             raise EngineError(
                 "Spark doesn't tell the streaming query's id, so that its batches couldn't be told apart",
-                hint='Give it a name that no other query has: .option("idempotency_id", …).',
+                hint='Give the query a unique name: .option("idempotency_id", …).',
             )
         self._append(messages, f"spark:{name}:{batchId}")
         self._drop(messages)

@@ -427,7 +427,9 @@ def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
     found = [schema for schema in schemas if name in {schema.full_name, f"{schema.namespace}.{schema.name}"}]
     if not found:
         known = sorted({schema.full_name for schema in schemas})
-        raise UnknownTable(f"the log has no table {name!r}", hint=f"It has: {', '.join(known) or 'none yet'}.")
+        raise UnknownTable(
+            f"the log has no table {name!r}", hint=f"Use one of: {', '.join(known) or 'there is none yet'}."
+        )
     return found
 
 
@@ -438,7 +440,7 @@ def _latest(schemas: Sequence[TableSchema]) -> TableSchema:
 def _wal_folder(given: Mapping[str, str]) -> Path:
     where = given.get("wal") or given.get("path")
     if not where:
-        raise UsageError("the millstream source needs the option path", hint='Give the home: .option("path", "shop").')
+        raise UsageError("the millstream source needs the option path", hint='Pass the home: .option("path", "shop").')
     folder = _folder_of(where)
     if "wal" not in given:
         name = given.get("stream")
@@ -451,13 +453,13 @@ def _wal_folder(given: Mapping[str, str]) -> Path:
             raise UnknownStream(f"{folder} has {len(streams)} streams", hint='Name one: .option("stream", "shop").')
         folder = logs / (name or streams[0])
     if not folder.is_dir():
-        raise UnknownStream(f"there is no log in {folder}", hint="It comes with the first `millstream run`.")
+        raise UnknownStream(f"there is no log in {folder}", hint="Start `millstream run` once, which creates it.")
     return folder
 
 
 def _folder_of(where: str) -> Path:
     if "://" in where and not where.startswith("file://"):
-        raise UsageError(f"{where} can't be read", hint="Give a folder on this machine's disks.")
+        raise UsageError(f"{where} can't be read", hint="Use a folder on this machine's disks.")
     return Path(where.removeprefix("file://"))
 
 
@@ -473,5 +475,5 @@ def _count(given: Mapping[str, str], name: str) -> int | None:
     except ValueError as error:
         raise UsageError(f"{name} is not a number: {given[name]!r}") from error
     if count < 1:
-        raise UsageError(f"{name} is {count}", hint="It has to be at least 1.")
+        raise UsageError(f"{name} is {count}", hint="Use a number of 1 or more.")
     return count

@@ -375,7 +375,9 @@ def _facts(folder: str) -> dict[str, Any]:
         raise BufferMissing(f"there is no write buffer in {folder}", buffer=folder) from error
     except (OSError, ValueError) as error:
         raise BufferRefused(
-            f"{folder}/{_FACTS} can't be read: {error}", hint="Give this user the folder.", buffer=folder
+            f"{folder}/{_FACTS} can't be read: {error}",
+            hint="Give this user write access to the folder.",
+            buffer=folder,
         ) from error
 
 
@@ -403,5 +405,7 @@ def _create(folder: str, shards: int) -> None:
             files.sync_dir(folder)
     except OSError as error:
         raise BufferRefused(
-            f"{folder} can't be made a write buffer: {error.strerror}", hint="Give this user the folder.", buffer=folder
+            f"{folder} can't be made a write buffer: {error.strerror}",
+            hint="Give this user write access to the folder.",
+            buffer=folder,
         ) from error

@@ -45,7 +45,7 @@ def own_shards(
             raise LogError(
                 f"{folder} is the log of several writers, and this one means to be its only one",
                 code="shard_taken",
-                hint='Say which one it is: `[writer] name = "…"` in millstream.toml, with the catalog that they share.',
+                hint='Name this writer: `[writer] name = "…"` in millstream.toml, with the shared catalog.',
             )
         return sorted({*named, *there})
     refuse_beside_an_owner(files, folder, writer)
@@ -92,7 +92,8 @@ def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers
         forgotten = "Restore it from a copy; without one take another `[writer] name`: this one was forgotten, and nobody waits for it."
         raise CorruptWal(
             f"the log in {folder} is gone, though numbers up to {given} were given for its records",
-            hint="Restore the folder from a copy. To begin anew: `millstream slot drop`, then a new home and an empty lake."
+            hint="Restore the folder from a copy, or start over: run `millstream slot drop`, then use a new home and an "
+            "empty lake."
             if numbers.cut_at is None
             else forgotten,
             file=folder,
@@ -121,7 +122,7 @@ def folder_lock(files: Files, folder: str, clock: Clock, *, make: bool = False) 
             if clock.monotonic_ns() > deadline:
                 raise ShardLocked(
                     f"another process holds {path}, and doesn't go on",
-                    hint="It recovers shards, begins a segment or drops old ones. If it hangs, end it.",
+                    hint="Wait until it has recovered shards or dropped segments; end it if it hangs.",
                 )
             clock.sleep(_LOOK_S)
         yield
@@ -140,7 +141,7 @@ def lock_follower(files: Files, folder: str) -> WritableFile:
         file.close()
         raise ShardLocked(
             f"another process follows into {folder}",
-            hint="Stop it first; `millstream replicas` shows who it is.",
+            hint="Stop it first; `millstream replicas` shows that process.",
         )
     return file
 
@@ -172,7 +173,7 @@ def lock_shards(
             if mark is None:
                 raise ShardLocked(
                     f"another process writes {shard_dir}",
-                    hint="Stop it first; `millstream status` shows who it is.",
+                    hint="Stop it first; `millstream status` shows that process.",
                     shard=int(shard),
                 )
             marks[shard] = mark

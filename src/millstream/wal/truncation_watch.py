@@ -94,7 +94,7 @@ class Meanwhile:
             # its error when it is read again.
             raise LogTruncated(
                 "the log has another writer since this reading began, and other bytes: it was cut back meanwhile",
-                hint="Read again, from a token that was there before this node led, or before it led last; a log that is damaged says so then.",
+                hint="Read again, from a token older than this node's last time as leader; a damaged log is then reported.",
                 persisted_upto=int(persisted),
             ) from error
 

@@ -140,7 +140,7 @@ class HomeAppender:
                 return found
         raise HomeBusy(
             "another process writes the home, and doesn't answer",
-            hint="It may be starting; `millstream status` shows who it is, and which ring is in force.",
+            hint="Repeat the call if the process is starting; `millstream status` shows it and the hash ring in force.",
         )
 
     async def append_batch_async(

@@ -246,7 +246,7 @@ class BufferTaking:
             if strange:
                 raise CatalogError(
                     f"the log has taken operations from sources that the catalog doesn't know ({', '.join(map(str, sorted(strange)))}): which they were can't be told",
-                    hint="Restore the catalog; with a new one the same operations would be taken again.",
+                    hint="Restore the catalog: a new one would read the same operations again.",
                 )
             self._catalog.put_fact(self._scope, "identity", found)
         elif known != found:

@@ -104,7 +104,7 @@ def _factory(kind: str) -> Any:
     known = sorted({*_OURS, *(one.name for one in found)})
     raise ConfigError(
         f"no write buffer is of kind {kind!r}",
-        hint=f"There are {', '.join(known)}; a package brings others as entry points `{ENTRY_POINTS}`.",
+        hint=f"Use one of {', '.join(known)}, or install a package with an entry point `{ENTRY_POINTS}`.",
         known=known,
     )
 

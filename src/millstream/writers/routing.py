@@ -173,7 +173,7 @@ class StreamRouting:
                 raise ConfigError(
                     f"stream {name} has several writers, each with shards of its own: a hash ring ([streams.{name}.routing]) can't keep rows of one "
                     "key on one shard there",
-                    hint='Have rules take the tables (`to = "shard:0"`), or write by one writer.',
+                    hint='Add rules for the tables (`to = "shard:0"`), or write with one writer.',
                 )
             newest = self._eras.newest()
             era = wanted_era(config, newest)
@@ -276,7 +276,7 @@ def _refuse_captured(catalog: Catalog, stream: StreamId, name: str, config: Stre
         if table.is_captured and key is not None:
             raise ConfigError(
                 f"[streams.{name}] {key} is captured: a captured table lies whole on one shard",
-                hint=f"Take it out; [streams.{name}.shards] says which shard that is.",
+                hint=f"Remove it; [streams.{name}.shards] sets the table's shard.",
                 table=f"{table.namespace}.{table.name}",
             )
 

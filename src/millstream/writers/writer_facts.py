@@ -93,7 +93,7 @@ def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]
             raise SequencingError(
                 f"the stream has no writer {name}",
                 code="unknown_writer",
-                hint=f"It has {', '.join(known)}." if known else "One writer owns it.",
+                hint=f"Use one of {', '.join(known)}." if known else "One writer owns it.",
                 writer=name,
                 known=known,
             )
@@ -124,7 +124,7 @@ def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
         captures = catalog.fact(f"capture/{stream}", "writer", default="…")
         raise ConfigError(
             f"stream {name} has writers with names ({known}), and this home's configuration gives it none",
-            hint=f'Say which one it is: `[writer] name = "{captures}"` in millstream.toml.',
+            hint=f'Name this writer: `[writer] name = "{captures}"` in millstream.toml.',
         )
 
 

@@ -122,7 +122,7 @@ def _create_slot(
             raise SnapshotWaits(
                 f"after {patience_s:.0f} s the source still can't give a snapshot, which waits for running"
                 f" transactions{who_is_waited_for(dsn)}",
-                hint="Have that transaction ended; `diff` takes a longer --timeout.",
+                hint="End that transaction, or run `millstream diff` with a longer --timeout.",
             )
 
     point, snapshot = ask_for_slot(replication, command.as_bytes(replication), meanwhile=meanwhile)

@@ -128,7 +128,7 @@ class WholeReads:
         if self._spill.free_bytes() < 2 * copy.table.size_bytes:
             raise DiskFull(
                 f"the rows of {copy.name} wait in a file and then enter the log: there is no space for both",
-                hint="Free space on the home's disk, or give the table a primary key; the copy goes on by itself.",
+                hint="Free space on the home's disk, or give the table a primary key; the copy then continues.",
             )
         if copy.turn < self._config.plain_turns:
             self._read(self._begin(copy), part, reader, None)

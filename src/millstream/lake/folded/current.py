@@ -284,7 +284,8 @@ def begin_fold(  # noqa: D417 - `anew` is described, as code
             raise LakeError(
                 f"{schema.namespace}.{schema.name} can't be built from its history, which was dropped up to {gone}"
                 + (f", from what it was at {stands}" if stands else ""),
-                hint=f"`millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` copies it anew.",
+                hint=f"Run `millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` to copy "
+                "the table again.",
                 path=path,
             )
         first = True

@@ -290,7 +290,7 @@ class _Fold:
             raise LakeError(
                 f"the history of {self.schema.namespace}.{self.schema.name} was dropped up to {gone}, its versions stand at "
                 f"{self.stands or 0}, and there is no `current` to go on from",
-                hint=f"`millstream pipeline rebuild {self.name} --from source` copies the table anew.",
+                hint=f"Run `millstream pipeline rebuild {self.name} --from source` to copy the table again.",
                 path=path,
             )
         cut = cut_at(self.layout, current.n)

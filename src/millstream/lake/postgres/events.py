@@ -181,7 +181,7 @@ def _check_shape(place: Place, owner: Registered, relation: Relation | None) -> 
     if wrong:
         raise LakeTableForeign(
             f"{place.quoted} has another shape than event tables of layout {owner.layout}: {', '.join(wrong)}",
-            hint="Give these columns back the types that the documentation of event tables names.",
+            hint="Restore the columns' types as documented for event tables.",
             table=place.quoted,
         )
 

@@ -226,8 +226,8 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
     if owner is None and relation is not None:
         raise LakeTableForeign(
             f"{where} is there already, and isn't this table's",
-            hint=f"Rename or drop it there, then `millstream tables retry {place.quoted}`; before the first run, `schema_prefix` in "
-            f"[streams.{target.stream_name}.lake] gives all tables schemas of their own.",
+            hint=f"Rename or drop it there, then run `millstream tables retry {place.quoted}`; before the first run, "
+            f"`schema_prefix` in [streams.{target.stream_name}.lake] gives all tables separate schemas.",
             table=place.quoted,
         )
     if owner is not None and (owner.stream, owner.pipeline) != target.owner:
@@ -240,8 +240,8 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
         raise LakeError(
             f"{where} was made by Millstream and isn't there any more",
             code="lake_history_lost",
-            hint=f"To begin it anew: DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = "
-            f"({', '.join(map(literal, (place.view, place.namespace, place.name)))}), then `millstream tables copy` of it.",
+            hint=f"Run DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = ({', '.join(map(literal, (place.view, place.namespace, place.name)))}), "
+            "then `millstream tables copy`, to write the table again.",
             table=place.quoted,
         )
 

@@ -99,7 +99,8 @@ def _refused(error: Exception, place: str) -> DestinationError:
     known = ("authentication failed", "no password supplied", "pg_hba.conf", "does not exist", "permission denied")
     if any(part in text for part in known):
         return DestinationError(
-            f"{place}: {text}", hint="Correct the address in [streams.S.lake] location, or what the server lets in."
+            f"{place}: {text}",
+            hint="Correct the address in [streams.S.lake] location, or the access rules of the server.",
         )
     return DestinationError(f"{place}: {text}", code="destination_unavailable")
 
@@ -125,7 +126,7 @@ def translate(error: psycopg.Error, place: str) -> MillstreamError:
     return DestinationError(
         f"{place}: {text}",
         code="destination_refused",
-        hint=hint or "Mend at the destination what it names, then `millstream tables retry` of the table.",
+        hint=hint or "Fix the named object at the destination, then run `millstream tables retry` for the table.",
         sqlstate=state,
     )
 

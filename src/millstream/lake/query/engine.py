@@ -259,7 +259,7 @@ def unavailable(opened: OpenTable, error: Exception) -> LakeUnavailable:
     """Return the error for a table's files that disappeared between opening and reading."""
     return LakeUnavailable(
         f"{opened.path}: files of version {opened.version} are gone: {error}",
-        hint="Ask again; where it stays, somebody deleted files of the lake: `millstream pipeline rebuild` builds the table anew.",
+        hint="Query again; if it fails again, files of the lake were deleted: run `millstream pipeline rebuild`.",
         path=opened.path,
     )
 

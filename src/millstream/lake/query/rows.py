@@ -160,7 +160,7 @@ def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: Tab
         gone = history_from(history)
         raise BeyondRetention(
             f"the records of {schema.full_name} up to {StreamToken.scalar(layout.stream_id, gone)} were dropped from history",
-            hint="Its next change shows what it lacks.",
+            hint="Change the row at the source, which captures its missing values.",
             first=int(gone),
         )
     columns = current_columns(layout, schema, history)

@@ -39,7 +39,7 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
         token, asked = (StreamToken.scalar(layout.stream_id, n) for n in (reached, as_of))
         raise TokenFromFuture(
             f"the lake stands at {token}, {asked} is beyond it",
-            hint=f"Ask for {token} or an earlier one; `millstream status` shows what the pipeline has still to land.",
+            hint=f"Query at {token} or earlier; `millstream status` shows the records still to land.",
             reached=int(reached),
         )
     cut = cut_at(layout, as_of)
@@ -59,10 +59,10 @@ def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: 
     at, begins = (StreamToken.scalar(layout.stream_id, position) for position in (n, gone))
     return BeyondRetention(
         f"{schema.full_name} can't be shown as of {at}: its history begins behind {begins}{when}",
-        hint="The history was begun anew then, by `millstream pipeline rebuild --from source`; what was left of the old one lies beside it, set aside. "
-        "Ask for a later moment."
+        hint="Query a later time: `millstream pipeline rebuild --from source` restarted the history then; the old one "
+        "was set aside next to it."
         if anew
-        else "Ask for a later moment: `history_retention` says how much of the past is kept.",
+        else "Query a later time, or raise `history_retention`.",
         first=int(gone),
     )
 

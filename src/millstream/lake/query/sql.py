@@ -351,7 +351,7 @@ class LakeSession:
             begins = "" if era is None or not era.first else f" Its first record is at {self._token(era.first)}."
             return InvalidQuery(
                 f"there was no table {table.name} at {self.token}: it didn't exist yet",
-                hint=f"Ask for a later moment.{begins}",
+                hint=f"Query a later time.{begins}",
             )
         return None
 
@@ -404,7 +404,7 @@ class LakeSession:
                     name = self._tables[folder].name
                     self._failures[name] = LakeTableForeign(
                         f"{name} can't be read: {error.message}",
-                        hint=f"`millstream pipeline rebuild {name}` moves that folder aside and builds the table anew.",
+                        hint=f"Run `millstream pipeline rebuild {name}`, which moves that folder away and rebuilds the table.",
                         table=name,
                         **error.details,
                     )
@@ -501,7 +501,9 @@ class LakeSession:
         opened = open_table(self._layout, path, self._layout.app_id("history", table_id))
         if opened is None:
             raise LakeUnavailable(
-                f"the Delta table {path} is gone", hint="`millstream tables copy` builds a table anew.", path=path
+                f"the Delta table {path} is gone",
+                hint="Run `millstream tables copy` to write a table again.",
+                path=path,
             )
         return opened
 

@@ -446,7 +446,7 @@ class Follower:
             # Not final: after a power cut a leader's marks are older than its log until its writer has opened it.
             error = Diverged(
                 f"this node has group {self.holding.group}, and its leader ends at {greeting.group}: it has lost what it had",
-                hint="Where that goes on, promote this node, or another that has all of it; the leader then follows.",
+                hint="Promote this node, or another with all records, if the leader stays unable; the leader then follows.",
             )
             return self._apply_failed_for_now(error, 0.5, now_s)
         self.phase = Phase.FOLLOWING

@@ -137,7 +137,7 @@ class Ledger:
                 raise SequencingError(
                     f"writer {name} of this stream left numbers undecided in {before.location}, which is not {location}",
                     code="writer_name_taken",
-                    hint="Start it there once, or `millstream writers forget` it and take another name here.",
+                    hint="Start it there once, or run `millstream writers forget` for it and use another name here.",
                     writer=name,
                     location=before.location,
                 )

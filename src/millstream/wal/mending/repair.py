@@ -135,7 +135,8 @@ def set_tail_aside(
         raise LogError(
             f"{folder} is damaged, and its writer was forgotten at {above}: what lies above that can't be set aside yet",
             code="loss_not_accepted",
-            hint="`millstream wal verify` says what is damaged; `millstream wal repair` it, and start the writer again.",
+            hint="Run `millstream wal verify` to list the damage and `millstream wal repair` to repair it, then start the "
+            "writer again.",
         )
     rewriter = Rewriter(files, plan, KnownSchemas(files, folder, ()), now_ns)
     for shard, mark in marks.items():
@@ -155,7 +156,7 @@ def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop
             raise LogError(
                 f"{offered} doesn't say of which shard",
                 code="loss_not_accepted",
-                hint=f"Write SHARD:FROM-TO. What is lost: {needed or 'nothing'}.",
+                hint=f"Write SHARD:FROM-TO; the lost ranges are {needed or 'none'}.",
             )
     for loss in plan.losses:
         if not _is_covered(loss, accepted):
@@ -173,7 +174,9 @@ def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop
     for offered in accepted:
         if not any(_meets(offered, loss) for loss in (*plan.losses, *before)):
             raise LogError(
-                f"nothing is lost in {offered}", code="loss_not_accepted", hint=f"What is lost: {needed or 'nothing'}."
+                f"nothing is lost in {offered}",
+                code="loss_not_accepted",
+                hint=f"Name exactly the lost ranges: {needed or 'none'}.",
             )
 
 
@@ -242,7 +245,7 @@ def _check_readable(
                 raise LogError(
                     f"{offered} covers records that can be read: offsets [{start}, {end}) of shard {made.shard}",
                     code="loss_not_accepted",
-                    hint=f"Name only what is lost ({needed or 'nothing'}), or say --drop-readable to lose these too.",
+                    hint=f"Name only the lost ranges ({needed or 'none'}), or pass --drop-readable to drop readable records too.",
                 )
             if not _is_covered(whole, [offered]):
                 raise LogError(

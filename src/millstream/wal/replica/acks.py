@@ -79,7 +79,7 @@ class AcksFile:
         """
         key = _key(holding.name, holding.is_store)
         if key and key not in self._places and sum(map(bool, self._places)) >= FOLLOWERS_MAX:
-            raise UsageError(f"{FOLLOWERS_MAX} followers are known already", hint="Take some of them away first.")
+            raise UsageError(f"{FOLLOWERS_MAX} followers are known already", hint="Remove some of them first.")
         if self._places.get(key) != holding:
             self._places[key] = holding
             self._write()

@@ -427,7 +427,8 @@ class _ShardReader:
     def _behind(self, base: Offset) -> FollowerBehindRetention:
         return FollowerBehindRetention(
             f"the follower goes on with segment {base} of shard {self._shard}; the leader's log begins with {self._first}",
-            hint="Have it built anew: `millstream follow --rebuild`. `retention_bytes_max` says how far a follower may fall behind.",
+            hint="Rebuild the copy with `millstream follow --rebuild`, or raise `retention_bytes_max` to allow a larger "
+            "lag.",
             shard=int(self._shard),
             needed_from=int(base),
             first=int(self._first),

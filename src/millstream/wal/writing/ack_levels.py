@@ -71,7 +71,7 @@ def check_level(level: AckLevel, high_water: HighWater | None, reach: Reach | No
         raise ReplicationError(
             lacking,
             code="ack_level_unavailable",
-            hint="Ask for less, or add to [replication] and start again who writes here: it reads the configuration when it starts.",
+            hint="Request a lower level, or extend [replication] and restart the process that writes here.",
             level=str(level),
         )
 

@@ -154,7 +154,7 @@ class SubmissionQueue:
         if self.held_bytes > self.queued_bytes:
             return Overloaded(
                 f"{self.held_bytes} bytes are written, and still wait for other machines to have them",
-                hint="`millstream replicas` tells who doesn't answer.",
+                hint="Run `millstream replicas` to find the nodes that don't answer.",
                 queued_bytes=self.queued_bytes + self.held_bytes,
             )
         return Overloaded(f"{self.queued_bytes} bytes still wait to be written", queued_bytes=self.queued_bytes)

@@ -316,7 +316,8 @@ class SharedNumbers:
             raise SequencingError(
                 f"the catalog gave the number {drawn.given.first}, though numbers up to {self._numbers.newest} were given before",
                 code="sequence_unusable",
-                hint="Its sequence was set back, or it is an older copy: stop all writers; `millstream doctor` says what to run.",
+                hint="Stop all writers and run `millstream doctor`: the sequence was set back, or the catalog is an older "
+                "copy.",
                 found=int(drawn.given.first),
                 given=int(self._numbers.newest),
             )
