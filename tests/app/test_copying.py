@@ -94,6 +94,28 @@ def test_a_copy_is_told_held_back_paused_and_let_go_while_it_runs(tmp_path: Path
     assert "millstream_table_copy_rows{" not in prometheus_text(lambda: collect_status(Home(home))).decode()
 
 
+def test_captured_records_are_counted_and_their_commits_timed(tmp_path: Path, postgres: Database) -> None:
+    with postgres.connect() as connection:
+        connection.execute("CREATE TABLE few (id int PRIMARY KEY); INSERT INTO few SELECT generate_series(1, 10)")
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None))
+
+    def counted() -> dict[str, float]:
+        text = prometheus_text(lambda: collect_status(Home(home))).decode()
+        found = re.findall(r'^millstream_(\w+)\{process="owner",stream="shop"\} (\S+)$', text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    with capturing(home):
+        wait_for(lambda: counted().get("captured_records_total") == 10, what=counted)
+        commits = counted()["capture_commit_seconds_count"]
+        with postgres.connect() as connection:
+            connection.execute("INSERT INTO few VALUES (11), (12)")
+        wait_for(lambda: counted()["captured_records_total"] == 12, what=counted)
+        found = counted()
+    assert found["capture_commit_seconds_count"] > commits >= 1
+    assert found["log_records_total"] == 12
+    assert found["log_fsync_seconds_count"] >= found["log_commit_seconds_count"] >= 2
+
+
 def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect() as connection:
         connection.execute(FILL.format(ROWS))
