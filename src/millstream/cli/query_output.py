@@ -10,7 +10,6 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Final
 
 from millstream.cli.context import note
-from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +60,8 @@ def _cancellable(lake: LakeSession, work: Callable[[], int]) -> int:
             # outlive the interpreter.
             clear_frames(error.__traceback__)
             raise
+
+    from millstream.workers import call_in_thread
 
     cancelled = Event()
     # A handler that raises would do so anywhere, also while the first Ctrl-C is being handled.
