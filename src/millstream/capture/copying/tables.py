@@ -505,9 +505,8 @@ class TableCopies:
         try:
             self._whole.read(copy, part, reader)
         except (DiskFull, NoFreeSlot) as error:
-            logger.warning(
-                "a table waits to be copied", table=copy.name, reason=error.message, in_s=self._config.put_off_s
-            )
+            put_off_s = self._config.put_off_s
+            logger.warning("a table waits to be copied", table=copy.name, reason=error.message, in_s=put_off_s)
             self._catalog.set_state(
                 copy.row.id,
                 TableState.COPYING,
@@ -516,7 +515,7 @@ class TableCopies:
                 copy_id=copy.copy_id,
                 only_from=[TableState.COPYING],
             )
-            self._queue(copy, self._reading_of(copy, part), after_s=self._config.put_off_s)
+            self._queue(copy, self._reading_of(copy, part), after_s=put_off_s)
             return
         with self._lock:
             part.reading = False

@@ -501,9 +501,7 @@ class LakeSession:
         opened = open_table(self._layout, path, self._layout.app_id("history", table_id))
         if opened is None:
             raise LakeUnavailable(
-                f"the Delta table {path} is gone",
-                hint="Run `millstream tables copy` to write a table again.",
-                path=path,
+                f"the Delta table {path} is gone", hint="Run `millstream tables copy` for the table.", path=path
             )
         return opened
 

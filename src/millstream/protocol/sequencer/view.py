@@ -1,4 +1,4 @@
-"""What the store shows of a stream's writers, and what they announce to one another."""
+"""The writers of a stream as the store shows them, and their announcements to one another."""
 
 from __future__ import annotations
 
