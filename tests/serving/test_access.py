@@ -154,7 +154,7 @@ def test_an_expired_token_is_told_so(access: Access, catalog: Catalog) -> None:
 
 
 def test_a_certificate_stands_for_the_token_that_the_configuration_says(access: Access, catalog: Catalog) -> None:
-    with pytest.raises(Unauthenticated, match=r"which there isn't"):
+    with pytest.raises(Unauthenticated, match=r"which doesn't exist"):
         access.caller(Credentials(certificate="loader.example.com"))
     catalog.create_access_token(READ_SHOP, name="loader")
     _, other = catalog.create_access_token(Rights.parse(["*=admin"]), name="ops")

@@ -406,7 +406,7 @@ def test_what_nobody_can_tell_is_refused() -> None:
         options=LogOptions(disk_used_max=1.0),
     )  # fmt: skip
     with log:
-        with pytest.raises(ReplicationError, check=coded("ack_level_unavailable"), match="this machine alone"):
+        with pytest.raises(ReplicationError, check=coded("ack_level_unavailable"), match="only this machine"):
             log.append(one(1), acks=ONE)
         log.append(one(2), acks=AckLevel.parse("local"))
     assert life.shown() == [2]

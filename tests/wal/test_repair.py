@@ -215,7 +215,7 @@ def test_what_can_be_read_is_not_dropped_unsaid(truth: Truth) -> None:
             repair(FOLDER, [AcceptedRange(*wide, 0)], files=files)
     with pytest.raises(LogError, check=coded("loss_not_accepted"), match="cuts through"):
         repair(FOLDER, [AcceptedRange(lost.start - 1, lost.end, 0)], files=files, drop_readable=True)
-    with pytest.raises(LogError, check=coded("loss_not_accepted"), match="which shard"):
+    with pytest.raises(LogError, check=coded("loss_not_accepted"), match="names no shard"):
         repair(FOLDER, [AcceptedRange(lost.start, lost.end)], files=files)
     repaired = files.crash()
     repair(FOLDER, [lost], files=repaired)

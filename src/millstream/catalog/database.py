@@ -273,7 +273,7 @@ class Database:
         committed = self._backend.was_committed(transaction, error)
         if committed is None:
             raise CatalogUnreachable(
-                f"{self.place}: the connection broke under a COMMIT, and nobody can tell what became of it",
+                f"{self.place}: the connection broke during a COMMIT, so its outcome is unknown",
                 hint="Check that the catalog's server runs.",
                 outcome="unknown",
             ) from error

@@ -64,7 +64,7 @@ def latest_of(rows: pa.Table) -> tuple[bool, pa.Table, StreamToken]:
     try:
         token, emptied = StreamToken.parse(said.pop(_TOKEN).decode()), said.pop(_EMPTIED) == b"1"
     except (KeyError, ValueError, InvalidToken) as error:
-        raise AnswerUnreadable(f"a stretch of rows doesn't say where it ends: {error}") from error
+        raise AnswerUnreadable(f"a range of rows has no end position: {error}") from error
     return emptied, rows.replace_schema_metadata(said or None), token
 
 

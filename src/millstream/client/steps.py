@@ -396,7 +396,7 @@ def _doubt(
 def _no_answer(answer: Answer, url: str) -> AnswerUnreadable:
     said = answer.body[:200].decode(errors="replace")
     return AnswerUnreadable(
-        f"{url} answered {answer.status}, and not as Millstream does: {said!r}", url=url, status=answer.status
+        f"{url} answered {answer.status}, but not with an answer of Millstream: {said!r}", url=url, status=answer.status
     )
 
 

@@ -133,7 +133,7 @@ def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> W
 def replaced(buffer: str, known: str, found: str) -> WriteBufferError:
     """Return the error that the buffer isn't the one read before."""
     return WriteBufferError(
-        f"write buffer {buffer} was made anew while it was read",
+        f"write buffer {buffer} was created again while it was read",
         code="buffer_replaced",
         buffer=buffer,
         known=known,

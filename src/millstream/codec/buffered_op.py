@@ -117,7 +117,7 @@ def _decode_table(taken: _Taken, entry: tuple[int, int, int], shard: ShardId) ->
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFrame(f"an operation holds no table schema: {error!r}") from error
     if not message.equals(schema.to_arrow(_ROW_PREFIX)):
-        raise CorruptFrame("an operation holds another schema than it says")
+        raise CorruptFrame("an operation's schema differs from the one in its header")
     odd = [column.name for column in schema.columns if not _is_of_log(column.arrow)]
     if odd:
         raise CorruptFrame(f"columns of an operation are of types that no log has: {', '.join(odd)}")

@@ -530,7 +530,7 @@ def _decode_schema_payload(header: FrameHeader, read: Callable[[int, int], Bytes
     if (schema.table_id, schema.version) != (part.table_id, part.schema_version) or not message.equals(
         schema.to_arrow(LOG_ROW_PREFIX)
     ):
-        raise CorruptFrame("a schema frame holds another schema than it says")
+        raise CorruptFrame("a schema frame's schema differs from the one in its header")
     return schema
 
 
@@ -543,5 +543,5 @@ def _decode_facts(header: FrameHeader, read: Callable[[int, int], Bytes]) -> Map
     try:
         facts = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptFrame(f"a loss frame says nothing that can be read: {error}") from error
+        raise CorruptFrame(f"a loss frame is unreadable: {error}") from error
     return facts if isinstance(facts, dict) else {}

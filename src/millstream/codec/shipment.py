@@ -132,7 +132,7 @@ def decode_message(data: Bytes, *more: Bytes) -> Message:
     try:
         message = _DECODERS[_Kind(kind)](taken)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError, RecursionError, struct.error) as error:
-        raise ShipmentUnreadable(f"a message says what none can say: {error}") from error
+        raise ShipmentUnreadable(f"a message has invalid content: {error}") from error
     if taken.left:
         raise ShipmentUnreadable("a message's lengths contradict its size")
     return message

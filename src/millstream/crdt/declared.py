@@ -108,7 +108,7 @@ class TableMerge:
         """
         if not key:
             raise ReplicationError(
-                f"{table} has no key to tell its rows by, so they can't merge",
+                f"{table} has no key, so its rows can't merge",
                 code="merge_unsuitable",
                 hint='Give the table a key: [streams.S.keys] "schema.table" = ["id"].',
                 table=table,

@@ -335,7 +335,7 @@ def read_export(folder: Path) -> dict[str, Any]:
             path = folder / file["name"]
             if path.parent != folder or file_facts(path) != {k: file[k] for k in ("size_bytes", "chained_crc32c")}:
                 raise LogError(
-                    f"{path} isn't what the export says of it: it was changed, or cut off",
+                    f"{path} differs from the export's description: it was changed or truncated",
                     code="export_unusable",
                     file=str(path),
                 )

@@ -84,7 +84,7 @@ def check_write_id(write_id: WriteId) -> None:
         return  # most requests have none, and each request of a batch is checked
     if (session is None) == (key is None) or (session is None) != (number is None):
         raise InvalidValue(
-            "a write is told apart by a session and its number in it, or by an idempotency key",
+            "a write is identified by a session and its number, or by an idempotency key",
             hint="Pass both session and number, or idempotency_key alone.",
         )
     given: tuple[tuple[object, type], ...] = ((session, str), (key, str), (number, int))

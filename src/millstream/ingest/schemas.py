@@ -143,9 +143,7 @@ def _check_key(table: str, types: dict[str, pa.DataType], key: Sequence[str]) ->
         )
     for name in key:
         if pa.types.is_nested(types[name]):
-            raise InvalidValue(
-                f"column {name} of {table} is a list, which can't tell rows apart", table=table, column=name
-            )
+            raise InvalidValue(f"column {name} of {table} is a list, which can't be a key", table=table, column=name)
 
 
 def _spoken(key: tuple[str, ...]) -> str:

@@ -326,7 +326,7 @@ def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
             horizon = int(json.loads(stamp)["on"]) if horizon is None else horizon
         elif info.get("operation") not in _BENIGN:
             raise LakeTableForeign(
-                f"somebody else's {info.get('operation', 'commit')} changed {opened.path} in version {version}",
+                f"another program's {info.get('operation', 'commit')} changed {opened.path} in version {version}",
                 hint=(
                     "Run `millstream pipeline rebuild`, which moves that folder away and rebuilds the table"
                     if rebuilt

@@ -90,7 +90,7 @@ def append_history(
     if ready.n != opened.n:
         # Records that were filtered by the first handle's n may not be written through a handle that has seen
         # another commit.
-        raise LakeConflict(f"another task appended to {path} meanwhile", path=path)
+        raise LakeConflict(f"another task appended to {path} at the same time", path=path)
     files = TableFiles(layout, path, BOUNDED)
     written = write_days(files, conform(rows, ready.schema()), schema.table_id)
     failpoints.hit("lake.before_history_commit")

@@ -161,7 +161,7 @@ def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, so
     told = told_properties(eras) if eras_in(source) and eras_in(ready) else {}
     set_properties(ready, told | {history_from_property(schema.table_id): str(int(gone))})
     if ready.n != opened.n:
-        raise LakeConflict(f"another task appended to {opened.path} meanwhile", path=opened.path)
+        raise LakeConflict(f"another task appended to {opened.path} at the same time", path=opened.path)
     shape = pa.schema([column for column in ready.schema() if column.name != PARTITION])
     theirs, files = TableFiles(layout, source.path), TableFiles(layout, ready.path, BOUNDED)
     written = []

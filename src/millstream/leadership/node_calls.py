@@ -92,7 +92,7 @@ def this_node(home: Home) -> NodeName:
     name = home.config.replication.node
     if name is None:
         raise ConfigError(
-            f"{home.config_file} doesn't say which node this is",
+            f"{home.config_file} doesn't name this node",
             hint="Set [replication] node, and in [replication.nodes] the address of each node.",
         )
     return NodeName(name)

@@ -69,7 +69,7 @@ class Rights:
             stream, equals, rights = text.partition("=")
             if not equals:
                 raise UsageError(
-                    f"{text!r} says no right", hint="Write STREAM=RIGHT, such as shop=read or shop=read,write."
+                    f"{text!r} is not a right", hint="Write STREAM=RIGHT, such as shop=read or shop=read,write."
                 )
             if stream != ALL_STREAMS:
                 check_stream_name(stream)
@@ -77,7 +77,7 @@ class Rights:
                 said = frozenset(Right(right.strip()) for right in rights.split(","))
             except ValueError as error:
                 raise UsageError(
-                    f"{rights!r} says no right that there is",
+                    f"{rights!r} names no known right",
                     hint=f"There are {', '.join(right.value for right in Right)}; several are written with commas between.",
                 ) from error
             found[stream] = found.get(stream, frozenset()) | said

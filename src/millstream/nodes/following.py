@@ -111,7 +111,7 @@ def _only_other(home: Home, me: NodeName, fact: RoleFact) -> NodeName:
     if len(others) != 1:
         where = "[replication.nodes], or of regions that write the stream, too, in [replication] regions,"
         raise UsageError(
-            "it isn't said whom to follow",
+            "no node to follow was named",
             hint=f"Name the node: {', '.join(others)}."
             if others
             else f"Write the addresses of others in {where} first.",

@@ -94,7 +94,8 @@ def _find_what_is_durable(home: Home, stream: str) -> None:
         once_let_go(lambda: ReplicaLog.open(str(folder)).close(), _ENDS_WITHIN_S)
     except ShardLocked:
         raise HomeBusy(
-            f"this node has promised to follow nobody else in stream {stream}, and its log is in use: how far it goes isn't known",
+            f"this node has promised to follow no other node in stream {stream}, and its log is in use: its end is "
+            "unknown",
             hint="Repeat the call; `millstream status` shows that process.",
         ) from None
 
@@ -114,6 +115,6 @@ def wait_for_writer(home: HomePaths, stream: str) -> None:
         once_let_go(locked_once, _ENDS_WITHIN_S)
     except ShardLocked:
         raise HomeBusy(
-            f"this node has promised to write stream {stream} no more, but who writes it hasn't ended",
+            f"this node has promised to stop writing stream {stream}, but its writer hasn't ended",
             hint="Repeat the call; `millstream status` shows that process.",
         ) from None

@@ -166,7 +166,7 @@ class Sessions:
                 return given
             if number <= session.mark:
                 raise DedupWindowExpired(
-                    f"write {number} of session {name} was appended; where isn't known any more",
+                    f"write {number} of session {name} was appended, but its position is no longer known",
                     session=name,
                     number=number,
                 )
@@ -175,7 +175,7 @@ class Sessions:
         elif mark is None:
             if number > AHEAD_MAX or _hash_of("s", name) in self._expired:
                 raise SessionExpired(
-                    f"session {name} isn't known any more: whether its write {number} is in the log can't be told",
+                    f"session {name} has expired: it is unknown whether its write {number} is in the log",
                     session=name,
                     number=number,
                 )
@@ -213,7 +213,8 @@ class Sessions:
             return found[1]
         if _hash_of("k", key) in self._expired:
             raise DedupWindowExpired(
-                f"a write with the idempotency key {key} was appended; where isn't known any more", idempotency_key=key
+                f"a write with the idempotency key {key} was appended, but its position is no longer known",
+                idempotency_key=key,
             )
         return None
 

@@ -107,7 +107,7 @@ class FlightTransport:
             LinkLost: the transport was closed.
         """
         if self._is_closed:
-            raise LinkLost("this node doesn't ship the stream any more")
+            raise LinkLost("this node no longer ships the stream")
         link = ServedLink(
             request, writer, window_bytes=self._window_bytes, silent_s=self._silent_s, cut=cut, check=check
         )

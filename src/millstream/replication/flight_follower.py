@@ -86,7 +86,7 @@ class ConnectedLink:
         try:
             shipment = decode_message(*data)
             if not isinstance(shipment, Shipment):
-                raise ShipmentUnreadable("the leader has sent what followers say")
+                raise ShipmentUnreadable("the leader sent a message that only followers send")
         except ShipmentUnreadable:
             self.close()
             raise
@@ -170,7 +170,7 @@ class ConnectedLink:
                 pieces.append(_body(chunk.data))
                 came += len(pieces[-1])
                 if came > size or size > _SHIPMENT_BYTES_MAX or (kind == LAST_PIECE and came != size):
-                    raise ShipmentUnreadable("a shipment isn't as long as it says")
+                    raise ShipmentUnreadable("a shipment's length differs from the one in its header")
                 if kind == LAST_PIECE:
                     self._shipments.put(pieces, size)
                     pieces, came = [], 0
@@ -184,7 +184,7 @@ class ConnectedLink:
                 # read all of them.
                 self._break(LinkLost("the leader has closed the link"))
             elif kind != BEAT:
-                raise ShipmentUnreadable("the leader said something that can't be read")
+                raise ShipmentUnreadable("the leader sent an unreadable message")
 
     def _beat(self, sending: Sending) -> None:
         """Report what was taken, and send heartbeats; at the end, report that the link is closed."""

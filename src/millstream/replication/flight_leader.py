@@ -150,7 +150,7 @@ class ServedLink:
                     raise ShipmentUnreadable(f"{self._hello.node} has sent a shipment")
                 self._inbox.put(message, len(behind))
             elif kind != BEAT:
-                raise ShipmentUnreadable(f"{self._hello.node} said something that can't be read")
+                raise ShipmentUnreadable(f"{self._hello.node} sent an unreadable message")
 
     def _beat(self) -> None:
         """Send heartbeats; at the end, report that the link is closed."""

@@ -80,4 +80,4 @@ class Silence:
         silent_s = now_s - self._heard_s
         if silent_s < self._bearable_s:
             return None
-        return LinkLost(f"the other end has said nothing for {silent_s:.1f} s", silent_s=round(silent_s, 1))
+        return LinkLost(f"the other end has sent nothing for {silent_s:.1f} s", silent_s=round(silent_s, 1))

@@ -209,9 +209,9 @@ def probe(objects: Objects, layout: Layout) -> None:
     name = f"{layout.root}/probes/{secrets.token_hex(8)}"
     try:
         if not objects.put_new(name, [b"first"]):
-            raise StoreUnusable("the object store says of a new name that it is taken")
+            raise StoreUnusable("the object store reports that a new name already exists")
         if objects.put_new(name, [b"second"]) or bytes(objects.get(name) or b"") != b"first":
-            raise StoreUnusable("the object store has written over an object though it was told not to (If-None-Match)")
+            raise StoreUnusable("the object store overwrote an object despite If-None-Match")
     finally:
         objects.delete([name])
 

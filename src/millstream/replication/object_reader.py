@@ -234,7 +234,7 @@ class StoreReader:
                 for end in _cuts(start, size, self._index_start(listed)):
                     data = self._objects.get(listed.name, start, end - start)
                     if data is None or len(data) != end - start:
-                        raise ShipmentUnreadable(f"{listed.name} isn't as long as it was said to be")
+                        raise ShipmentUnreadable(f"the length of {listed.name} differs from the recorded one")
                     part = SegmentPart(shard, base, start, data, end == listed.size)
                     self._position[shard] = part.end
                     yield dataclasses.replace(newest, parts=(part,))

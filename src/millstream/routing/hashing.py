@@ -79,7 +79,7 @@ def _add(column: pa.Array | pa.ChunkedArray, hashes: Hashes) -> None:
             return
     if not is_hashable(column.type):
         raise RoutingError(
-            f"rows can't be told apart by a column of type {column.type}", code="invalid_route", type=str(column.type)
+            f"a column of type {column.type} can't be hashed to a shard", code="invalid_route", type=str(column.type)
         )
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()

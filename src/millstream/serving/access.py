@@ -290,7 +290,8 @@ class Access:
                 certificate=certificate,
             )
         return Unauthenticated(
-            f"the client certificate of {certificate} stands for access token {token}, which there isn't (any more)",
+            f"the client certificate of {certificate} stands for access token {token}, which doesn't exist or was "
+            "revoked",
             hint=f"`millstream token create --name {token} …` makes it.",
             certificate=certificate,
         )

@@ -267,7 +267,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         self._check(shown, Right.ADMIN, request.stream)
         if self._shipping is None:
             raise UsageError(
-                "this home is no node, so that nobody can follow it",
+                "this home has no node name, so no node can follow it",
                 hint="Set [replication] node and nodes in its millstream.toml.",
             )
         peer = context.peer()

@@ -58,7 +58,7 @@ def unknown_path(path: str, templates: Iterable[str]) -> HttpError:
 def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     """Return the error for a method that the path doesn't take."""
     return HttpError(
-        f"{path[:_SHOWN_MAX]} takes no {method[:20]}",
+        f"{path[:_SHOWN_MAX]} doesn't support {method[:20]}",
         code="method_not_allowed",
         hint=f"Use {allowed}." if allowed else None,
         method=method[:20],

@@ -118,7 +118,7 @@ class AskedQuery:
 
     def give_up(self) -> None:
         """End the query, now or before it begins."""
-        self._end(LakeError("the query was given up: nobody waits for it"))
+        self._end(LakeError("the query was cancelled: its caller no longer waits"))
 
     def parts(self) -> Iterator[bytes]:
         """Yield the answer's bytes, as they are made.

@@ -91,7 +91,7 @@ def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
         return None
     if (session is None) != (number is None) or (key is None) == (session is None):
         raise UsageError(
-            "a write is told apart by Millstream-Session with Millstream-Session-Number, or by Idempotency-Key alone"
+            "a write is identified by Millstream-Session with Millstream-Session-Number, or by Idempotency-Key alone"
         )
     if session is None or number is None:
         assert key is not None

@@ -379,7 +379,7 @@ def _scan_by_footer(
         try:
             frame = read_frame(window, entry.position, payload=payload)
             if (frame.header.shard, frame.header.first_offset, frame.length) != (shard, entry.offset, entry.length):
-                raise CorruptFrame("another frame lies here than the footer says")
+                raise CorruptFrame("the frame here differs from the one in the footer")
             yield frame
         except (CorruptFrame, UnsupportedFormat) as error:
             yield Loss(

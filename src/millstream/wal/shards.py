@@ -68,7 +68,7 @@ def refuse_beside_an_owner(files: Files, folder: str, writer: WriterId | None) -
         mark = read_mark(files, shard_folder(folder, shard))
         if mark is not None and mark.elsewhere is None and mark.writer != writer:
             raise LogError(
-                f"{folder} is the log of one writer as yet, which says nothing to others",
+                f"{folder} is so far the log of one writer, which isn't shared",
                 code="shard_taken",
                 hint='Start that one first as one of several: `[writer] name = "writer"` in millstream.toml.',
                 shard=int(shard),

@@ -86,14 +86,15 @@ class Meanwhile:
         marked = (end.persisted_upto for end in self._ends.values() if isinstance(end, DurableMark))
         if is_lower and persisted < (max(marked, default=0) if self._upto is None else self._upto):
             raise LogTruncated(
-                f"the log was cut back to number {persisted} while it was read: what lay behind isn't in its stream's history any more",
+                f"the log was truncated to number {persisted} while it was read; later records are no longer in the "
+                "stream's history",
                 persisted_upto=int(persisted),
             ) from error
         if is_lower or (is_other and not self._is_dropped(error)):
             # It has grown again. A damaged log that got another writer at this very moment raises
             # its error when it is read again.
             raise LogTruncated(
-                "the log has another writer since this reading began, and other bytes: it was cut back meanwhile",
+                "the log has another writer since this read began, and other bytes: it was truncated",
                 hint="Read again, from a token older than this node's last time as leader; a damaged log is then reported.",
                 persisted_upto=int(persisted),
             ) from error

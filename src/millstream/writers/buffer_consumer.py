@@ -251,7 +251,7 @@ class BufferTaking:
             self._catalog.put_fact(self._scope, "identity", found)
         elif known != found:
             raise WriteBufferError(
-                f"write buffer {self._name} isn't the one that was read before: it was made anew",
+                f"write buffer {self._name} isn't the one read before: it was created again",
                 code="buffer_replaced",
                 buffer=self._name,
                 known=known,

@@ -198,7 +198,7 @@ class BufferDestination:
                 stored[shard] = Offset(meta.offset), Offset(meta.offset + 1)
             except TimeoutError:
                 failed[shard] = BufferOutcomeUnknown(
-                    f"write buffer {self._name} didn't say in time whether it has the rows",
+                    f"write buffer {self._name} didn't confirm in time whether it has the rows",
                     buffer=self._name,
                     shard=int(shard),
                 )

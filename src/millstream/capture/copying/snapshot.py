@@ -117,7 +117,7 @@ def _create_slot(
 
     def meanwhile(seconds: float) -> None:
         if stopped():
-            raise SnapshotWaits("the snapshot isn't wanted any more")
+            raise SnapshotWaits("the snapshot is no longer needed")
         if seconds >= patience_s:
             raise SnapshotWaits(
                 f"after {patience_s:.0f} s the source still can't give a snapshot, which waits for running"

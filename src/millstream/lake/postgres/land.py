@@ -150,7 +150,7 @@ def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: 
     is_read_only, is_made, database, user, encoding, lacks, closed = row
     if is_read_only:
         raise DestinationError(
-            f"{target.place} takes no writes",
+            f"{target.place} rejects writes",
             code="destination_unavailable",
             hint="Name the primary, or end its read-only mode.",
         )

@@ -262,7 +262,7 @@ class LakeSession:
 
     def give_up(self) -> None:
         """End the work of a session with bounds, now and from here on; from another thread."""
-        self._engine.watch.give_up(LakeError("the query was given up: nobody waits for it"))
+        self._engine.watch.give_up(LakeError("the query was cancelled: its caller no longer waits"))
 
     def _run(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
         import duckdb

@@ -459,7 +459,7 @@ _NOTHING: Final = ByteEnd(Offset(0), 0)
 
 def _unknown_node(node: NodeName, nodes: frozenset[NodeName]) -> ReplicationError:
     return ReplicationError(
-        f"{node} is not among those that may follow: {', '.join(sorted(nodes)) or 'nobody'}",
+        f"{node} is not among the nodes that may follow: {', '.join(sorted(nodes)) or 'none'}",
         code="unknown_node",
         node=str(node),
     )

@@ -154,7 +154,7 @@ def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop
     for offered in accepted:
         if offered.shard is None and not offered.by_number and len(plan.segments) > 1:
             raise LogError(
-                f"{offered} doesn't say of which shard",
+                f"{offered} names no shard",
                 code="loss_not_accepted",
                 hint=f"Write SHARD:FROM-TO; the lost ranges are {needed or 'none'}.",
             )

@@ -55,14 +55,14 @@ def check_level(level: AckLevel, high_water: HighWater | None, reach: Reach | No
         return
     if shared:
         raise ReplicationError(
-            f"this stream has several writers, each with groups of its own; nobody says of them whether {level} holds",
+            f"this stream has several writers, so {level} can't be checked",
             code="ack_level_unavailable",
             hint='Let one writer own the stream, or use acks = "local".',
             level=str(level),
         )
     if high_water is None:
         raise ReplicationError(
-            f"nobody says whether {level} holds: what is written here is known to this machine alone",
+            f"{level} can't be checked: only this machine has the records that are written here",
             code="ack_level_unavailable",
             level=str(level),
         )

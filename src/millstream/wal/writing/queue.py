@@ -148,7 +148,7 @@ class SubmissionQueue:
 
     def _check_open(self) -> None:
         if self._ended:
-            raise WriterClosed("the log's writer takes no more") from self._failure
+            raise WriterClosed("the log's writer is closed") from self._failure
 
     def _overloaded(self) -> Overloaded:
         if self.held_bytes > self.queued_bytes:
