@@ -23,6 +23,8 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.home.home import Home
+from millstream.ingest.columns import table_of
+from millstream.ingest.requests import one_request, sole_outcome
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
@@ -188,7 +190,8 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
     """
     home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
     appender = home_appender(home)
-    appender.append("web", "t", [{"of": [1], "sum": Decimal("1.5")}], deadline_s=5)
+    first = one_request("t", table_of([{"of": [1], "sum": Decimal("1.5")}]), None, keep_valid_rows=False)
+    sole_outcome(appender.append_batch("web", first, deadline_s=5))
 
     async def story() -> None:
         groups = Groups(lambda stream, batch, deadline: appender.append_batch_async(stream, batch, deadline_s=deadline))
