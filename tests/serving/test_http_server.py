@@ -116,10 +116,11 @@ def serving(bounds: ConnectionBounds = BOUNDS, *, drain_s: float = 30.0) -> Iter
         found.port = listener.getsockname()[1]
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
+        stop = end.result(60)  # the server exists by then
         try:
             yield found
         finally:
-            end.result(30)()
+            stop()
             thread.join(60)
             assert not thread.is_alive()
 
