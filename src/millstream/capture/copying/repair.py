@@ -230,8 +230,7 @@ class Repairs:
 
     def ready(self) -> Iterable[Entry]:
         """Return the operations that may enter now."""
-        if self._workers.error is not None:
-            raise self._workers.error
+        self._workers.check()
         if not self._repairs:
             return ()
         with self._lock:

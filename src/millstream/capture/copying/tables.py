@@ -282,8 +282,7 @@ class TableCopies:
 
     def ready(self) -> Iterable[Entry]:
         """Return the operations of the copies that may enter now."""
-        if self._workers.error is not None:
-            raise self._workers.error
+        self._workers.check()
         if not self._copies:
             return ()
         entries: list[Entry] = []

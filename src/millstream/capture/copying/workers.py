@@ -92,6 +92,11 @@ class ChunkWorkers(Generic[S]):
         for worker in self._workers:
             worker.join()
 
+    def check(self) -> None:
+        """Raise the error that ended the session, if there is one."""
+        if self.error is not None:
+            raise self.error
+
     def fail(self, error: BaseException) -> None:
         """End the session by an error that isn't a subject's own. Any thread."""
         self.error = error
