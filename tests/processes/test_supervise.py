@@ -20,12 +20,12 @@ QUICK = Backoff(first_s=0.02, most_s=0.1, jitter=0)
 WORKER = """
 import os, sys
 from millstream.processes.child_process import Lifeline
-from millstream.errors import SourceAuthenticationFailed, SourceUnreachable
+from millstream.errors import SourceError
 line = Lifeline()
 with line.held():
     line.tell("ready", {"pid": os.getpid()})
-    if "refuse" in sys.argv: raise SourceAuthenticationFailed("wrong password")
-    if "flaky" in sys.argv: raise SourceUnreachable("nobody there")
+    if "refuse" in sys.argv: raise SourceError("wrong password", code="source_authentication_failed")
+    if "flaky" in sys.argv: raise SourceError("nobody there", code="source_unreachable")
     if "bug" in sys.argv: assert 1 > 2, "an invariant"
     if "done" in sys.argv: line.tell("outcome", {"rows": 7}); sys.exit(0)
     heard = line.drain if "drains" in sys.argv else line.stop

@@ -25,7 +25,7 @@ def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
             ("GET", "/v1/streams/web/tables/x", 405, "method_not_allowed", "Use POST."),
             ("PUT", "/status", 405, "method_not_allowed", "Use GET."),
             ("POST", "/v1/streams/web/tables/x?on_clsh=rows", 400, "usage", "Use one of: on_clash, deadline_s."),
-            ("GET", "/v1/streams/web/token?vecto=1", 400, "usage", "There are: vector."),
+            ("GET", "/v1/streams/web/token?vecto=1", 400, "usage", "Use one of: vector."),
             ("GET", "/status?all=1", 400, "usage", "takes none"),
             ("POST", "/v1/streams/web/query?sql=x", 400, "usage", "takes none"),
             ("GET", "/v1/streams/web/latest", 400, "usage", "/docs"),
