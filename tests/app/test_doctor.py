@@ -22,7 +22,7 @@ CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """A home of three tables, one of them set aside by capture."""
+    """A home of three tables, one of them quarantined by capture."""
     (tmp_path / "millstream.toml").write_text(CONFIG)
     home = Home(tmp_path)
     home.prepare()
@@ -30,7 +30,7 @@ def home(tmp_path: Path) -> Home:
         stream = catalog.resolve_stream("shop")
         source = catalog.resolve_source(stream, 7, "shop", 1)
         catalog.table_for(stream, source, 1, "public", "orders", state=TableState.STREAMING)
-        catalog.table_for(stream, source, 2, "public", "Bad One", state=TableState.SET_ASIDE, reason="a value")
+        catalog.table_for(stream, source, 2, "public", "Bad One", state=TableState.QUARANTINED, reason="a value")
         catalog.table_for(stream, source, 3, "public", "log", state=TableState.HISTORY_ONLY, reason="no key")
     return home
 
@@ -52,19 +52,19 @@ def doctor(home: Home, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout.decode()
 
 
-def test_a_table_that_capture_set_aside_is_wrong_with_the_command_to_run(home: Home) -> None:
+def test_a_table_that_capture_quarantined_is_wrong_with_the_command_to_run(home: Home) -> None:
     (found,) = tables(home)
-    assert (found.code, found.blocks, found.table) == ("table_set_aside", "table", 'public."Bad One"')
-    assert found.message == 'public."Bad One" is set aside: a value'
+    assert (found.code, found.blocks, found.table) == ("table_quarantined", "table", 'public."Bad One"')
+    assert found.message == 'public."Bad One" is quarantined: a value'
     assert found.fix == "Mend the cause, then run `millstream tables retry 'public.\"Bad One\"'`."
     told = json.loads(doctor(home, "--json")[1])
     assert not told["healthy"]
-    assert {"check": "tables of shop", "code": "table_set_aside"}.items() <= _of(told, "tables of shop").items()
+    assert {"check": "tables of shop", "code": "table_quarantined"}.items() <= _of(told, "tables of shop").items()
     (home.path / "millstream.toml").write_text(CONFIG + CONFIG.replace("shop", "other"))
     assert "--stream shop" in tables(Home(home.path))[0].fix
 
 
-def test_a_table_set_aside_alone_makes_the_exit_code(home: Home) -> None:
+def test_a_table_quarantined_alone_makes_the_exit_code(home: Home) -> None:
     (home.path / "millstream.toml").write_text("[streams.shop]\n")  # there is no source that could answer
     assert doctor(home)[0] == 3
     with home.open_catalog() as catalog:
@@ -93,24 +93,24 @@ def test_it_ends_with_a_count_and_quiet_leaves_out_what_is_right(home: Home, mon
     assert doctor(home)[1].endswith(f"{len(told)} checks: {len(told) - 1} right, 1 note, 0 wrong\n")
 
 
-def test_a_table_that_the_lake_set_aside_is_wrong_with_its_own_hint(home: Home) -> None:
+def test_a_table_that_the_lake_quarantined_is_wrong_with_its_own_hint(home: Home) -> None:
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
         orders = catalog.find_table(stream, "public", "orders")
         catalog.put_fact(held_scope(stream), str(int(orders.id)), {"reason": "a file is gone", "hint": "Rebuild it."})
     bad, lake = sorted(tables(home), key=lambda found: found.table)
     assert bad.table == 'public."Bad One"'
-    assert (lake.message, lake.fix) == ("public.orders is set aside: lake: a file is gone", "Rebuild it.")
+    assert (lake.message, lake.fix) == ("public.orders is quarantined: lake: a file is gone", "Rebuild it.")
 
 
-def test_status_tables_and_doctor_tell_what_to_run_for_a_table_that_capture_set_aside(home: Home) -> None:
+def test_status_tables_and_doctor_tell_what_to_run_for_a_table_that_capture_quarantined(home: Home) -> None:
     retry = "run `millstream tables retry 'public.\"Bad One\"'`."
     for words in (("tables",), ("tables", "ls"), ("status",)):
         done = command("--home", str(home.path), *words)
         assert f'public."Bad One": Mend the cause, then {retry}' in done.stderr.decode(), words
     with home.open_catalog() as catalog:
         bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")
-        catalog.set_state(bad.id, TableState.SET_ASIDE, "its copy failed", details={"hint": "Grant SELECT."})
+        catalog.set_state(bad.id, TableState.QUARANTINED, "its copy failed", details={"hint": "Grant SELECT."})
     done = command("--home", str(home.path), "tables")
     assert f'public."Bad One": Grant SELECT. Then {retry}' in done.stderr.decode()
     told = json.loads(command("--home", str(home.path), "tables", "--json").stdout)
@@ -122,7 +122,7 @@ def test_without_such_tables_nothing_is_wrong_with_them(home: Home, tmp_path: Pa
     with home.open_catalog() as catalog:
         bad = catalog.find_table(catalog.stream("shop").id, "public", "Bad One")
         catalog.set_state(bad.id, TableState.STREAMING)
-    assert [(found.code, found.message) for found in tables(home)] == [("ok", "none of 3 is set aside")]
+    assert [(found.code, found.message) for found in tables(home)] == [("ok", "none of 3 is quarantined")]
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "millstream.toml").write_text(CONFIG)
     assert [found.code for found in tables(Home(tmp_path / "new"))] == ["ok"], "before the first run"

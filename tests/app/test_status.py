@@ -52,7 +52,7 @@ def home(tmp_path: Path) -> Home:
         source = catalog.resolve_source(stream, 7, "shop", 1)
         catalog.move_reached(source, Lsn(0x16B374D848))
         orders = catalog.table_for(stream, source, 16384, "public", "orders", state=TableState.STREAMING)
-        catalog.table_for(stream, source, 16385, "public", "Bad One", state=TableState.SET_ASIDE, reason="a value")
+        catalog.table_for(stream, source, 16385, "public", "Bad One", state=TableState.QUARANTINED, reason="a value")
         catalog.table_for(stream, source, 16386, "public", "log", state=TableState.HISTORY_ONLY, reason="no key")
         catalog.put_fact(held_scope(stream), str(int(orders.id)), {"reason": "somebody wrote into it"})
         _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
@@ -80,8 +80,8 @@ def test_status_needs_no_running_process(home: Home) -> None:
     assert stream["lag"]["lake"]["seconds"] > 0
     states = {table["name"]: (table["state"], table["reason"]) for table in stream["tables"]}
     assert states == {
-        "public.orders": ("set_aside", "lake: somebody wrote into it"),
-        'public."Bad One"': ("set_aside", "a value"),
+        "public.orders": ("quarantined", "lake: somebody wrote into it"),
+        'public."Bad One"': ("quarantined", "a value"),
         "public.log": ("history_only", "no key"),
     }
     json.dumps(status)
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_is_a_problem_and_the_rest_is_shown(home: Home) -> N
 def test_metrics_tell_what_status_tells(home: Home) -> None:
     text = prometheus_text(lambda: collect_status(home)).decode()
     assert 'millstream_lag_records{stage="lake",stream="shop"} 3.0' in text
-    assert 'millstream_tables{state="set_aside",stream="shop"} 2.0' in text
+    assert 'millstream_tables{state="quarantined",stream="shop"} 2.0' in text
     assert 'millstream_up{part="owner"} 0.0' in text
     assert 'millstream_durable_seq{stream="shop"} 3.0' in text
 
@@ -131,7 +131,7 @@ def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
     }  # fmt: skip
     with home.open_catalog() as catalog:
         table["table_id"] = next(int(row.id) for row in catalog.tables(catalog.stream("shop").id) if row.name == "log")
-    live = {"streams": {"shop": {"progress": {"tables": [table], "set_aside": {}}}}}
+    live = {"streams": {"shop": {"progress": {"tables": [table], "quarantined": {}}}}}
     with ControlServer(home, "pipeline", {"status": lambda: live}):
         status = collect_status(home)
         text = prometheus_text(lambda: collect_status(home)).decode()
@@ -170,7 +170,7 @@ def test_a_replay_is_told_while_it_lasts(home: Home) -> None:
         "segments": {"done": 3, "total": 12}, "records": {"done": 4_000, "total": 16_000},
         "bytes": {"done": 1 << 20, "total": 4 << 20}, "eta_s": 90.0, "seconds": 30.0,
     }  # fmt: skip
-    progress: dict[str, Any] = {"tables": [], "set_aside": {}, "replay": replay}
+    progress: dict[str, Any] = {"tables": [], "quarantined": {}, "replay": replay}
     live = {"streams": {"shop": {"progress": progress}}}
     with ControlServer(home, "pipeline", {"status": lambda: live}):
         (stream,) = collect_status(home)["streams"]
@@ -221,7 +221,7 @@ def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
         assert "pipeline" in retry_table(catalog, stream, "orders")
         (fact,) = catalog.facts(held_scope(stream)).values()
         assert fact == {"reason": "somebody wrote into it", "retry": True}
-        with pytest.raises(UsageError, match="not set aside"):
+        with pytest.raises(UsageError, match="not quarantined"):
             retry_table(catalog, stream, "public.log")
         with pytest.raises(UnknownTable):
             retry_table(catalog, stream, "public.nothing")
@@ -245,7 +245,7 @@ def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_a
             t["id"]: (t["state"], t["reason"]) for t in list_tables(catalog, stream) if t["name"] == "public.orders"
         }
         assert shown == {
-            int(dropped.id): ("set_aside", "lake: somebody wrote into it"),
+            int(dropped.id): ("quarantined", "lake: somebody wrote into it"),
             int(again.id): ("streaming", ""),
         }
         assert "from where it stopped" in retry_table(catalog, stream, "public.orders")

@@ -168,7 +168,7 @@ def test_no_script_is_made_for_a_source_that_does_not_answer(stage: Stage) -> No
             doctor_sql(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"))
 
 
-def test_a_table_that_may_not_be_read_is_set_aside_and_the_others_go_on(stage: Stage, reader: str) -> None:
+def test_a_table_that_may_not_be_read_is_quarantined_and_the_others_go_on(stage: Stage, reader: str) -> None:
     stage.sql(
         f"GRANT SELECT ON orders TO reader_{stage.config.slot}",
         "CREATE TABLE hidden (id int PRIMARY KEY); INSERT INTO hidden VALUES (1)",
@@ -177,7 +177,7 @@ def test_a_table_that_may_not_be_read_is_set_aside_and_the_others_go_on(stage: S
     stage.config = replace(stage.config, dsn=reader)
     outcome = stage.catch_up()
 
-    assert "permission denied" in outcome.set_aside["public.hidden"]
+    assert "permission denied" in outcome.quarantined["public.hidden"]
     assert stage.log.replay()["public.orders"] == {("1",): {"id": "1", "item": "x"}}
     with psycopg.connect(stage.dsn, autocommit=True) as connection:
         connection.execute("INSERT INTO hidden VALUES (2)")
@@ -222,7 +222,7 @@ def test_a_value_that_is_no_text_sets_its_table_aside_alone(postgres_server: Emb
         stage.catch_up()
         stage.sql(r"INSERT INTO odd VALUES (1, E'\xff\xfe')", "INSERT INTO orders VALUES (1, 'x')")
         outcome = stage.catch_up()
-        assert "UTF-8" in outcome.set_aside["public.odd"]
+        assert "UTF-8" in outcome.quarantined["public.odd"]
         assert stage.log.replay()["public.orders"] == {("1",): {"id": "1", "item": "x"}}
     finally:
         postgres_server.drop_database(name)

@@ -238,11 +238,11 @@ def every_value(stage: Stage, seed: int, rows: int) -> int:
         connection.execute(PINNED)
         zoo = Zoo(connection, Random(seed), rows)
         zoo.insert(1, "r")
-        assert not stage.catch_up().set_aside
+        assert not stage.catch_up().quarantined
         zoo.insert(1001, "c")
         zoo.update()
         zoo.delete()
-        assert not stage.catch_up().set_aside
+        assert not stage.catch_up().quarantined
     check(stage.log, zoo.expected)
     return zoo.column_count
 
@@ -322,11 +322,11 @@ def every_key(stage: Stage, seed: int, rows: int, some: int = 1000) -> int:
         connection.execute(PINNED)
         keyed = Keyed(connection, Random(seed), some=some)
         keyed.insert(rows)
-        assert stage.catch_up().set_aside == {}
+        assert stage.catch_up().quarantined == {}
         compare(stage, connection, keyed)
         keyed.insert(rows)
         keyed.change()
-        assert stage.catch_up().set_aside == {}
+        assert stage.catch_up().quarantined == {}
         compare(stage, connection, keyed)
     return len(keyed.tables)
 

@@ -48,7 +48,7 @@ def test_after_the_doctors_script_nothing_blocks_and_every_change_is_captured(st
     assert all(line.startswith("--") for line in doctor_sql(stage.config).splitlines())
     stage.catch_up()
     stage.sql("UPDATE audit_log SET what = 'changed'", "UPDATE parts SET what = 'q'", "DELETE FROM orders")
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     assert bag(stage, "audit_log") == [("1", "changed")]
     assert bag(stage, "parts") == [("1", "q")]
     assert stage.log.replay()["public.orders"] == {}
@@ -63,7 +63,7 @@ def test_settings_of_the_server_come_last_and_as_comments(stage: Stage) -> None:
 
 
 @pytest.mark.usefixtures("stranger")
-def test_a_table_with_an_identity_among_inserts_only_is_set_aside_with_what_to_run(stage: Stage) -> None:
+def test_a_table_with_an_identity_among_inserts_only_is_quarantined_with_what_to_run(stage: Stage) -> None:
     publication = stage.config.publication
     stage.sql(
         "DROP TABLE parts",
@@ -74,13 +74,13 @@ def test_a_table_with_an_identity_among_inserts_only_is_set_aside_with_what_to_r
     found = {f.table: f for f in check_source(stage.config) if f.code == "publication_missing"}
     assert {name: f.blocks for name, f in found.items()} == {"public.audit_log": "table"}
 
-    reason = stage.catch_up().set_aside["public.audit_log"]
+    reason = stage.catch_up().quarantined["public.audit_log"]
     assert "permission denied" in reason or "must be owner" in reason
     script = f'ALTER PUBLICATION "{publication}" ADD TABLE "public"."audit_log";'
     assert script in reason
     assert found["public.audit_log"].sql == script
     stage.sql("UPDATE audit_log SET what = 'changed'", script)
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     stage.sql("UPDATE audit_log SET what = 'again'")
     stage.catch_up()
     assert stage.state("public.audit_log") is TableState.STREAMING
@@ -93,7 +93,7 @@ def test_a_publication_of_inserts_alone_captures_nothing_by_halves(stage: Stage,
     publication = stage.config.publication
     stage.sql("DROP TABLE parts, audit_log", f"CREATE PUBLICATION {publication} {targets} WITH (publish = 'insert')")
     running = stage.start()
-    wait_until(lambda: stage.state("public.orders") is TableState.SET_ASIDE, "it is set aside")
+    wait_until(lambda: stage.state("public.orders") is TableState.QUARANTINED, "it is quarantined")
     script = f"ALTER PUBLICATION \"{publication}\" SET (publish = 'insert, update, delete, truncate');"
     row = stage.table("public.orders")
     assert row.reason == f"the publication {publication} doesn't publish updates and deletes; run: {script}"
@@ -113,14 +113,16 @@ def test_a_publication_that_loses_its_updates_and_gets_them_back(stage: Stage) -
     stage.sql(
         f"ALTER PUBLICATION {publication} SET (publish = 'insert, truncate')", "UPDATE orders SET item = 'unseen'"
     )
-    assert "doesn't publish updates and deletes" in stage.catch_up().set_aside["public.orders"]
+    assert "doesn't publish updates and deletes" in stage.catch_up().quarantined["public.orders"]
     stage.sql(f"ALTER PUBLICATION {publication} SET (publish = 'insert, update, delete, truncate')")
     stage.catch_up()
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 
 @pytest.mark.usefixtures("stranger")
-def test_while_the_publication_is_missing_its_tables_are_set_aside_and_not_copied_again_and_again(stage: Stage) -> None:
+def test_while_the_publication_is_missing_its_tables_are_quarantined_and_not_copied_again_and_again(
+    stage: Stage,
+) -> None:
     publication = stage.config.publication
     script = f"CREATE PUBLICATION {publication} FOR TABLE orders"
     stage.sql("DROP TABLE parts, audit_log", script)
@@ -131,13 +133,13 @@ def test_while_the_publication_is_missing_its_tables_are_set_aside_and_not_copie
     with stage.connect() as connection:
         goes_on = connection.info.server_version >= 180000
     if goes_on:  # otherwise the server itself ends the stream
-        wait_until(lambda: stage.state("public.orders") is TableState.SET_ASIDE, "it is set aside")
+        wait_until(lambda: stage.state("public.orders") is TableState.QUARANTINED, "it is quarantined")
     time.sleep(4 * stage.config.look_s)
     assert copied(stage) == before
     if not goes_on:
         return
     row = stage.table("public.orders")
-    assert row.state is TableState.SET_ASIDE
+    assert row.state is TableState.QUARANTINED
     assert row.reason.startswith(f"the publication {publication} isn't there")
     assert "CREATE PUBLICATION" in row.details["hint"]
     running.end()

@@ -1,4 +1,4 @@
-"""A column with one of Millstream's own names is captured under that name with a `_` after it; nothing is set aside."""
+"""A column with one of Millstream's own names is captured under that name with a `_` after it; nothing is quarantined."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_copied_and_streamed_rows_of_such_a_table_are_the_sources(stage: Stage, 
         f"ALTER TABLE t REPLICA IDENTITY {identity}; ALTER TABLE t ALTER __op SET STORAGE EXTERNAL",
         "INSERT INTO t SELECT i, 'copied', 'x', '2020-01-01' FROM generate_series(1, 200) i",
     )
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     stage.sql(
         "INSERT INTO t VALUES (201, repeat('large', 2000), 'y', 'infinity')",
         "UPDATE t SET __op_ = 'changed' WHERE __seq IN (3, 201)",
         "UPDATE t SET __seq = 400 WHERE __seq = 4",
         "DELETE FROM t WHERE __seq = 5",
     )
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     expected = renamed(stage.source_rows("t", ["__seq"]), __seq="__seq_", __op="__op__")
     assert stage.log.replay()["public.t"] == expected
     keys = {tuple(table.schema.key) for table, _, _ in stage.log.records()}
@@ -65,9 +65,9 @@ def test_a_column_whose_captured_name_goes_to_another_has_the_table_copied_again
     stage.catch_up()
     assert stage.log.replay()["public.t"][("1",)] == {"id": "1", "__seq_": "10"}
     stage.sql('ALTER TABLE t ADD "__seq_" int', "INSERT INTO t VALUES (3, 30, 31)")
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     expected = renamed(stage.source_rows("t", ["id"]), __seq="__seq__")
     assert stage.log.replay()["public.t"] == expected, "rows that nobody touched too"
     stage.sql("ALTER TABLE t DROP __seq_", "UPDATE t SET __seq = 32 WHERE id = 3")
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     assert stage.log.replay()["public.t"] == renamed(stage.source_rows("t", ["id"]), __seq="__seq_")

@@ -1,4 +1,4 @@
-"""`tables retry` while the cause remains: the table is set aside again, by name, and other tables don't notice."""
+"""`tables retry` while the cause remains: the table is quarantined again, by name, and other tables don't notice."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def unreadable(stage: Stage, role: str, *extra: str) -> None:
 def fails_again(stage: Stage, change: Callable[[int], str], reason: str) -> None:
     """Retry while idle, with changes after it, and while a capture runs.
 
-    Each time the table is set aside, `orders` goes on, and both stay so after a restart.
+    Each time the table is quarantined, `orders` goes on, and both stay so after a restart.
     """
-    before = stage.catch_up().set_aside
+    before = stage.catch_up().quarantined
     assert list(before) == ["public.bad"]
     assert reason in before["public.bad"]
     for number in (10, 20):
@@ -59,17 +59,17 @@ def fails_again(stage: Stage, change: Callable[[int], str], reason: str) -> None
         if number == 20:
             stage.sql(change(number))
         stage.sql(f"INSERT INTO orders VALUES ({number}, 'y')")
-        assert reason in stage.catch_up().set_aside["public.bad"], "a retry that fails"
+        assert reason in stage.catch_up().quarantined["public.bad"], "a retry that fails"
         assert stage.state("public.orders") is TableState.STREAMING
     running = stage.start()
     wait_until(stage.slot_active, "it streams")
     retry(stage)
     stage.sql(change(30), "INSERT INTO orders VALUES (30, 'y')")
-    wait_until(lambda: stage.state("public.bad") is TableState.SET_ASIDE, "it is set aside again")
+    wait_until(lambda: stage.state("public.bad") is TableState.QUARANTINED, "it is quarantined again")
     wait_until(lambda: ("30",) in stage.log.replay()["public.orders"], "the other goes on")
     assert running.error is None
     running.stop()
-    found = stage.catch_up().set_aside
+    found = stage.catch_up().quarantined
     assert list(found) == ["public.bad"], "the request is used up: a restart knows of none"
     assert reason in found["public.bad"]
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
@@ -87,7 +87,7 @@ def test_a_copy_that_can_not_be_begun(stage: Stage, monkeypatch: pytest.MonkeyPa
     stage.sql(ORDERS, "CREATE TABLE bad (id int PRIMARY KEY)", "INSERT INTO bad VALUES (1)")
     stage.catch_up()
     monkeypatch.setattr(CopySchemas, "voiding", voiding)
-    stage.catalog.set_state(stage.table("public.bad").id, TableState.SET_ASIDE, "it has no schema")
+    stage.catalog.set_state(stage.table("public.bad").id, TableState.QUARANTINED, "it has no schema")
     fails_again(stage, lambda n: f"INSERT INTO bad VALUES ({n})", "it has no schema")
 
 
@@ -124,10 +124,10 @@ def test_a_change_that_is_no_text(ascii_stage: Stage) -> None:
     ascii_stage.catch_up()
     for number in range(2):
         ascii_stage.sql(rf"INSERT INTO bad VALUES ({number}, E'\xff\xfe')")
-        assert "UTF-8" in ascii_stage.catch_up().set_aside["public.bad"]
+        assert "UTF-8" in ascii_stage.catch_up().quarantined["public.bad"]
         ascii_stage.sql("DELETE FROM bad")
         retry(ascii_stage)
-        assert not ascii_stage.catch_up().set_aside
+        assert not ascii_stage.catch_up().quarantined
     assert ascii_stage.log.replay().get("public.bad", {}) == {}
 
 
@@ -141,7 +141,7 @@ def test_a_name_that_applications_write(stage: Stage) -> None:
     )
     stage.sql("CREATE TABLE bad (id int PRIMARY KEY); INSERT INTO bad VALUES (1)")
     for number in range(2, 4):
-        assert "applications write" in stage.catch_up().set_aside["public.bad"]
+        assert "applications write" in stage.catch_up().quarantined["public.bad"]
         with pytest.raises(UsageError, match="they would be one in the lake"):
             retry_table(stage.catalog, stream, "public.bad")
         stage.sql(f"INSERT INTO orders VALUES ({number}, 'y')")

@@ -254,7 +254,7 @@ def backlog(stage: Stage, seed: int, rounds: int) -> None:
     with stage.connect(options="-c TimeZone=UTC") as connection:
         source = Source(connection, Random(seed))
         source.play(rounds)
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     assert list(logged(stage.log)) == source.written
     stage.catch_up()
     for table in source.tables:
@@ -311,7 +311,7 @@ def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(ascii_st
         "UPDATE t SET id = 40 WHERE id = 4",
         "INSERT INTO others VALUES (3)",
     )
-    reason = stage.catch_up().set_aside["public.t"]
+    reason = stage.catch_up().quarantined["public.t"]
     assert "UTF-8" in reason
     assert set(stage.log.replay()["public.others"]) == {("1",), ("2",), ("3",)}, "the others go on"
     raw = [row["message"] for table, _, row in stage.log.records() if table.schema.kind is TableKind.RAW]
@@ -325,10 +325,10 @@ def test_a_table_that_cannot_be_followed_waits_and_resumes_without_loss(ascii_st
         "UPDATE t SET v = 'text' WHERE id = 6",
         "INSERT INTO t VALUES (7, 'still waiting', 2)",
     )
-    assert "public.t" in stage.catch_up().set_aside
+    assert "public.t" in stage.catch_up().quarantined
     retry_table(stage.catalog, stage.catalog.stream("shop").id, "public.t")
     stage.sql("UPDATE t SET v = 'after' WHERE id = 5")
-    assert not stage.catch_up().set_aside
+    assert not stage.catch_up().quarantined
     assert stage.log.replay()["public.t"] == stage.source_rows("t", ["id"])
     stage.sql("DELETE FROM t WHERE id = 7")
     stage.catch_up()

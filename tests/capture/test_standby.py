@@ -196,7 +196,7 @@ def test_publications_are_made_at_the_primary(tmp_path: Path) -> None:
             on_primary(servers, "CREATE TABLE late (id int PRIMARY KEY)")
             wait_for_replay(servers.primary, standby)
             outcome = stage.catch_up()
-        assert "at the primary" in outcome.set_aside["public.late"]
+        assert "at the primary" in outcome.quarantined["public.late"]
         assert servers.same()
 
 

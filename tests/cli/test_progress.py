@@ -25,7 +25,7 @@ def test_the_line_never_sets_two_counts_of_different_things_side_by_side() -> No
     told = lake(**of_run | {"rows_per_s": 4321.0}, lag_records=1_500)
     assert told == "→ lake: 1,500 or fewer records behind, 4,321/s, lag 0.4 s"
     assert lake() == "→ lake: nothing landed yet"
-    aside = lake(**of_run, lag_records=0, set_aside={"public.orders": "it has another shape"})
+    aside = lake(**of_run, lag_records=0, quarantined={"public.orders": "it has another shape"})
     assert aside == "→ lake: has everything except public.orders"
 
 

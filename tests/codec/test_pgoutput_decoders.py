@@ -240,7 +240,7 @@ def test_both_decoders_agree_on_every_run(
 
 @SLOW
 @given(runs(), st.sets(st.sampled_from([16401, 16402])))
-def test_both_decoders_agree_on_tables_set_aside(messages: list[bytes], aside: set[int]):
+def test_both_decoders_agree_on_tables_quarantined(messages: list[bytes], aside: set[int]):
     ops = decode(messages, TablesByOid(aside=aside))
     for table in ops.tables:
         if table.schema.kind is TableKind.RAW:

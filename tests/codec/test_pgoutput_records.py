@@ -181,7 +181,7 @@ def test_a_table_without_columns_has_rows_all_the_same():
     assert ops.row_count == 2
 
 
-def test_a_table_set_aside_comes_raw_and_can_be_decoded_from_its_rows_alone():
+def test_a_table_quarantined_comes_raw_and_can_be_decoded_from_its_rows_alone():
     change = pg.update(100, ["2", "a", "1.00"], old_key=["1", None, None])
     ops = decode(transaction(1000, RELATION, change, OTHER, pg.insert(200, ["k"])), TablesByOid(aside=[100]))
     (row,) = rows_of(ops)

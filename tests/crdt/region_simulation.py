@@ -123,7 +123,7 @@ class Region:
             site.cuts[self.number] += 1
         self.promise = Promise(Epoch(self.promise.epoch + 1), NodeName(f"node-{self.promise.epoch + 1}"))
         behind = GroupNumber(self.backed)
-        self.lineage = self.lineage.covered_by(behind).with_reign(self.promise, behind)
+        self.lineage = self.lineage.covered_by(behind).with_term(self.promise, behind)
         if not self.world.drops and self.world.chance.random() < 0.5:
             site.kept = None  # a node that hasn't merged anything yet; otherwise the old one is back, and was cut
         self.clock_off_ns += int(self.world.chance.uniform(-2, 2) * 10**9)

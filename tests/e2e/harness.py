@@ -102,7 +102,7 @@ class Home:
             raise AssertionError(f"run --until-caught-up: exit {done.returncode}\n{log.read_text()[-6000:]}")
 
     def caught_up_here(self) -> dict[str, str]:
-        """Do the work of `caught_up`, the lake in this process's Spark; return tables set aside, with reasons."""
+        """Do the work of `caught_up`, the lake in this process's Spark; return quarantined tables, with reasons."""
         self.command("capture", "run", "--until-caught-up")
         return land(self.path)
 
@@ -234,7 +234,7 @@ class Run:
 
 
 def land(home: Path, stream: str = "shop") -> dict[str, str]:
-    """Do the work of `pipeline run --until-caught-up` in this process; return the tables set aside, with their reasons.
+    """Do the work of `pipeline run --until-caught-up` in this process; return the quarantined tables, with their reasons.
 
     The test asks for the fixture `spark`: a session opened here would keep its files in the home, and outlive
     it.
@@ -252,7 +252,7 @@ def _landed(home: Path, stream: str) -> dict[str, str]:
     lifeline.drain.set()
     outcome = run_pipelines(OpenedHome.find(str(home)), lifeline, on_progress=lambda _facts: None)[stream]
     assert outcome["caught_up"], outcome
-    return dict(outcome["set_aside"])
+    return dict(outcome["quarantined"])
 
 
 def alive(pid: int) -> bool:

@@ -193,7 +193,7 @@ def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on
             source.execute("INSERT INTO blocked VALUES (2); INSERT INTO free VALUES (2)")
             wait_for(lambda: to_number(there, "public.free") == 2, "the other table goes on", timeout_s=240)
             (state,) = [t for t in home.status()["streams"][0]["tables"] if t["name"] == "public.blocked"]
-            assert state["state"] == "set_aside"
+            assert state["state"] == "quarantined"
             assert "public.blocked" in state["reason"]
             there.execute("DROP TABLE public.blocked")
             home.command("tables", "retry", "public.blocked")

@@ -45,7 +45,7 @@ def test_a_type_that_cannot_follow_is_mended_by_what_its_reason_says(
 
         assert rows(home, "SELECT name FROM public.customers") == [("b",)], "the others go on"
         told = table(home, "public.orders")
-        assert told["state"] == "set_aside"
+        assert told["state"] == "quarantined"
         assert "placed was timestamp[us, tz=UTC] in the lake and is now date32[day]" in told["reason"]
         remedy = "pipeline rebuild public.orders --from source"
         assert remedy in told["hint"]

@@ -303,7 +303,7 @@ def test_messages_raw_records_appends_and_odd_values(home: Path):
         1, "_messages", Column("prefix", pa.string()), Column("content", pa.binary()), Column("transactional", pa.bool_()),
         kind=TableKind.MESSAGES,
     )  # fmt: skip
-    raw = table(2, "set aside", Column("message", pa.binary()), kind=TableKind.RAW)
+    raw = table(2, "quarantined", Column("message", pa.binary()), kind=TableKind.RAW)
     odd = table(
         3, "odd", Column("id", pa.int16()), Column("d", pa.decimal128(38, 12)), Column("at", pa.timestamp("us")),
         Column("day", pa.date32()), Column("l", pa.list_(pa.string())), Column("f", pa.list_(pa.float32())),

@@ -479,7 +479,7 @@ def test_every_record_is_exported_or_counted_as_left_out(filled: Home, tmp_path:
             "line protocol has no deletes": 1,
             "line protocol has no truncates": 2,
             "they have no time, or one beyond 64 bits of nanoseconds": 1,
-            "their table was set aside when they came": 1,
+            "their table was quarantined when they came": 1,
         }
         if style == "line-protocol"
         else {}

@@ -807,7 +807,7 @@ def test_what_a_newer_version_made_is_refused(target: PostgresTarget, asked: Cal
         begin(target, [])
 
 
-def test_a_destination_knows_which_tables_were_set_aside(
+def test_a_destination_knows_which_tables_were_quarantined(
     target: PostgresTarget, table: TableSchema, records: Records
 ) -> None:
     """A destination restored from an old backup lacks the records that have landed in them since."""

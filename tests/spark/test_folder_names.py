@@ -38,7 +38,7 @@ def test_names_that_differ_by_case_alone_have_a_folder_each(
         # A driver of its own: it knows only what the lake reports.
         config = config_of(home.path, home.stream, spark_options, views=VIEWS)
         outcome = drain(config, home.catalog)
-        assert not outcome.set_aside
+        assert not outcome.quarantined
         return config.layout
 
     first = home.table("public.User", id=pa.int64())

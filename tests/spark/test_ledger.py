@@ -1,4 +1,4 @@
-"""A sink's notes about tables that are set aside: they outlive the home's own notes, and never the log."""
+"""A sink's notes about tables that are quarantined: they outlive the home's own notes, and never the log."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_every_table_lands_and_ends_folded_at_one_cut(home: Home, spark_options:
     outcome = drain(config, home.catalog, seen)
 
     assert outcome.caught_up
-    assert outcome.set_aside == {}
+    assert outcome.quarantined == {}
     assert outcome.n == home.log.persisted_upto()
     assert outcome.rows == sum(model.records for model in models) == seen[-1].rows
     for model in models:
@@ -216,7 +216,7 @@ def test_a_table_whose_copy_runs_is_appended_and_not_folded(home: Home, spark_op
     assert DeltaTable(str(home.path / "lake" / "shop" / "current" / "public.copying")).version() <= 1
 
 
-def test_a_table_that_fails_is_set_aside_alone_and_catches_up_once_mended(
+def test_a_table_that_fails_is_quarantined_alone_and_catches_up_once_mended(
     home: Home, spark_options: SparkOptions
 ) -> None:
     [good, bad] = two_tables(home)
@@ -226,7 +226,7 @@ def test_a_table_that_fails_is_set_aside_alone_and_catches_up_once_mended(
     write_deltalake(str(foreign), pa.table({"a": [1]}))
     outcome = drain(config, home.catalog)
 
-    assert list(outcome.set_aside) == ["public.parts"]
+    assert list(outcome.quarantined) == ["public.parts"]
     assert outcome.n == home.log.persisted_upto()
     good.check(home.path)
     needed = home.catalog.needed_from(home.stream)
@@ -235,7 +235,7 @@ def test_a_table_that_fails_is_set_aside_alone_and_catches_up_once_mended(
     shutil.rmtree(foreign)
     write(home, [good, bad])
     outcome = drain(config, home.catalog)
-    assert outcome.set_aside == {}
+    assert outcome.quarantined == {}
     assert set(home.catalog.needed_from(home.stream)) == {"lake"}
     good.check(home.path)
     bad.check(home.path)
@@ -343,7 +343,7 @@ def test_a_table_that_cannot_be_written_is_told_of_while_it_is_tried_again(
     asked.set()
     outcome = run_pipeline(config, home.catalog, stop=threading.Event(), drain=asked, on_progress=mend)
     assert [list(progress.trying) for progress in told if progress.trying][:1] == [["public.parts"]]
-    assert outcome.set_aside == {}
+    assert outcome.quarantined == {}
     assert not told[-1].trying
     for model in models:
         model.check(home.path)

@@ -93,7 +93,7 @@ def test_versions_are_kept_beside_the_rows_and_named_by_the_cut(
     home.commit(insert(home.table("public.keyless", key=(), a=pa.int64()), a=1))
     story.go_on(30)
     config = config_of(home.path, home.stream, spark_options, views=VIEWS, batch_bytes_max=7_000)
-    assert drain(config, home.catalog).set_aside == {}
+    assert drain(config, home.catalog).quarantined == {}
     story.check()
     story.go_on(30)
     # Delta's checkpoints only speed up readers of its log: without them the commits are read.
@@ -161,7 +161,7 @@ def test_a_running_pipeline_builds_anew_what_is_asked_for_beside_its_batches(
         rebuilds.ask(story.schema.table_id, ["current", "scd2"])
         eventually(lambda: rebuilds.outcome(story.schema.table_id) is not None, "the request is settled", 240)
         story.go_on(5)
-        assert pipeline.finish(pipeline.drain).set_aside == {}
+        assert pipeline.finish(pipeline.drain).quarantined == {}
     told = rebuilds.outcome(story.schema.table_id)
     assert told is not None
     assert {view: (facts["state"], facts["aside"]) for view, facts in told.items()} == {
@@ -191,6 +191,6 @@ def test_a_history_that_was_deleted_begins_anew_behind_the_batches_that_have_lan
         copied = [Change(story.schema, Op.TRUNCATE), *(insert(story.schema, **row) for row in story.rows.values())]
         home.commit(*copied)
         home.catalog.set_state(story.schema.table_id, TableState.STREAMING)
-        assert pipeline.finish(pipeline.drain).set_aside == {}
+        assert pipeline.finish(pipeline.drain).quarantined == {}
     assert rebuilds.outcome(story.schema.table_id) == {"history": {"state": "done", "aside": f"{history}.set-aside-1"}}
     assert {row["id"]: row for row in rows_in(home.path, "current", "public.items")} == story.rows

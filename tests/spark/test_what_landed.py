@@ -1,7 +1,7 @@
 """Retention during a pipeline that fails, is killed and returns: the log keeps what the lake lacks, and nothing else.
 
 The log, the catalog, the ledger, the cuts and retention are the real ones. So is the order in which a batch
-lands, is set aside and catches up. Spark is simulated: it plans batches and notes finished ones in its own
+lands, is quarantined and catches up. Spark is simulated: it plans batches and notes finished ones in its own
 files. The records that it would append to a table's history are remembered here, number by number, as the
 oracle.
 """
@@ -359,7 +359,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             assert len(numbers) == len(set(numbers))
 
     @invariant()
-    def who_holds_the_log_is_the_pipeline_and_what_it_has_set_aside(self) -> None:
+    def who_holds_the_log_is_the_pipeline_and_what_it_has_quarantined(self) -> None:
         holders = {position.name for position in self.catalog.pipelines(self.stream)}
         assert holders == {"lake", *(f"lake/{table}" for table in self.ledger.held)}
 

@@ -555,9 +555,9 @@ def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_o
             connection.execute("INSERT INTO orders VALUES (2)")
         wait_for(lambda: len(rows_of(home, "orders", "shop")) == 2)
         opened.append("shop", "clicks", {"id": 2})
-        wait_for(lambda: any(t["state"] == "set_aside" for t in opened.status()["streams"][0]["tables"]))
+        wait_for(lambda: any(t["state"] == "quarantined" for t in opened.status()["streams"][0]["tables"]))
     tables = {(t["name"], t["state"]) for t in json.loads(done(home, "tables", "--json"))}
-    assert tables == {("public.orders", "streaming"), ("public.clicks", "streaming"), ("public.clicks", "set_aside")}
+    assert tables == {("public.orders", "streaming"), ("public.clicks", "streaming"), ("public.clicks", "quarantined")}
     with millstream.open(home) as fresh:
         fresh.append("shop", "clicks", {"id": 3})
     refused = run(home, "tables", "retry", "public.clicks")

@@ -399,7 +399,7 @@ def test_a_held_table_is_taken_later_where_nothing_else_was_put_into_the_log_mea
     assert set(home.take().progress.held) == {"public.visits"}
     home.keys["visits"] = ("id",)
     assert home.take().progress.held == {}
-    with pytest.raises(UsageError, match="is not set aside"):
+    with pytest.raises(UsageError, match="is not quarantined"):
         retry_table(home.catalog, home.stream, "visits", buffer=NAME)
     home.take()
     assert home.texts("visits") == ["v0", "v1", "v2", "v3"]
@@ -437,7 +437,7 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(home:
         finally:
             stop.set()
             thread.join(180)
-    with pytest.raises(UsageError, match="is not set aside"):
+    with pytest.raises(UsageError, match="is not quarantined"):
         retry("visits")
     assert (home.texts("visits"), home.texts()) == (["v0", "v1", "v2"], ["c1", "c2"])
 

@@ -265,7 +265,7 @@ def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:
 
 
 def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
-    """Yield the tables that capture or the lake set aside; one line if there are none."""
+    """Yield the tables that capture or the lake quarantined; one line if there are none."""
     from millstream.catalog import examine_catalog
 
     check = f"tables of {name}"
@@ -280,18 +280,18 @@ def _tables(home: Home, name: str) -> Iterator[Diagnosis]:
     except (MillstreamError, OSError) as error:
         yield _failed(check, error, "home")
         return
-    aside = [table for table in tables if table["state"] == "set_aside"]
+    aside = [table for table in tables if table["state"] == "quarantined"]
     for table in aside:
         yield Diagnosis(
             check,
-            "table_set_aside",
-            f"{table['name']} is set aside: {table['reason']}",
+            "table_quarantined",
+            f"{table['name']} is quarantined: {table['reason']}",
             "table",
             what_to_run(table, name if len(home.config.streams) > 1 else ""),
             table=table["name"],
         )
     if not aside:
-        yield Diagnosis(check, "ok", f"none of {len(tables)} is set aside")
+        yield Diagnosis(check, "ok", f"none of {len(tables)} is quarantined")
 
 
 def _regions(home: Home, name: str, stream: StreamConfig) -> str:

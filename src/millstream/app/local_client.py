@@ -489,7 +489,7 @@ def open_lake(
     return LakeSession(
         lake_layout(home, name, config, stream_id),
         as_of=moment,
-        held=lambda: _set_aside(home, stream_id),
+        held=lambda: _quarantined(home, stream_id),
         known=lambda: _known(home, name, stream_id),
         landed_by=_landed_elsewhere(home, name),
         bounds=bounds,
@@ -522,8 +522,8 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
     ]
 
 
-def _set_aside(home: Home, stream: StreamId) -> dict[str, str]:
-    """Return the names of tables that capture or the pipeline has set aside, with the reason."""
+def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:
+    """Return the names of tables that capture or the pipeline has quarantined, with the reason."""
     from millstream.app.tables import list_tables
     from millstream.catalog import TableState
 
@@ -531,4 +531,4 @@ def _set_aside(home: Home, stream: StreamId) -> dict[str, str]:
         return {}
     with home.open_catalog() as catalog:
         found = list_tables(catalog, stream)
-    return {table["name"]: table["reason"] for table in found if table["state"] == TableState.SET_ASIDE.value}
+    return {table["name"]: table["reason"] for table in found if table["state"] == TableState.QUARANTINED.value}

@@ -56,7 +56,7 @@ class StreamPipeline:
         """
 
         def on_progress(progress: PipelineProgress) -> None:
-            self._say_set_aside(progress.set_aside)
+            self._say_quarantined(progress.quarantined)
             self._say_trying(progress.trying)
             self._say_replay(progress)
             self.progress = progress
@@ -85,12 +85,12 @@ class StreamPipeline:
                 # restarts it.
                 lifeline.stop.set()
 
-    def _say_set_aside(self, now: Mapping[str, str]) -> None:
-        """Log each table that was set aside, or that continues, since the last progress."""
-        before = {} if self.progress is None else self.progress.set_aside
+    def _say_quarantined(self, now: Mapping[str, str]) -> None:
+        """Log each table that was quarantined, or that continues, since the last progress."""
+        before = {} if self.progress is None else self.progress.quarantined
         for table in sorted(now.keys() - before.keys()):
             logger.warning(
-                "table set aside; `millstream tables` says what to run",
+                "table quarantined; `millstream tables` says what to run",
                 stream=self.name,
                 table=table,
                 reason=now[table],
@@ -170,7 +170,7 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
     """Land every configured stream until told to stop, or to drain and end.
 
     Returns:
-        By stream: `n`, `token`, `rows`, `caught_up`, `set_aside`.
+        By stream: `n`, `token`, `rows`, `caught_up`, `quarantined`.
 
     Raises:
         HomeBusy: another process runs the home's pipelines.
@@ -275,7 +275,7 @@ def _say_spark(lifeline: Lifeline, state: str, seconds: float | None) -> None:
 
 def _progress_facts(progress: PipelineProgress) -> dict[str, Any]:
     facts = dataclasses.asdict(progress)
-    facts["set_aside"], facts["trying"] = dict(progress.set_aside), dict(progress.trying)
+    facts["quarantined"], facts["trying"] = dict(progress.quarantined), dict(progress.trying)
     for which, replay in (("replay", progress.replay), ("replayed", progress.replayed)):
         facts[which] = None if replay is None else replay.as_dict()
     return facts
@@ -287,5 +287,5 @@ def _outcome_facts(outcome: PipelineOutcome) -> dict[str, Any]:
         "token": outcome.token,
         "rows": outcome.rows,
         "caught_up": outcome.caught_up,
-        "set_aside": dict(outcome.set_aside),
+        "quarantined": dict(outcome.quarantined),
     }

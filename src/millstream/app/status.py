@@ -98,7 +98,7 @@ def _appending(home: HomePaths) -> dict[str, int | None]:
 
 
 def held_tables(catalog: Catalog, stream: StreamId) -> dict[str, dict[str, Any]]:
-    """Return the facts of tables that the lake's pipeline has set aside, by table id as text."""
+    """Return the facts of tables that the lake's pipeline has quarantined, by table id as text."""
     return catalog.facts(held_scope(stream))
 
 
@@ -393,7 +393,7 @@ def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> list[TableRow]:
-    """Return the tables to show: those that the source has, and others that are set aside in the lake.
+    """Return the tables to show: those that the source has, and others that are quarantined in the lake.
 
     A table that was dropped at the source holds the log until the lake has the rest of it: an operator
     has to see it, and fix it.
@@ -442,7 +442,7 @@ def tables_of(
     held = held_tables(catalog, stream)
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     # A fold that fails sets a table aside too; only the running pipeline knows.
-    failed, trying = dict(landing.get("set_aside", {})), dict(landing.get("trying", {}))
+    failed, trying = dict(landing.get("quarantined", {})), dict(landing.get("trying", {}))
     paused = catalog.paused_copies(stream)
     return [
         table_facts(
@@ -466,7 +466,7 @@ def table_facts(
 ) -> dict[str, Any]:
     """Return the facts of one table.
 
-    Its state is `set_aside` if capture or the lake has set it aside, and the reason names which; `paused`
+    Its state is `quarantined` if capture or the lake has quarantined it, and the reason names which; `paused`
     if its copy is. A table that the lake retries keeps its state, with the reason.
     """
     name = qualified_name(row.namespace, row.name)
@@ -477,9 +477,9 @@ def table_facts(
     reason = f"lake: tried again: {again}" if again else reason
     lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")
     if lake_reason:
-        state, reason = "set_aside", f"lake: {lake_reason}"
-    # Records of a table that is set aside wait for an operator, and aren't counted in history.
-    lag = None if state == "set_aside" else landed
+        state, reason = "quarantined", f"lake: {lake_reason}"
+    # Records of a table that is quarantined wait for an operator, and aren't counted in history.
+    lag = None if state == "quarantined" else landed
     copies = captured.get("copies") or {}
     return {
         "name": name,
@@ -500,14 +500,14 @@ def table_facts(
 
 
 def what_to_run(table: Mapping[str, Any], stream: str = "") -> str:
-    """Return what to do about a table that is set aside or waits; empty if nothing has to be done.
+    """Return what to do about a table that is quarantined or waits; empty if nothing has to be done.
 
     Args:
         table: its facts, as `table_facts` returns them.
         stream: the stream's name, if the command has to name it.
     """
     hint = str(table["hint"])
-    if table["state"] != "set_aside" or (hint and table["reason"].startswith("lake: ")):
+    if table["state"] != "quarantined" or (hint and table["reason"].startswith("lake: ")):
         return hint
     of = ["--stream", stream] if stream else []
     retry = f"run `{shlex.join(['millstream', 'tables', 'retry', table['name'], *of])}`."

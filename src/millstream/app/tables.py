@@ -32,7 +32,7 @@ def list_tables(
 
 
 def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str | None = None) -> str:
-    """Request that a table that was set aside is picked up again; return what will happen.
+    """Request that a table that was quarantined is picked up again; return what will happen.
 
     Args:
         catalog: the home's.
@@ -42,7 +42,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
 
     Raises:
         UnknownTable: the stream has none of that name.
-        UsageError: it isn't set aside, or applications write a table of the same name.
+        UsageError: it isn't quarantined, or applications write a table of the same name.
     """
     from millstream.writers.buffer_consumer import ask_again, facts_scope
 
@@ -66,14 +66,14 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str |
         if fact is not None:
             catalog.put_fact(held_scope(stream), str(int(row.id)), fact | {"retry": True})
             done.append("the pipeline tries it again, from where it stopped")
-        if row.state is TableState.SET_ASIDE and catalog.set_state(
-            row.id, TableState.COPY_REQUESTED, "asked for by `tables retry`", only_from=[TableState.SET_ASIDE]
+        if row.state is TableState.QUARANTINED and catalog.set_state(
+            row.id, TableState.COPY_REQUESTED, "asked for by `tables retry`", only_from=[TableState.QUARANTINED]
         ):
             catalog.resume_copy(stream, row.id)
             done.append("capture takes it up again, beginning with a copy")
     if not done:
         raise UsageError(
-            f"{table} is not set aside; it is {rows[0].state.value}", hint="`millstream tables` shows states."
+            f"{table} is not quarantined; it is {rows[0].state.value}", hint="`millstream tables` shows states."
         )
     return "; ".join(dict.fromkeys(done))
 
@@ -88,7 +88,7 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str) -> str:
     row = catalog.find_table(stream, *parse_qualified_name(table))
     if not row.is_captured:
         raise UsageError(f"applications write {table}: there is nothing to copy it from")
-    states = [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED, TableState.SET_ASIDE]
+    states = [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED, TableState.QUARANTINED]
     if not catalog.set_state(row.id, TableState.COPY_REQUESTED, "asked for by `tables copy`", only_from=states):
         raise UsageError(
             f"{table} is {row.state.value} and can't be copied: {row.reason}",

@@ -127,8 +127,8 @@ class CaptureOutcome:
     """Tables captured, `schema.name`."""
     paused: tuple[str, ...] = ()
     """Tables whose copies are paused: capture didn't wait for them."""
-    set_aside: Mapping[str, str] = field(default_factory=dict)
-    """Tables set aside, each with its reason."""
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    """Quarantined tables, each with its reason."""
     slot: str = ""
     """The slot that the source keeps WAL for; empty if it has none of ours, or capture never got to it."""
     slot_holds_bytes: int | None = None

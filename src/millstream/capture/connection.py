@@ -80,7 +80,7 @@ def take_bytes_as_they_are(connection: psycopg.Connection[tuple[Any, ...]]) -> N
     """Make a database of the encoding SQL_ASCII, which may hold any bytes, send them unchanged.
 
     With UTF-8 as the client encoding, the server would check every value and end the stream at the first that isn't
-    UTF-8. This way one table is set aside. Don't read names over the connection afterwards: psycopg returns them as
+    UTF-8. This way one table is quarantined. Don't read names over the connection afterwards: psycopg returns them as
     bytes.
     """
     if connection.info.parameter_status("server_encoding") == "SQL_ASCII":

@@ -106,7 +106,7 @@ def run_capture(
         clock: for waiting between attempts; real time by default.
 
     Returns:
-        How it ended, with the tables that were set aside, which isn't an error.
+        How it ended, with the tables that were quarantined, which isn't an error.
 
     Raises:
         MillstreamError: an error that a retry can't mend: the first connection failed, the slot is lost, the log is
@@ -580,8 +580,10 @@ class _Capture:
             paused=tuple(
                 qualified_name(row.namespace, row.name) for row in rows if row.state in UNFINISHED and row.id in paused
             ),
-            set_aside={
-                qualified_name(row.namespace, row.name): row.reason for row in rows if row.state is TableState.SET_ASIDE
+            quarantined={
+                qualified_name(row.namespace, row.name): row.reason
+                for row in rows
+                if row.state is TableState.QUARANTINED
             },
             slot=name,
             slot_holds_bytes=held,

@@ -86,7 +86,7 @@ class CatalogDirectory:
         return self._row(facts.oid, facts.namespace, facts.name, has_identity=facts.usable)
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
-        """Return the table's schema under this relation: kind TABLE, or RAW if it is set aside; None: not captured."""
+        """Return the table's schema under this relation: kind TABLE, or RAW if it is quarantined; None: not captured."""
         with self._lock:
             row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
@@ -124,13 +124,13 @@ class CatalogDirectory:
             self._messages = self._catalog.put_schema(self.stream, schema)
         return self._messages
 
-    def set_aside(self, relation_oid: int, reason: str) -> TableId | None:
+    def quarantine(self, relation_oid: int, reason: str) -> TableId | None:
         """Set a table aside: from the next run on its changes enter the log undecoded."""
         with self._lock:
             row = self._rows.get(relation_oid)
         if row is None:
             return None
-        self._catalog.set_state(row.id, TableState.SET_ASIDE, reason)
+        self._catalog.set_state(row.id, TableState.QUARANTINED, reason)
         self.refresh()
         return row.id
 
@@ -172,7 +172,7 @@ class CatalogDirectory:
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=usable)
         elif (row.namespace, row.name) != (relation.namespace, relation.name):
             row = self._row(relation.oid, relation.namespace, relation.name, has_identity=True)
-        if row.state is TableState.SET_ASIDE:
+        if row.state is TableState.QUARANTINED:
             plain = raw_schema(relation, source=self._source, table_id=row.id, version=SchemaVersion(0))
             return self._catalog.put_schema(self.stream, plain)
         key = self._key(relation, facts)

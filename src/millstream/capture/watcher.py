@@ -121,7 +121,7 @@ class Tables:
         if table.oid not in self.coverage.oids:
             why = self.coverage.refused.get(table.oid, f"no publication sends it ({self._config.publication})")
             self._set_unsent_aside(table, row, why)
-        elif row.state is TableState.SET_ASIDE and row.details.get("cause") == NOT_PUBLISHED:
+        elif row.state is TableState.QUARANTINED and row.details.get("cause") == NOT_PUBLISHED:
             if table.usable:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
             else:
@@ -135,12 +135,12 @@ class Tables:
             self._settle_truncates(table, row)
 
     def _set_unsent_aside(self, table: SourceTable, row: TableRow, why: str, hint: str = "") -> None:
-        """Set aside a table that no publication sends; it is copied once one does."""
+        """Quarantine a table that no publication sends; it is copied once one does."""
         ours = row.details.get("cause") == NOT_PUBLISHED
-        if row.state is not TableState.SET_ASIDE or (ours and row.reason != why):
-            logger.warning("table set aside", table=table.full_name, reason=why)
+        if row.state is not TableState.QUARANTINED or (ours and row.reason != why):
+            logger.warning("table quarantined", table=table.full_name, reason=why)
             details = {"cause": NOT_PUBLISHED, "hint": hint}
-            self._catalog.set_state(row.id, TableState.SET_ASIDE, why, details=details)
+            self._catalog.set_state(row.id, TableState.QUARANTINED, why, details=details)
 
     def _settle_layout(self, table: SourceTable, row: TableRow, sent: Restriction | None) -> None:
         """Request a copy of a table if its existing rows, or the part that is sent, changed with its definition."""

@@ -207,7 +207,7 @@ def _states(
             states[number] = (TableState.STREAMING, _REASON)
         elif (False, schema.namespace, schema.name) in present or schema.kind is TableKind.RAW:
             taken = schema.kind is not TableKind.RAW
-            states[number] = (TableState.SET_ASIDE, NAME_TAKEN if taken else f"{_REASON} set aside")
+            states[number] = (TableState.QUARANTINED, NAME_TAKEN if taken else f"{_REASON} quarantined")
         elif not schema.identity and schema.replica_identity is ReplicaIdentity.NOTHING:
             states[number] = (TableState.HISTORY_ONLY, _REASON)
         else:
@@ -234,5 +234,5 @@ def _row(stream: StreamId, table: LoggedTable, state: tuple[TableState, str]) ->
 
 
 def _kind(schema: TableSchema) -> TableKind:
-    """Return a table's kind: a table that is set aside has schemas of raw changes."""
+    """Return a table's kind: a table that is quarantined has schemas of raw changes."""
     return TableKind.TABLE if schema.kind is TableKind.RAW else schema.kind

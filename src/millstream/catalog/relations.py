@@ -56,7 +56,7 @@ class Relations(CatalogPart):
         A relation is identified by its OID within the same system and database, whatever the timeline, and by `kind`.
         An existing table keeps id, shard and state; its name follows a rename. A table that is `GONE` is never found:
         a relation that comes back is a new table. If applications write a table of the relation's name, its table is
-        set aside: otherwise the two would have one location in the lake.
+        quarantined: otherwise the two would have one location in the lake.
         """
         with self._database.write() as connection:
             lock_stream(connection, stream)
@@ -85,7 +85,7 @@ class Relations(CatalogPart):
                 source != 0 and kind is TableKind.TABLE and _written(connection, stream, namespace, name) is not None
             )
             if taken:
-                state, reason = TableState.SET_ASIDE, NAME_TAKEN
+                state, reason = TableState.QUARANTINED, NAME_TAKEN
             stands = {"state": state.value, "reason": reason, "changed_us": now_us()}
             named = {"namespace": namespace, "name": name}
             if row is None:

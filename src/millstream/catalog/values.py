@@ -25,7 +25,7 @@ class TableState(StrEnum):
     """The copy is whole; its changes are captured."""
     HISTORY_ONLY = "history_only"
     """Captured, but without a usable identity: it has no `current` view. The reason names the cause."""
-    SET_ASIDE = "set_aside"
+    QUARANTINED = "quarantined"
     """It failed; its changes enter the log undecoded until it is retried. The reason names the cause."""
     GONE = "gone"
     """Dropped at the source or left out by the configuration; its records stay."""

@@ -116,10 +116,10 @@ class RunReport:
 
     def conclude(self, outcome: RunOutcome) -> None:
         """Print how it ended, and what the source still keeps for us."""
-        for table, reason in sorted(outcome.set_aside.items()):
+        for table, reason in sorted(outcome.quarantined.items()):
             say_error(
                 {
-                    "code": "table_set_aside",
+                    "code": "table_quarantined",
                     "message": f"{table}: {reason}",
                     "hint": "Read the reason with `millstream tables`, then run `millstream tables retry T`.",
                 }
@@ -188,19 +188,19 @@ class PartReport:
     def conclude(self, outcome: dict[str, Any], *, must_catch_up: bool) -> int:
         """Print how it ended; return the exit code."""
         self._line.clear()
-        set_aside = {
+        quarantined = {
             f"{stream}: {table}": reason
             for stream, facts in outcome.items()
-            for table, reason in facts.get("set_aside", {}).items()
+            for table, reason in facts.get("quarantined", {}).items()
         }
-        for table, reason in sorted(set_aside.items()):
-            say_error({"code": "table_set_aside", "message": f"{table}: {reason}", "hint": ""})
+        for table, reason in sorted(quarantined.items()):
+            say_error({"code": "table_quarantined", "message": f"{table}: {reason}", "hint": ""})
         paused = [f"{stream}: {table}" for stream, facts in outcome.items() for table in facts.get("paused", ())]
         _say_paused(paused)
         if not must_catch_up:
             return 0
         caught_up = bool(outcome) and all(facts.get("caught_up") for facts in outcome.values())
-        return 0 if caught_up and not set_aside and not paused else 1
+        return 0 if caught_up and not quarantined and not paused else 1
 
 
 def _say_paused(tables: Sequence[str]) -> None:
@@ -238,7 +238,7 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     # captured ones.
     waiting = progress["lag_records"]
     if not waiting:
-        aside = progress.get("set_aside") or {}
+        aside = progress.get("quarantined") or {}
         return f"→ lake: has everything except {', '.join(sorted(aside))}" if aside else "→ lake: has everything"
     words = f"→ lake: {waiting:,} or fewer records behind, {progress['rows_per_s'] or 0:,.0f}/s"
     lag = progress["lag_s"]

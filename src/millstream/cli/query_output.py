@@ -30,7 +30,7 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
     for name, reason in lake.missing.items():
         note(f"not readable: {name}: {reason}")
     for name, reason in lake.held_back.items():
-        note(f"set aside: {name}: {reason}")
+        note(f"quarantined: {name}: {reason}")
     if lake.is_left_behind:
         note(
             f"{lake.landed_by} leads the stream and writes its tables; the tables in this node's folder are as old as "

@@ -38,7 +38,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
 
     A process that dies is started again. One that can't start is reported, and the others continue.
     With --until-caught-up the command exits when everything is durable in the log, landed in the
-    lake and folded; it serves no HTTP. It fails (exit code 1) if a table was set aside or its copy
+    lake and folded; it serves no HTTP. It fails (exit code 1) if a table was quarantined or its copy
     is paused, once the others are done.
     """
     from millstream.cli.progress import JsonReport, RunReport
@@ -54,7 +54,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     if until_caught_up:
         if outcome.interrupted:
             sys.exit(130)
-        sys.exit(0 if outcome.caught_up and not outcome.set_aside and not outcome.paused else 1)
+        sys.exit(0 if outcome.caught_up and not outcome.quarantined and not outcome.paused else 1)
     sys.exit(1 if outcome.errors.keys() & {"capture", "pipeline"} else 0)
 
 

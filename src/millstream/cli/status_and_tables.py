@@ -229,11 +229,11 @@ def _holder_words(stream: dict[str, Any], holder: str) -> str:
         return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder}"
     _, _, table_id = holder.partition("/")
     name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
-    return f"{name or f'table {table_id}'}, which is set aside"
+    return f"{name or f'table {table_id}'}, which is quarantined"
 
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:
-    """Print the commands for tables that were set aside, or that wait."""
+    """Print the commands for tables that were quarantined, or that wait."""
     from millstream.app.status import what_to_run
 
     for table in tables:
@@ -321,7 +321,7 @@ def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog
 @stream_option
 @pass_session
 def tables_retry(session: Session, table: str, stream: str | None) -> None:
-    """Retry a table that was set aside by capture or by the pipeline, or that the reader of a write buffer holds."""
+    """Retry a table that was quarantined by capture or by the pipeline, or that the reader of a write buffer holds."""
     from millstream.app.tables import retry_table
     from millstream.writers.buffered import buffer_name
 

@@ -267,7 +267,7 @@ class _States:
         """Return why a table's rows can't be compared with the source's; empty if they can."""
         held = self.held.get(str(int(row.id)))
         if held is not None:
-            return f"set aside in the lake: {held.get('reason', '')}"
+            return f"quarantined in the lake: {held.get('reason', '')}"
         known = self.rows.get(int(row.id), row)
         if known.state is TableState.STREAMING:
             return ""

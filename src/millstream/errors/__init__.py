@@ -380,7 +380,7 @@ class ProtocolViolation(CodecError):
 
 
 class TableUndecodable(CodecError):
-    """A change of one table can't be decoded; the table has to be set aside. Details: table, relation_oid, reason."""
+    """A change of one table can't be decoded; the table has to be quarantined. Details: table, relation_oid, reason."""
 
     code = "table_undecodable"
     retry = Retry.OPERATOR

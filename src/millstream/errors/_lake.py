@@ -36,7 +36,7 @@ class LakeError(MillstreamError):
 
 
 class LakeTableForeign(LakeError):
-    """A lake table holds data that Millstream didn't write; it is set aside. Details: table, path, version."""
+    """A lake table holds data that Millstream didn't write; it is quarantined. Details: table, path, version."""
 
     code = "lake_table_foreign"
     retry = Retry.OPERATOR

@@ -59,8 +59,8 @@ class MillstreamError(Exception):
             Retry.OPERATOR,
             "Set [http] listen in millstream.toml (or MILLSTREAM_HTTP__LISTEN) to a free address.",
         ),
-        "table_set_aside": Code(
-            "The table is set aside: the log keeps its records undecoded until it is repaired; details: table, reason.",
+        "table_quarantined": Code(
+            "The table is quarantined: the log keeps its records undecoded until it is repaired; details: table, reason.",
             Retry.OPERATOR,
             "Run `millstream tables` for the reason, then `millstream tables retry T`.",
         ),

@@ -31,7 +31,7 @@ _TIMES: Final = frozenset({"time", "time_ns"})
 _NO_POINTS: Final = {
     "d": "line protocol has no deletes",
     "t": "line protocol has no truncates",
-    "raw": "their table was set aside when they came",
+    "raw": "their table was quarantined when they came",
 }
 """Operations without a point, each with the reason."""
 

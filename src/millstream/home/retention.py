@@ -46,7 +46,7 @@ def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] 
             continue
         tracker.needs(position.name, position.kind, position.needed_from, position.position)
         if position.kind is HolderKind.PIPELINE:
-            # Tables that the pipeline has set aside are holders of their own.
+            # Tables that the pipeline has quarantined are holders of their own.
             tracker.landed(position.name, Seq(1), position.landed)
     for name, needed_from in merges.items():
         tracker.needs(name, HolderKind.MERGE, needed_from)

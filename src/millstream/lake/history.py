@@ -68,7 +68,7 @@ def append_history(
         LakeConflict: another task committed first; call again.
         LakeError (`lake_history_lost`): records that the table had at the last cut are gone.
     """
-    assert schema.kind is not TableKind.RAW, "rows of a table that is set aside have no place in the lake"
+    assert schema.kind is not TableKind.RAW, "rows of a table that is quarantined have no place in the lake"
     path = layout.table_path("history", schema)
     app = layout.app_id("history", schema.table_id)
     opened = open_table(layout, path, app)

@@ -36,7 +36,7 @@ class TableKind(StrEnum):
     MESSAGES = "messages"
     """A source's logical messages: columns `prefix`, `content`, `transactional`; its history is `_messages`."""
     RAW = "raw"
-    """Changes of a table that is set aside, as they came: one column `message`, bytes of the protocol."""
+    """Changes of a table that is quarantined, as they came: one column `message`, bytes of the protocol."""
 
 
 @dataclass(frozen=True, slots=True)

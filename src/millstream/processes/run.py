@@ -24,8 +24,8 @@ class RunOutcome:
 
     caught_up: bool
     interrupted: bool
-    set_aside: dict[str, str] = field(default_factory=dict)
-    """Tables that were set aside (`stream: schema.table`), each with its reason."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Tables that were quarantined (`stream: schema.table`), each with its reason."""
     paused: list[str] = field(default_factory=list)
     """Tables whose copies are paused (`stream: schema.table`): the run didn't wait for them."""
     errors: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -119,11 +119,11 @@ class _Conductor:
             name: list(parts[name].outcome.get("streams", {}).items()) if name in parts else []
             for name in ("capture", "pipeline")
         }
-        set_aside = {
+        quarantined = {
             f"{stream}: {table}": str(reason)
             for told in streams.values()
             for stream, facts in told
-            for table, reason in facts.get("set_aside", {}).items()
+            for table, reason in facts.get("quarantined", {}).items()
         }
         errors = {
             name: running.error or {"message": "it could not be started"}
@@ -137,4 +137,4 @@ class _Conductor:
         )
         slots = {facts["slot"]: facts.get("slot_holds_bytes") for _, facts in streams["capture"] if facts.get("slot")}
         paused = [f"{stream}: {table}" for stream, facts in streams["capture"] for table in facts.get("paused", ())]
-        return RunOutcome(caught_up, self.supervisor.interruptions > 0, set_aside, paused, errors, slots)
+        return RunOutcome(caught_up, self.supervisor.interruptions > 0, quarantined, paused, errors, slots)

@@ -62,7 +62,7 @@ class HolderKind(StrEnum):
 
     PIPELINE = "pipeline"
     BACKLOG = "backlog"
-    """A table that a pipeline has set aside: the records that it lacks."""
+    """A table that a pipeline has quarantined: the records that it lacks."""
     SESSIONS = "sessions"
     """The log's writer: writes of applications that the copy of its sessions lacks."""
     CONSUMER = "consumer"

@@ -49,8 +49,8 @@ class Health:
         parts = {part: found["processes"].get(part) is not None for part in ("owner", "pipeline")}
         healthy = all(parts.values()) and not found["problems"]
         # A restart wouldn't help these, so they don't make the home unhealthy.
-        waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "set_aside"]
-        facts = {"healthy": healthy, **parts, "problems": found["problems"], "set_aside": waiting}
+        waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "quarantined"]
+        facts = {"healthy": healthy, **parts, "problems": found["problems"], "quarantined": waiting}
         return healthy, {**facts, "errors": self.errors()}
 
     def errors(self) -> list[dict[str, Any]]:

@@ -256,7 +256,7 @@ def _tables(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
     family = GaugeMetricFamily("millstream_tables", "Tables by state.", labels=["stream", "state"])
     for stream in streams:
         states = [table["state"] for table in stream["tables"]]
-        for state in sorted(set(states) | {"set_aside"}):
+        for state in sorted(set(states) | {"quarantined"}):
             family.add_metric([stream["name"], state], float(states.count(state)))
     return family
 

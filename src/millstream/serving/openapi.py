@@ -84,7 +84,7 @@ _REFUSED: Final[Mapping[int, str]] = {
     404: "There is no such stream or table.",
     405: "The path takes other methods.",
     408: "It didn't come within its time.",
-    409: "The table is captured, has another key, or is set aside; the write's session or key says otherwise; or what is asked for isn't there yet.",
+    409: "The table is captured, has another key, or is quarantined; the write's session or key says otherwise; or what is asked for isn't there yet.",
     410: "What is asked for was dropped: retention went past it.",
     413: "The body is too large.",
     415: "The body is of a type or encoding that isn't taken.",

@@ -40,7 +40,7 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
     "key_changed": HTTPStatus.CONFLICT,
     "table_captured": HTTPStatus.CONFLICT,
-    "table_set_aside": HTTPStatus.CONFLICT,
+    "table_quarantined": HTTPStatus.CONFLICT,
     "offset_beyond_end": HTTPStatus.CONFLICT,
     "token_from_future": HTTPStatus.CONFLICT,
     "log_truncated": HTTPStatus.CONFLICT,

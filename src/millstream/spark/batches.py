@@ -9,7 +9,7 @@ The order, and why a crash after any step neither repeats nor loses anything:
    this batch again.
 4. Spark notes the batch as done.
 
-A table that fails is set aside, durably, before the cut that leaves it out. No later batch is
+A table that fails is quarantined, durably, before the cut that leaves it out. No later batch is
 appended to it, so it can never get a gap, and the log keeps what it lacks.
 """
 
@@ -111,7 +111,7 @@ class BatchLander:
             self.closed = True
 
     def retry_held(self, spark: SparkSession) -> None:
-        """Retry tables that were set aside, if a retry is due or requested. Any thread."""
+        """Retry tables that were quarantined, if a retry is due or requested. Any thread."""
         for held in self.ledger.retries_due():
             with self.lock:
                 self._catch_up(spark, held)
@@ -120,7 +120,7 @@ class BatchLander:
     def _catch_up(self, spark: SparkSession, held: HeldTable) -> None:
         """Append to a table what it lacks up to the last cut, then let it land with the others.
 
-        If that fails, the table is set aside again.
+        If that fails, the table is quarantined again.
         """
         upto = self.ledger.cut.n if self.ledger.cut is not None else held.after
         after = held.after
@@ -256,7 +256,7 @@ class BatchLander:
                 lag_s=None if last is None else last[2],
                 lag_records=max(0, durable - n),
                 tables=self.ledger.progress(),
-                set_aside=self.ledger.set_aside(),
+                quarantined=self.ledger.quarantined(),
                 trying=trying,
                 replay=replay,
                 replayed=self.replay.finished,

@@ -62,7 +62,7 @@ def run_pipeline(
         on_progress: called after each cut and each fold, from other threads.
 
     Returns:
-        The lake's position, and which tables were set aside.
+        The lake's position, and which tables were quarantined.
 
     Raises:
         EngineError (`checkpoint_foreign`): `checkpoint_dir` holds another stream's notes.
@@ -234,7 +234,7 @@ class _Run:
 
     def _outcome(self, *, caught_up: bool) -> PipelineOutcome:
         n = self.ledger.cut.n if self.ledger.cut is not None else Seq(0)
-        return PipelineOutcome(n, self.config.token(n), self.ledger.rows, caught_up, self.ledger.set_aside())
+        return PipelineOutcome(n, self.config.token(n), self.ledger.rows, caught_up, self.ledger.quarantined())
 
 
 _DUMP: Final = re.compile(r"\n*(=== Streaming Query ===|JVM stacktrace:)")

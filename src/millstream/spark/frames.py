@@ -142,7 +142,7 @@ def _one_batch(pieces: list[TableRecords]) -> pa.RecordBatch:
 
 
 def is_raw(schema: TableSchema) -> bool:
-    """Whether the records are of a table that was set aside: bytes of the protocol, which no lake table takes."""
+    """Whether the records are of a table that was quarantined: bytes of the protocol, which no lake table takes."""
     return schema.kind is TableKind.RAW
 
 

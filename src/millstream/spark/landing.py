@@ -120,7 +120,7 @@ class Around:
     cut: Cut | None
     """The last cut."""
     held: frozenset[TableId] = frozenset()
-    """Tables that are set aside."""
+    """Tables that are quarantined."""
     unfinished: frozenset[TableId] = frozenset()
     """Tables whose copy isn't known to be complete at the start of the batch."""
     live: frozenset[TableId] = frozenset()

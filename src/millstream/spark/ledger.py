@@ -1,4 +1,4 @@
-"""The driver's state of its tables: each one's position, what waits for a fold, which are set aside, and the cut.
+"""The driver's state of its tables: each one's position, what waits for a fold, which are quarantined, and the cut.
 
 One object a run, shared by the thread that lands batches and the thread that folds. Cuts are
 committed under its lock, so that rows of `_commits` follow one another and each names versions that
@@ -30,7 +30,7 @@ from millstream.spark.schedule import FoldHistory
 
 RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
-"""The first and the maximum pause before a table that was set aside is retried. A person's repair takes
+"""The first and the maximum pause before a table that was quarantined is retried. A person's repair takes
 minutes, and each attempt reads up to a batch of the log."""
 _NO_VERSION: Final = SchemaVersion(0)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -116,7 +116,7 @@ class Ledger:
         self.cut = config.sink.last_cut()
         """The last cut; None before the lake's first."""
         self._again_s: dict[TableId, float] = {}
-        """By table set aside, when to retry it; at once if this run hasn't yet."""
+        """By table quarantined, when to retry it; at once if this run hasn't yet."""
         self._pause_s: dict[TableId, float] = {}
         if self.cut is not None:
             now = time.monotonic()
@@ -135,10 +135,10 @@ class Ledger:
             self.held[held.table_id] = held
         for table_id, after in config.sink.held().items() if self.cut is not None else ():
             if table_id not in self.held:
-                # Restored from a backup that was made while the table was set aside: it lacks what
+                # Restored from a backup that was made while the table was quarantined: it lacks what
                 # has landed since.
                 name = self.tables[table_id].name if table_id in self.tables else f"table {table_id}"
-                reason = f"it was set aside when the destination was as it is now, and lacks what came behind {after}"
+                reason = f"it was quarantined when the destination was as it is now, and lacks what came behind {after}"
                 self.hold(HeldTable(table_id, name, after, reason, "restored", "It is tried again by itself."))
                 self._again_s.pop(table_id, None)  # at once
 
@@ -216,7 +216,7 @@ class Ledger:
         """Commit a cut: at `n`, or at the last one's position, with the tables' new versions. Any thread.
 
         Args:
-            n: the position that all tables that aren't set aside have reached; None: the last cut's.
+            n: the position that all tables that aren't quarantined have reached; None: the last cut's.
             commits: the results of writes since the last cut.
             newest_us: the newest commit time among the batch's records, µs since 1970.
         """
@@ -268,7 +268,7 @@ class Ledger:
         """Set again which part of the log this pipeline needs. At the start, before any batch.
 
         The position may go down: a lake that was moved away or restored to an earlier state needs
-        again what had landed in it. Needs of tables that aren't set aside are removed: `hold` and
+        again what had landed in it. Needs of tables that aren't quarantined are removed: `hold` and
         `release` leave such needs behind if killed between their two writes.
 
         Args:
@@ -286,7 +286,7 @@ class Ledger:
         self._catalog.set_needed_from(stream, pipeline, needed_from)
 
     def retries_due(self) -> list[HeldTable]:
-        """Return the tables set aside whose retry is due or requested (`request_retry`)."""
+        """Return the quarantined tables whose retry is due or requested (`request_retry`)."""
         if not self.held:
             return []
         now = time.monotonic()
@@ -294,7 +294,7 @@ class Ledger:
         asked = {TableId(int(table_id)) for table_id, fact in facts.items() if fact.get("retry")}
         return [t for t in list(self.held.values()) if t.table_id in asked or now >= self._again_s.get(t.table_id, 0.0)]
 
-    def set_aside(self) -> dict[str, str]:
+    def quarantined(self) -> dict[str, str]:
         """Return the names of the tables that failed, with the reason: in history, or in the fold. Any thread."""
         found = {entry.name: entry.fold_error.message for entry in list(self.tables.values()) if entry.fold_error}
         return found | {table.name: table.reason for table in list(self.held.values())}
@@ -325,12 +325,12 @@ class Ledger:
 
 
 def held_scope(config: PipelineConfig) -> str:
-    """Return the scope of the catalog's facts that name the tables set aside by this pipeline, by table id."""
+    """Return the scope of the catalog's facts that name the quarantined tables by this pipeline, by table id."""
     return f"lake/{config.stream_id}/{config.pipeline}"
 
 
 def request_retry(catalog: Catalog, scope: str, table_id: TableId) -> bool:
-    """Ask the pipeline to retry a table that it set aside; False if it hasn't.
+    """Ask the pipeline to retry a table that it quarantined; False if it hasn't.
 
     A table is also retried at each start.
     """

@@ -136,7 +136,7 @@ class PipelineProgress:
     """A pipeline's progress, after a batch or a fold."""
 
     n: Seq
-    """The last cut, which all tables that aren't set aside have reached."""
+    """The last cut, which all tables that aren't quarantined have reached."""
     rows: int
     """Records landed by this run."""
     rows_per_s: float
@@ -147,7 +147,7 @@ class PipelineProgress:
     lag_records: int
     """Numbers between the cut and the log's durable end: at most that many records wait."""
     tables: tuple[TableProgress, ...]
-    set_aside: Mapping[str, str]
+    quarantined: Mapping[str, str]
     """Names of tables that failed, each with its reason."""
     trying: Mapping[str, str] = field(default_factory=dict)
     """Names of tables whose write failed just now and is retried, each with the reason."""
@@ -165,7 +165,7 @@ class PipelineOutcome:
     token: str
     rows: int
     caught_up: bool
-    set_aside: Mapping[str, str] = field(default_factory=dict)
+    quarantined: Mapping[str, str] = field(default_factory=dict)
     """Names of tables that failed, each with its reason; the others are complete."""
 
 

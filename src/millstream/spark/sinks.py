@@ -51,7 +51,7 @@ class Sink(Protocol):
         """Return the last cut; None before the first."""
 
     def held(self) -> dict[TableId, Seq]:
-        """Return the tables that the target recorded as set aside at the last cut, with each one's landed position."""
+        """Return the tables that the target recorded as quarantined at the last cut, with each one's landed position."""
 
     def commit_cut(
         self,

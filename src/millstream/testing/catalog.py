@@ -256,7 +256,7 @@ class CatalogConformance(WithCatalog):
     def test_a_name_is_an_applications_or_a_captured_tables(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
-        """The first one has the name: the other is refused, or set aside with the reason."""
+        """The first one has the name: the other is refused, or quarantined with the reason."""
 
         def write(name: str) -> TableSchema:
             return catalog.application_table(
@@ -268,11 +268,11 @@ class CatalogConformance(WithCatalog):
             write("orders")
         clicks = write("clicks")
         later = catalog.table_for(stream, source, 2, "public", "clicks", state=TableState.COPY_REQUESTED)
-        assert (later.state, "applications write" in later.reason) == (TableState.SET_ASIDE, True)
+        assert (later.state, "applications write" in later.reason) == (TableState.QUARANTINED, True)
         catalog.set_state(orders.id, TableState.STREAMING)
         assert catalog.table_for(stream, source, 1, "public", "sales").state is TableState.STREAMING
         renamed = catalog.table_for(stream, source, 1, "public", "clicks")
-        assert (renamed.id, renamed.state) == (orders.id, TableState.SET_ASIDE)
+        assert (renamed.id, renamed.state) == (orders.id, TableState.QUARANTINED)
         assert write("clicks") == clicks
         catalog.set_state(later.id, TableState.COPY_REQUESTED, "retried")
         known = catalog.table_for(stream, source, 2, "public", "clicks")
@@ -306,10 +306,10 @@ class CatalogConformance(WithCatalog):
         table = catalog.table_for(stream, source, 16400, "public", "orders")
         assert table.state is TableState.COPY_REQUESTED
         assert catalog.set_state(table.id, "copying", copy_id="c1", only_from=[TableState.COPY_REQUESTED])
-        assert not catalog.set_state(table.id, "streaming", only_from=[TableState.SET_ASIDE])
-        assert catalog.set_state(table.id, "set_aside", "bad value: 'a\0b'", details={"column": "total\0"})
+        assert not catalog.set_state(table.id, "streaming", only_from=[TableState.QUARANTINED])
+        assert catalog.set_state(table.id, "quarantined", "bad value: 'a\0b'", details={"column": "total\0"})
         found = catalog.find_table(stream, "public", "orders")
-        assert (found.state, found.details, found.copy_id) == (TableState.SET_ASIDE, {"column": "total\0"}, "c1")
+        assert (found.state, found.details, found.copy_id) == (TableState.QUARANTINED, {"column": "total\0"}, "c1")
         assert found.reason.startswith("bad value: 'a")
         assert found == catalog.table(table.id)
         with pytest.raises(UnknownTable):

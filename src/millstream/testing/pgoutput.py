@@ -121,7 +121,7 @@ class TablesByOid:
 
     Args:
         ignored: oids of tables that aren't captured.
-        aside: oids of tables that are set aside.
+        aside: oids of tables that are quarantined.
         messages: whether logical messages are captured (as table 1).
     """
 

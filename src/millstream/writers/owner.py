@@ -65,7 +65,7 @@ _WELL_S: Final = 10.0
 _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "reached": 0,
     "tables": [],
-    "set_aside": {},
+    "quarantined": {},
     "paused": [],
     "slot": "",
     "slot_holds_bytes": None,
@@ -383,7 +383,7 @@ def run_owner(
         on_progress: called about once a second per stream, from the streams' threads.
 
     Returns:
-        By stream: `caught_up`, `set_aside`, `paused`, `slot`, `slot_holds_bytes`, `tables`.
+        By stream: `caught_up`, `quarantined`, `paused`, `slot`, `slot_holds_bytes`, `tables`.
 
     Raises:
         HomeBusy: another process owns the home.
@@ -506,7 +506,7 @@ def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:
         "caught_up": outcome.caught_up,
         "reached": int(outcome.reached),
         "tables": list(outcome.tables),
-        "set_aside": dict(outcome.set_aside),
+        "quarantined": dict(outcome.quarantined),
         "paused": list(outcome.paused),
         "slot": outcome.slot,
         "slot_holds_bytes": outcome.slot_holds_bytes,

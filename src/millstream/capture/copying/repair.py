@@ -222,7 +222,7 @@ class Repairs:
         self._passed = lsn
 
     def discard(self, relation_oid: int) -> None:
-        """Drop the repair of a table that was set aside, until it streams again, or is copied."""
+        """Drop the repair of a table that was quarantined, until it streams again, or is copied."""
         with self._lock:
             for table, repair in list(self._repairs.items()):
                 if repair.row.relation_oid == relation_oid:
@@ -482,6 +482,6 @@ class CopiesAndRepairs:
         return [*self._copies.ready(), *self._repairs.ready()]
 
     def discard(self, relation_oid: int) -> None:
-        """End copy and repair of a table that was set aside."""
+        """End copy and repair of a table that was quarantined."""
         self._copies.discard(relation_oid)
         self._repairs.discard(relation_oid)

@@ -274,7 +274,7 @@ class TableCopies:
         self._passed = lsn
 
     def discard(self, relation_oid: int) -> None:
-        """End the copy of a table that was set aside."""
+        """End the copy of a table that was quarantined."""
         with self._lock:
             for copy in list(self._copies.values()):
                 if copy.row.relation_oid == relation_oid:
@@ -417,9 +417,9 @@ class TableCopies:
             self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, "its key changed during the copy")
             self._directory.look_wanted.set()
         else:
-            logger.warning("table set aside", table=copy.name, reason=error.message)
+            logger.warning("table quarantined", table=copy.name, reason=error.message)
             self._catalog.set_state(
-                copy.row.id, TableState.SET_ASIDE, f"its copy failed: {error.message}", details={"hint": error.hint}
+                copy.row.id, TableState.QUARANTINED, f"its copy failed: {error.message}", details={"hint": error.hint}
             )
             self._directory.refresh()
 

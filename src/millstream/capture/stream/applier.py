@@ -56,7 +56,7 @@ class CopySink(Protocol):
         """Return operations of the copy that may enter now, each with a callback for when it is durable."""
 
     def discard(self, relation_oid: int) -> None:
-        """End the copy of a table that was set aside."""
+        """End the copy of a table that was quarantined."""
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class Applier:
             try:
                 ops = decode_transactions(messages, self._directory, self._relations, after=self._after)
             except TableUndecodable as error:
-                self._set_aside(error)
+                self._quarantined(error)
         end = ops.reached.get(self.source, Lsn(0))
         if ops.operations.num_rows and ops.tables:
             ops = replace(ops, tables=self._on_shards(ops.tables))
@@ -265,11 +265,11 @@ class Applier:
             try:
                 return decode_spilled(read, self._directory, self._relations, facts, aborted=aborted, streamed=streamed)
             except TableUndecodable as error:
-                self._set_aside(error)
+                self._quarantined(error)
 
-    def _set_aside(self, error: TableUndecodable) -> None:
+    def _quarantined(self, error: TableUndecodable) -> None:
         oid = int(error.details["relation_oid"])
-        if self._directory.set_aside(oid, str(error.details.get("reason", error.message))) is None:
+        if self._directory.quarantine(oid, str(error.details.get("reason", error.message))) is None:
             raise error
         self._copies.discard(oid)
 

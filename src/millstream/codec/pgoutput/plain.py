@@ -45,7 +45,7 @@ def decode_plain(
     """Decode a run; see the package's docstring for what a run is.
 
     Raises:
-        TableUndecodable: one table has to be set aside; `relations` is unchanged.
+        TableUndecodable: one table has to be quarantined; `relations` is unchanged.
         ProtocolViolation: the messages are no run.
     """
     draft = relations.draft()

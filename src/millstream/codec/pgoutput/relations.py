@@ -49,7 +49,7 @@ MESSAGES_COLUMNS: Final = (
 """The columns of a source's messages table (`TableKind.MESSAGES`)."""
 
 RAW_COLUMNS: Final = (Column("message", pa.binary()),)
-"""The column of a table that is set aside (`TableKind.RAW`): see `encode_raw`."""
+"""The column of a table that is quarantined (`TableKind.RAW`): see `encode_raw`."""
 
 
 _UNKNOWN_TABLE: Final = TableId(0)
@@ -68,7 +68,7 @@ class TableDirectory(Protocol):
         """The source whose stream is decoded."""
 
     def schema_for(self, relation: Relation) -> TableSchema | None:
-        """Return the table's schema under this relation, of kind TABLE or RAW (set aside); None if not captured.
+        """Return the table's schema under this relation, of kind TABLE or RAW (quarantined); None if not captured.
 
         A TABLE schema has the relation's columns, in its order: `table_schema` makes one.
         """
@@ -265,7 +265,7 @@ def table_schema(
 
 
 def raw_schema(relation: Relation, *, source: SourceId, table_id: TableId, version: SchemaVersion) -> TableSchema:
-    """Return the schema under which a table that is set aside enters the log."""
+    """Return the schema under which a table that is quarantined enters the log."""
     return TableSchema(
         table_id=table_id,
         version=version,

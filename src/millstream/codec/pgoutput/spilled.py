@@ -41,7 +41,7 @@ def decode_spilled(
         streamed: whether messages carry xids.
 
     Raises:
-        TableUndecodable: one table has to be set aside; call again after that. `relations` is unchanged.
+        TableUndecodable: one table has to be quarantined; call again after that. `relations` is unchanged.
         ProtocolViolation: the messages are no transaction's.
     """
     answers = _KeptAnswers(directory)

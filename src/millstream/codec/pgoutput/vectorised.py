@@ -40,7 +40,7 @@ def decode_transactions(
     """Decode a run; see the package's docstring for the definition of a run.
 
     Raises:
-        TableUndecodable: one table has to be set aside; `relations` is unchanged.
+        TableUndecodable: one table has to be quarantined; `relations` is unchanged.
         ProtocolViolation: the messages are no run.
     """
     if not _has_machine_code():

@@ -1,4 +1,4 @@
-"""The last cut of a lake in PostgreSQL: the position that all of its tables have reached, except those set aside."""
+"""The last cut of a lake in PostgreSQL: the position that all of its tables have reached, except those quarantined."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def commit_cut(
         commits: the results of writes since the last cut.
         committed_at: now, with a time zone.
         commit_ts_max: the greatest commit time of the batch, if it had any.
-        held: tables that are set aside, with each one's landed position. It is stored with the tables, so that a
+        held: tables that are quarantined, with each one's landed position. It is stored with the tables, so that a
             database restored from a backup still has it.
     """
     with target.connect("cut") as connection, translated(target.place):

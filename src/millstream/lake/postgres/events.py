@@ -107,7 +107,7 @@ def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Iterab
         place = place_of(target, "changes", schema)
         if place in known:
             continue
-        # A table that can't be migrated now is retried with its first batch, and set aside alone.
+        # A table that can't be migrated now is retried with its first batch, and quarantined alone.
         with contextlib.suppress(psycopg.Error), connection.transaction():
             relation = relation_at(connection, place)
             if relation is not None and registered_at(connection, place) is None and _is_first_layout(relation):

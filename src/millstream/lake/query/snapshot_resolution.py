@@ -60,7 +60,7 @@ def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: 
     return BeyondRetention(
         f"{schema.full_name} can't be shown as of {at}: its history begins behind {begins}{when}",
         hint="Query a later time: `millstream pipeline rebuild --from source` restarted the history then; the old one "
-        "was set aside next to it."
+        "was quarantined next to it."
         if anew
         else "Query a later time, or raise `history_retention`.",
         first=int(gone),

@@ -85,7 +85,7 @@ class LakeSession:
             as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after
                 it. Tables then have their columns of that time. None for the last cut. A position inside an operation
                 means the position before the operation.
-            held: returns the tables that are set aside, by name, with the reason. Called at most once, and only if a
+            held: returns the tables that are quarantined, by name, with the reason. Called at most once, and only if a
                 table of a query has received nothing lately: the call may take longer than the query.
             known: returns the source's tables as capture knows them. Called at most once, if a query names a table that
                 the lake lacks, or may list all. Tables without a record are then empty; renamed ones have new names.
@@ -183,7 +183,7 @@ class LakeSession:
 
     @property
     def held_back(self) -> Mapping[str, str]:
-        """Tables that queries may have named and that are set aside, with the reason and their rows' position."""
+        """Tables that queries may have named and that are quarantined, with the reason and their rows' position."""
         if self._behind and self._held is not None:
             self._asked_held, self._held = dict(self._held()), None
         return {
