@@ -1,8 +1,7 @@
 """Copies existing rows into the log while changes flow: which tables, by which threads, and when a chunk enters.
 
-`millstream.protocol.table_copy` decides what may enter when, and `copy_reader` reads chunks. Here worker threads read
-chunks; the applier's thread reports what it logs (`note`, `passed`) and takes chunks that may enter (`ready`). The
-catalog has each range's progress, so a copy goes on where it stopped.
+`millstream.protocol.table_copy` decides when a chunk may enter. Worker threads read chunks here; the applier's thread
+reports what it logs (`note`, `passed`) and takes chunks that may enter (`ready`). The catalog has each range's progress.
 
 If the log already has records of the table (after `tables copy`, `tables retry`, a new slot), its copy begins with
 one `t` record: it voids what the log had of the table before, rows deleted since included. It enters when the stream
