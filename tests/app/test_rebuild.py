@@ -65,7 +65,7 @@ def test_a_table_that_somebody_else_wrote_into_is_built_anew_from_its_history(ho
     done = millstream(home, "pipeline", "rebuild", "public.items", "--json")
     assert done.returncode == 0, done.stderr
     (told,) = json.loads(done.stdout)
-    assert told == {"view": "current", "rows": 49, "quarantined": f"{folder(home, 'current')}.set-aside-1"}
+    assert told == {"view": "current", "rows": 49, "set_aside": f"{folder(home, 'current')}.set-aside-1"}
     assert rows(home) == EXPECTED
     assert "is built" in done.stderr
     asked = millstream(home, "query", "select count(*) n from public.items", "--format", "csv")
