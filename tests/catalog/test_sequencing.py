@@ -121,10 +121,13 @@ def test_a_draw_is_durable_whatever_the_database_says(catalog: Catalog, postgres
         store = PostgresSequenceStore(catalog.database, catalog.resolve_stream("shop"))
         mine = store.register("a", "here")
         store.recovered(mine.writer, mine.epoch)
+        flushed = 0
         for _ in range(50):
             store.draw(mine.writer, mine.epoch, 1, position=Seq(0))
             row = connection.execute("SELECT pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn()").fetchone()
-            assert row == (True,)
+            flushed += row == (True,)
+        # A server process may write between the draw and the look. With asynchronous commits none is flushed.
+        assert flushed >= 40
         store.close()
 
 

@@ -148,7 +148,7 @@ def test_the_bytes_of_a_part_are_neither_copied_when_encoded_nor_when_decoded():
 @pytest.mark.parametrize(
     "error",
     [
-        Diverged("other bytes", shard=3, byte=4096),
+        Diverged("other bytes", hint="Rebuild the follower.", shard=3, byte=4096),
         FollowerBehindRetention("too late", first=12),
         MillstreamError("odd"),
     ],
@@ -182,7 +182,7 @@ def golden() -> list[Message]:
         Acknowledgement(
             NodeName("node-b"), Epoch(6), {ShardId(1): ByteEnd(Offset(100), 8192)}, GroupNumber(12), Seq(300), 17, 1, 2, 0.5
         ),
-        Diverged("other bytes", shard=3),
+        Diverged("other bytes", hint="Rebuild the follower.", shard=3),
     ]  # fmt: skip
 
 
