@@ -20,8 +20,9 @@ from millstream.app.local_client import home_appender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.home.home import Home
 from millstream.ingest.columns import NESTING_MAX, table_of
+from millstream.ingest.requests import one_request, sole_outcome
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
-from millstream.ingest.valid_rows import REJECTED_MAX, table_of_valid, valid_part
+from millstream.ingest.valid_rows import REJECTED_MAX, columns_for, table_of_valid, valid_part
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.operations import Appended
 from millstream.model.schema import Column, TableSchema
@@ -46,15 +47,21 @@ def home(tmp_path: Path) -> Iterator[HomeAppender]:
     appender.close()
 
 
+def append(home: HomeAppender, table: str, rows: list[dict[str, Any]], *, keep_valid_rows: bool = False) -> Appended:
+    valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+    request = one_request(table, valid.table, None, keep_valid_rows=keep_valid_rows)
+    return valid.told(sole_outcome(home.append_batch("web", request, deadline_s=5)))
+
+
 def rows_of(home: HomeAppender, table: str) -> list[dict[str, Any]]:
     with millstream.open(home._home.path) as opened:
         return [row for batch in opened.read("web", table=table) for row in batch.to_pylist()]
 
 
 def test_rows_that_clash_are_named_and_the_others_kept(home: HomeAppender) -> None:
-    home.append("web", "users", [{"id": 1, "name": "a", "age": 5}], deadline_s=5)
-    told = home.append(
-        "web",
+    append(home, "users", [{"id": 1, "name": "a", "age": 5}])
+    told = append(
+        home,
         "users",
         [
             {"id": 2, "name": "b", "age": 7},
@@ -64,7 +71,6 @@ def test_rows_that_clash_are_named_and_the_others_kept(home: HomeAppender) -> No
             {"id": 4, "age": 6, "new": 1},
             5,
         ],  # type: ignore[list-item]
-        deadline_s=5,
         keep_valid_rows=True,
     )
     assert told.row_count == 2
@@ -81,15 +87,15 @@ def test_rows_that_clash_are_named_and_the_others_kept(home: HomeAppender) -> No
         (4, 6, 1),
     ]
     with pytest.raises(InvalidValue) as refused:
-        home.append("web", "users", [{"name": "c"}, {"id": None}], deadline_s=5, keep_valid_rows=True)
+        append(home, "users", [{"name": "c"}, {"id": None}], keep_valid_rows=True)
     assert [row["row"] for row in refused.value.details["rejected"]] == [0, 1]
     with pytest.raises(InvalidValue):
-        home.append("web", "users", [{"id": 5}, {"id": None}], deadline_s=5)
+        append(home, "users", [{"id": 5}, {"id": None}])
     assert len(rows_of(home, "users")) == 3
 
 
 def test_requests_of_a_batch_keep_their_own_rows(home: HomeAppender) -> None:
-    home.append("web", "users", [{"id": 0, "n": 1}], deadline_s=5)
+    append(home, "users", [{"id": 0, "n": 1}])
     rows = pa.table({"id": [1, None, 3, None, None, 6], "n": [1.0, 2.0, 0.5, 1.0, 1.0, 2.0]})
     batch = AppendBatch("users", rows, [3, 2, 1], [None] * 3, keep_valid_rows=True)
     first, second, third = home.append_batch("web", batch, deadline_s=5)
@@ -102,30 +108,30 @@ def test_requests_of_a_batch_keep_their_own_rows(home: HomeAppender) -> None:
 
 
 def test_a_column_that_may_not_be_added_costs_the_rows_that_have_it(home: HomeAppender) -> None:
-    home.append("web", "users", [{"id": 0}], deadline_s=5)
+    append(home, "users", [{"id": 0}])
     home.close()
     make_home(home._home.path, WEB + '[streams.web.ingest]\nschema_on_write = "strict"\n')
     strict = home_appender(Home(home._home.path))
-    told = strict.append("web", "users", [{"id": 1}, {"id": 2, "more": 1}], deadline_s=5, keep_valid_rows=True)
+    told = append(strict, "users", [{"id": 1}, {"id": 2, "more": 1}], keep_valid_rows=True)
     assert [(row.row, row.code, row.column) for row in told.rejected] == [(1, "unknown_column", "more")]
     with pytest.raises(MillstreamError, match="may not make one"):
-        strict.append("web", "others", [{"id": 1}], deadline_s=5, keep_valid_rows=True)
+        append(strict, "others", [{"id": 1}], keep_valid_rows=True)
     strict.close()
     assert [row["id"] for row in rows_of(home, "users")] == [0, 1]
 
 
 def test_more_rejected_rows_than_can_be_told_refuse_the_request(home: HomeAppender) -> None:
-    home.append("web", "users", [{"id": 0}], deadline_s=5)
+    append(home, "users", [{"id": 0}])
     for bad, taken in ((REJECTED_MAX, True), (REJECTED_MAX + 1, False)):
         rows = [{"id": 1}, *[{"id": None}] * bad]
         mixed = [*[{"id": 2}] * (bad + 1), *[{"id": "x"}] * bad]
         for some, kept in ((rows, 1), (mixed, bad + 1)):
             if taken:
-                told = home.append("web", "users", some, deadline_s=5, keep_valid_rows=True)
+                told = append(home, "users", some, keep_valid_rows=True)
                 assert (told.row_count, len(told.rejected)) == (kept, REJECTED_MAX)
             else:
                 with pytest.raises(InvalidValue):
-                    home.append("web", "users", some, deadline_s=5, keep_valid_rows=True)
+                    append(home, "users", some, keep_valid_rows=True)
     assert len(rows_of(home, "users")) == 3 + REJECTED_MAX
 
 

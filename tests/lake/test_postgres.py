@@ -537,7 +537,7 @@ def test_a_table_that_somebody_dropped_is_not_begun_anew_unsaid(
     error = landing(target, table, 2, records(table, ("c", 2, {"id": 2}))).error
     assert isinstance(error, LakeError)
     assert error.code == "lake_history_lost"
-    asked(f"{error.hint.split(': ')[1].split(', then')[0]}")
+    asked(error.hint.removeprefix("Run ").split(", then")[0])
     landed(target, table, 2, records(table, ("c", 2, {"id": 2})))
     assert asked(f"SELECT record_pk FROM {EVENTS}") == [("2",)]
 

@@ -162,7 +162,7 @@ class MachinesLife(ReplicaLife):
         """Count as held what other nodes have acknowledged."""
         del group
         if self.machine is not None and self.hides:
-            super()._hold(self.machine.group_reached(self.level))
+            super()._hold(min(self.machine.holdings.group_reached(self.level), self.machine.group))
 
     def _lead_step(self, event: shipping.Event) -> None:
         if self.machine is None:

@@ -130,7 +130,7 @@ def test_a_follower_that_stands_still_is_given_up_and_its_call_ends(impatient: F
             sending = flooding(impatient, leader, pool, times=50)[1] if is_flooded else None
             error = next_error(leader.recv)
             assert isinstance(error, LinkLost)
-            assert "said nothing" in error.message
+            assert "sent nothing" in error.message
             if sending is not None:
                 assert isinstance(sending.exception(60), LinkLost)
         wait_for(lambda: impatient.server.calls == 0, what=lambda: "a call that doesn't end")
@@ -143,7 +143,7 @@ def test_a_leader_that_stands_still_is_given_up():
         os.kill(process.pid, signal.SIGSTOP)
         error = next_error(follower.recv)
         assert isinstance(error, LinkLost)
-        assert "said nothing" in error.message
+        assert "sent nothing" in error.message
         with pytest.raises(LinkLost, match="didn't answer"):
             transport.connect(hello_of(), 0.5)
         transport.close()

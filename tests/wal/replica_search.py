@@ -305,11 +305,9 @@ class ReplicaLife(DrawnLog):
             follower.log.apply(replace(shipment, parts=tuple(parts), marks={}))
         except DiskFull:
             raise
-        except ReplicationError as failed:
-            if failed.code != "replica_failed":
-                raise
-            raise
         except MillstreamError as error:
+            if error.code == "replica_failed":
+                raise
             self._count(f"damaged: {error.code}")
         assert follower.log.end() == before
 
