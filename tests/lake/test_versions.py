@@ -32,7 +32,7 @@ from millstream.lake.delta import open_table, set_properties
 from millstream.lake.folded.current import FoldSizes, fold_table
 from millstream.lake.folded.scd2 import VERSION_COLUMNS
 from millstream.lake.folded.versions import fold_into_versions
-from millstream.lake.folder import HISTORY_FROM_PROPERTY
+from millstream.lake.folder import history_from_property
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.maintenance import tend_table
@@ -209,7 +209,7 @@ def test_where_history_lacks_its_beginning_versions_begin_as_current_has_them(
     land(layout, orders, records(orders, ("u", 3, {"id": 1, "note": "b", **at(5)})), 3)
     history = open_table(layout, layout.table_path("history", orders), layout.app_id("history", orders.table_id))
     assert history is not None
-    set_properties(history, {HISTORY_FROM_PROPERTY: "2"})
+    set_properties(history, {history_from_property(orders.table_id): "2"})
     fold_into_versions(layout, orders, Seq(3))
     told = rows_in(layout, orders, "id", "note", "is_current", "__seq")
     assert told == [(1, "a", False, 2), (1, "b", True, 3), (2, "a", True, 2)]

@@ -397,7 +397,7 @@ class Node:
         if leader is None or leader.is_fenced:
             return
         log = self.disk.log
-        reached = min(leader.holdings.group_reached(self.world.level), log.group)
+        reached = min(leader.holdings.group_reached(self.world.level), leader.group, log.group)
         if self.world.show(self, reached if self.world.shows_by_level else log.group) and self.world.tells_shown:
             self.world.tell_durable(self)
         still = []

@@ -19,7 +19,7 @@ WANTED = {
 
 def test_machines_over_real_logs_whose_disks_fail(seeds: Seeds):
     happened = Counter[str]()
-    for first in seeds.kept_and_new(1):
+    for first in seeds.kept_and_new(11):
         broken, counts = search(MachinesLife, first, seeds.count(10, quick=3))
         assert not broken, f"python -m tests.replication.files_simulation {next(iter(broken))} 1"
         happened += counts

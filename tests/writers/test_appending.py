@@ -502,9 +502,9 @@ def test_a_writer_with_a_name_needs_a_catalog_that_can_be_asked_and_makes_none_t
 def test_an_answer_that_never_comes_is_told_as_unknown(home: Path) -> None:
     with process(home, "capture", "run") as owner, millstream.open(home) as opened:
         wait_for(lambda: writes(home, owner.pid))
-        opened.append("web", "clicks", {"number": 0}, deadline_s=30)
         client = AppendClient(append_socket(Home(home), None), patience_s=0.5)
-        request = one_request("clicks", pa.table({"number": [1]}), None, keep_valid_rows=False)
+        zero, request = (one_request("clicks", pa.table({"number": [n]}), None, keep_valid_rows=False) for n in (0, 1))
+        client.append_batch("web", zero, deadline_s=30)
         owner.send_signal(signal.SIGSTOP)
         with pytest.raises(AppendOutcomeUnknown):
             client.append_batch("web", request, deadline_s=0.5)
@@ -523,10 +523,10 @@ def test_rows_from_a_pipe(home: Path, tmp_path: Path) -> None:
     assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3]
     for text, said in (
         ('{"id": 4}\n{"id": "x"}\n', "error[invalid_value]"),
-        ('{"id": 5}\n[1]\n', "line 2 isn't an object"),
+        ('{"id": 5}\n[1]\n', "line 2 is not a JSON object"),
         ('{"id": 6}\n{"id": \n', "line 2 isn't JSON"),
-        ('{"id": 7}\n{"size": 1e999}\n', "line 2 isn't JSON: 1e999 is no number"),
-        ('{"id": 8}\n{"size": NaN}\n', "line 2 isn't JSON: NaN is no number"),
+        ('{"id": 7}\n{"size": 1e999}\n', "line 2 isn't JSON: 1e999 is neither"),
+        ('{"id": 8}\n{"size": NaN}\n', "line 2 isn't JSON: NaN is neither"),
     ):
         file.write_text(text)
         failed = run(home, "append", "users", str(file), "--rows", "1")
@@ -561,7 +561,7 @@ def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_o
     with millstream.open(home) as fresh:
         fresh.append("shop", "clicks", {"id": 3})
     refused = run(home, "tables", "retry", "public.clicks")
-    assert "Rename the one at the source" in refused.stderr
+    assert "Rename the table at the source" in refused.stderr
     assert run(home, "tables", "copy", "public.clicks").returncode == 2
     assert [row["id"] for row in rows_of(home, "clicks", "shop") if row["__source"] == 0] == [1, 2, 3]
 
