@@ -292,3 +292,42 @@ def test_a_client_library_keeps_its_connection(served: Served) -> None:
         for n in range(5):
             assert client.post("/x", content=b"abc" * n).content == b"abc" * n + b"."
         assert client.post("/x", content=(b"a" * 100_000 for _ in range(30))).content == b"a" * 3_000_000 + b"."
+
+
+def test_what_cannot_be_read_behind_a_request_leaves_its_answer_whole(served: Served) -> None:
+    """A problem was written into the middle of the answer before it."""
+    served.sent = 0
+    with served.connected() as connection:
+        connection.sendall(get("/large"))
+        wait_for(lambda: served.sent > 0)
+        connection.sendall(get("/b") + b"no request at all\r\n\r\n")
+        heard = read_all(connection)
+    assert heard.count(b"HTTP/1.1 ") == 1
+    assert heard.endswith(b"0\r\n\r\n")
+
+
+def test_a_client_that_never_reads_is_given_up() -> None:
+    """It held its connection for ever."""
+    bounds = ConnectionBounds(connections_max=100, request_s=30.0, idle_s=0.5, unread_bytes_max=1 << 20)
+    with serving(bounds) as served, served.connected() as connection:
+        connection.sendall(get("/large", more="Connection: close\r\n"))
+        wait_for(lambda: served.sent > 0)
+        wait_for(lambda: not served.server.connections, seconds=20)
+
+
+def test_a_slow_reader_is_served_to_the_end() -> None:
+    bounds = ConnectionBounds(connections_max=100, request_s=30.0, idle_s=2.0, unread_bytes_max=1 << 20)
+    with serving(bounds) as served, served.connected() as connection:
+        connection.sendall(get("/large", more="Connection: close\r\n"))
+        heard = 0
+        for _ in range(16):
+            time.sleep(0.25)
+            heard += len(connection.recv(4 << 20))
+        heard += len(read_all(connection))
+        assert heard > LARGE
+
+
+def test_a_body_that_was_not_asked_for_ends_the_connection(served: Served) -> None:
+    """The next request was read as the body of the one before."""
+    heard = served.answers(get("/unread", method="POST", more="Expect: 100-continue\r\nContent-Length: 100\r\n"))
+    assert b"connection: close" in heard

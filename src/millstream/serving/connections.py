@@ -47,7 +47,7 @@ class ConnectionBounds:
     request_s: float
     """Seconds for a request to arrive, header and body."""
     idle_s: float
-    """Seconds between two requests."""
+    """Seconds between two requests, and for a client to take nothing of an answer."""
     unread_bytes_max: int
     """Bytes of a body that is read and dropped: its request was answered before it was whole."""
 
@@ -85,6 +85,8 @@ class Exchange:
             raise
         except Exception:
             logger.exception("a request failed", path=self.scope["path"])
+            if self.is_answered:
+                return
         else:
             if self.is_answered or self.is_gone:
                 return
@@ -92,12 +94,12 @@ class Exchange:
         if self.has_begun:
             self._connection.transport.close()
         else:
-            self._connection.refuse(plain_problem(500, "this is a bug of the server's"))
+            self._connection.end_with(plain_problem(500, "this is a bug of the server's"))
 
     async def receive(self) -> MutableMapping[str, Any]:
         """Return the next part of the body once it has arrived, or that the client is gone; see ASGI."""
         if self._expects_continue and not self._connection.transport.is_closing():
-            self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
         if not self.is_gone and not self.is_answered:
             if self.more_body:
@@ -124,6 +126,8 @@ class Exchange:
             raise RuntimeError(f"{message['type']} is out of turn")
 
     def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if self._expects_continue and self.more_body:
+            self.keeps_alive = False  # whether the body will come isn't known
         self.has_begun, self._expects_continue = True, False
         head = [_STATUS_LINES[status], self._connection.server.date_line]
         for name, value in headers:
@@ -142,24 +146,23 @@ class Exchange:
         if not self.keeps_alive:
             head.append(b"connection: close\r\n")
         head.append(b"\r\n")
-        self._connection.transport.write(b"".join(head))
+        self._connection.write(b"".join(head))
 
     def _send_body(self, body: bytes, *, more: bool) -> None:
-        transport = self._connection.transport
         if self._is_chunked:
             end = b"" if more else b"0\r\n\r\n"
-            transport.write(b"".join((b"%x\r\n" % len(body), body, b"\r\n", end)) if body else end)
+            self._connection.write(b"".join((b"%x\r\n" % len(body), body, b"\r\n", end)) if body else end)
         elif self.scope["method"] != "HEAD":
             if self._left_bytes is not None:
                 self._left_bytes -= len(body)
                 if self._left_bytes < 0 or (self._left_bytes and not more):
                     raise RuntimeError("the answer isn't as long as its Content-Length")
-            transport.write(body)
+            self._connection.write(body)
         if not more:
             self.is_answered = True
             self.changed.set()
             if not self.keeps_alive:
-                transport.close()
+                self._connection.transport.close()
             self._connection.go_on()
 
 
@@ -187,6 +190,8 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.exchange: Exchange | None = None
         """The newest request with a whole header."""
+        self._running: Exchange | None = None
+        """The request that is being answered, or was answered last."""
         self._waiting: deque[Exchange] = deque()
         """Requests that came before earlier ones were answered."""
         self._parser = self._new_parser()
@@ -211,6 +216,10 @@ class Connection(asyncio.Protocol):
         self._begun_here = False
         """Whether a request began or ended in the data being read."""
         self._unread_bytes = 0
+        self._written_bytes = self._taken_bytes = 0
+        """Bytes of answers, in all and up to what the client had taken at the last look."""
+        self._taken_at = 0.0
+        """When the client was last seen to take any, or had nothing to take."""
         self._beside_bytes = 0
         """Bytes in a chunked body that aren't data, since the last chunk: chunk lengths and trailers."""
 
@@ -240,14 +249,14 @@ class Connection(asyncio.Protocol):
         """Tell the application that its client is gone; see asyncio.Protocol."""
         del exc
         self.server.leave(self)
+        if self._running is not None:
+            self._leave(self._running)
         if self.exchange is not None:
             self._leave(self.exchange)
-        for exchange in self._waiting:
-            self._leave(exchange)
+        self._drop_waiting()
         self.can_write.set()
         # These refer to the connection, too: without them it needs no garbage collection.
-        self.exchange = self._parser = None
-        self._waiting.clear()
+        self.exchange = self._running = self._parser = None
 
     def pause_writing(self) -> None:
         """Let answers wait; see asyncio.Protocol."""
@@ -343,7 +352,7 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         if parser.should_upgrade():
             return  # see `_parse`
-        self._head_bytes = None
+        self._head_bytes = self._idle_since = None
         self._beside_bytes = 0
         url, version = httptools.parse_url(self._url), parser.get_http_version()
         path = url.path.decode("ascii")
@@ -359,7 +368,7 @@ class Connection(asyncio.Protocol):
         before = self.exchange
         self.exchange = Exchange(self, scope, keeps_alive=keeps_alive, expects_continue=self._expects_continue)
         if before is None or before.is_answered:
-            self.server.start(self.exchange)
+            self._start(self.exchange)
         else:
             self.pause_reading()
             self._waiting.append(self.exchange)
@@ -410,10 +419,21 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         if self._waiting:
-            self.server.start(self._waiting.popleft())
+            if self._coming_since is not None:
+                self._coming_since = time.monotonic()  # nothing was read while it waited
+            self._start(self._waiting.popleft())
         else:
             self._idle_since = time.monotonic()
             self.resume_reading()
+
+    def _start(self, exchange: Exchange) -> None:
+        self._running = exchange
+        self.server.start(exchange)
+
+    def write(self, data: bytes) -> None:
+        """Send a part of an answer."""
+        self._written_bytes += len(data)
+        self.transport.write(data)
 
     def end(self) -> None:
         """Close the connection after the answer to the request that has begun, or at once."""
@@ -423,8 +443,14 @@ class Connection(asyncio.Protocol):
             self.exchange.keeps_alive = False
 
     def look(self, now: float) -> None:
-        """End the connection if its request takes too long to arrive, or none comes."""
-        if self.transport.is_closing():
+        """End the connection if its request takes too long to arrive, none comes, or its answer isn't read."""
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if not unsent_bytes or self._written_bytes - unsent_bytes != self._taken_bytes:
+            self._taken_bytes, self._taken_at = self._written_bytes - unsent_bytes, now
+        elif now - self._taken_at > self._bounds.idle_s:
+            self.transport.abort()
+            return
+        if self.transport.is_closing() or self._waiting:
             return
         if self._coming_since is None:
             if self._idle_since is not None and now - self._idle_since > self._bounds.idle_s:
@@ -449,21 +475,40 @@ class Connection(asyncio.Protocol):
         )
 
     def refuse(self, document: Mapping[str, Any]) -> None:
-        """Answer with a problem, unless an answer has begun, and close the connection; drop the data being read."""
+        """Answer a request that can't be taken with a problem, behind the answers before it; close the connection.
+
+        If another request is being answered, close after its answer, and drop those behind it. If the
+        request's own answer has begun, close at once. The data being read is dropped.
+        """
+        running = self._running
+        if running is None or running.is_answered or (running is self.exchange and running.more_body):
+            self.end_with(document)
+            return
+        running.keeps_alive = False
+        self._drop_waiting()
+        self.pause_reading()
+
+    def end_with(self, document: Mapping[str, Any]) -> None:
+        """Answer with a problem, unless an answer has begun, and close the connection."""
         if self.transport.is_closing():
             return
-        exchange = self.exchange
-        if exchange is not None and not exchange.is_answered:
-            self._leave(exchange)
-            if exchange.has_begun:
+        running = self._running
+        if running is not None and not running.is_answered:
+            self._leave(running)
+            if running.has_begun:
                 self.transport.close()
                 return
         body = encoded(document)
         status = int(document["status"])
         head = [_STATUS_LINES[status], b"content-length: %d\r\nconnection: close\r\n" % len(body)]
         head += [name + b": " + value + b"\r\n" for name, value in headers_of(status)]
-        self.transport.write(b"".join((*head, b"\r\n", body)))
+        self.write(b"".join((*head, b"\r\n", body)))
         self.transport.close()
+
+    def _drop_waiting(self) -> None:
+        for exchange in self._waiting:
+            self._leave(exchange)
+        self._waiting.clear()
 
     def _leave(self, exchange: Exchange) -> None:
         exchange.is_gone = True
