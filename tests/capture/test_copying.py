@@ -16,7 +16,7 @@ from tests.capture.beside import DEADLINE_S, Beside, until_done, wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.copying.reader import Bounds, ChunkReader, Fetched
-from millstream.capture.copying.tables import TableCopies
+from millstream.capture.copying.table_copies import TableCopies
 from millstream.catalog import TableState
 from millstream.errors import CatalogError
 from millstream.model.operations import OperationKind, SpilledOp

@@ -145,7 +145,7 @@ class Chunk:
 
 
 class Copier:
-    """The coordinator's part of a copy, as `capture.copying.tables` plays it, with one range."""
+    """The coordinator's part of a copy, as `capture.copying.table_copies` plays it, with one range."""
 
     def __init__(self, source: Source, log: Log) -> None:
         self.source, self.log = source, log

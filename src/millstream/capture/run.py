@@ -22,7 +22,7 @@ from millstream.backoff import Backoff
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
-from millstream.capture.copying.tables import UNFINISHED, TableCopies
+from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.slot import (

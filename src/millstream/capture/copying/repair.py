@@ -26,7 +26,7 @@ from millstream.capture.copying.reader import Bounds, Chunk, ChunkReader, TableC
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import Stage
-from millstream.capture.copying.tables import TableCopies
+from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.text import chunk_operation
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import CatalogDirectory
