@@ -109,7 +109,7 @@ def test_what_the_leader_has_dropped_a_follower_has_from_the_object_store(tmp_pa
         b.end("follow")
         rebuilt = b.ask("follow", "a", "--rebuild", "--until-caught-up")
         assert rebuilt.returncode == 0, rebuilt.stderr
-        assert "the new one begins with what file://" in rebuilt.stderr
+        assert "the new one starts from file://" in rebuilt.stderr
         assert b.rows() == everything
 
 

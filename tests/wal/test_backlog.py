@@ -9,7 +9,7 @@ from uuid import uuid4
 from millstream.model.positions import Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
-from millstream.wal.lag import Backlogs
+from millstream.wal.lag import Backlogs, log_size
 from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLE = plain_table(1)
@@ -96,3 +96,21 @@ def test_counting_again_reads_no_footer_twice(tmp_path: Path):
         first, files.bytes_read = files.bytes_read, 0
         assert backlogs.between(Seq(0), ends[-1]) == whole
         assert files.bytes_read < first / 10, "marks alone"
+
+
+class FilesThatRetentionDeletes(RealFiles):
+    """Deletes each segment but the newest between its listing and the question for its size."""
+
+    def size(self, path: str) -> int:
+        """Delete the file unless it is the last of its folder, then ask."""
+        if Path(path) != max(Path(path).parent.glob("*.wal")):
+            Path(path).unlink()
+        return super().size(path)
+
+
+def test_segments_that_retention_deletes_meanwhile_do_not_count(tmp_path: Path):
+    with opened(tmp_path, segment_bytes=4096) as log:
+        for xid in range(1, 21):
+            log.append(plain_ops({xid: [(TABLE, 3, "x")]}))
+        newest = max((tmp_path / "00000").glob("*.wal"))
+        assert log_size(str(tmp_path), files=FilesThatRetentionDeletes()) == (1, newest.stat().st_size)

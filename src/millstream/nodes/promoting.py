@@ -360,7 +360,7 @@ class _Attempt:
         # From here on this home's own documents are newer. Once another node leads, these would be taken
         # for that leader's.
         notes.forget_documents()
-        self._tell(f"has taken over, behind group {group}")
+        self._tell(f"has taken over, after group {group}")
         return group
 
     def _has_led(self, stream: StreamId) -> bool:

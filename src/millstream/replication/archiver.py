@@ -152,7 +152,7 @@ class WalArchiver:
         for shard, end in ends.items():
             if not end.position and end.base_offset:
                 raise FollowerBehindRetention(
-                    f"the object store has to go on behind group {parts_behind}; the log here begins with offset {end.base_offset} of shard {shard}",
+                    f"the object store has to go on after group {parts_behind}; the log here begins with offset {end.base_offset} of shard {shard}",
                     hint=_HOLE_HINT,
                 )
         return ends

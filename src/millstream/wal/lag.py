@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -115,11 +116,12 @@ def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:
 
 
 def log_size(folder: str, *, files: Files | None = None) -> tuple[int, int]:
-    """Return (segments, bytes) of a stream's log."""
+    """Return (segments, bytes) of a stream's log. Segments that retention deletes meanwhile don't count."""
     files = RealFiles() if files is None else files
-    paths = [
-        segment.path
-        for shard in list_shards(files, folder)
-        for segment in list_segments(files, shard_folder(folder, shard))
-    ]
-    return len(paths), sum(files.size(path) for path in paths)
+    segments = size_bytes = 0
+    for shard in list_shards(files, folder):
+        for segment in list_segments(files, shard_folder(folder, shard)):
+            with suppress(FileNotFoundError):
+                size_bytes += files.size(segment.path)
+                segments += 1
+    return segments, size_bytes
