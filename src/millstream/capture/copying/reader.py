@@ -28,7 +28,7 @@ from millstream.model.ids import SourceId, TableId
 from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.records import log_names
 from millstream.model.schema import ReplicaIdentity, TableSchema
-from millstream.protocol.table_copy import Key, Snapshot, extend_xid
+from millstream.protocol.copy_fence import Key, Snapshot, extend_xid
 
 CHUNK_BYTES_MAX: Final = 64 << 20
 """Default bound at which reading stops; the rows read until then are a chunk as well."""

@@ -1,6 +1,6 @@
 """Reads rows again by key and puts them into the log among running changes, as `diff --repair` requests.
 
-A chunk of keys enters as a chunk of a table copy does, by the same rules (`millstream.protocol.table_copy`). It is
+A chunk of keys enters as a chunk of a table copy does, by the same rules (`millstream.protocol.copy_fence`). It is
 read under a snapshot, and waits until the log has everything that the snapshot sees. Keys touched by a transaction
 that the snapshot doesn't see are left out, because the log has a newer version of them. Rows that exist enter as `r`
 records. A requested key without a row enters as a `d` record, before them: an insert that the snapshot doesn't see
@@ -42,7 +42,7 @@ from millstream.model.pgtext import INEXACT, array_of, text_parser
 from millstream.model.positions import Lsn
 from millstream.model.records import TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableSchema
-from millstream.protocol.table_copy import CopyTracker, Key, kept
+from millstream.protocol.copy_fence import CopyTracker, Key, kept
 
 logger = structlog.get_logger("millstream.capture")
 

@@ -23,7 +23,7 @@ from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn
 from millstream.model.rates import Rate
-from millstream.protocol.table_copy import CopyTracker, Key
+from millstream.protocol.copy_fence import CopyTracker, Key
 
 OPEN_CHUNKS_MAX: Final = 4
 """Chunks of a range in memory: some wait to be decoded, for the stream or for the disk while the next is read."""

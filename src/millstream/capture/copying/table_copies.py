@@ -1,6 +1,6 @@
 """Copies existing rows into the log while changes flow: which tables, by which threads, and when a chunk enters.
 
-`millstream.protocol.table_copy` decides when a chunk may enter. Worker threads read chunks here; the applier's thread
+`millstream.protocol.copy_fence` decides when a chunk may enter. Worker threads read chunks here; the applier's thread
 reports what it logs (`note`, `passed`) and takes chunks that may enter (`ready`). The catalog has each range's progress.
 
 If the log already has records of the table (after `tables copy`, `tables retry`, a new slot), its copy begins with
@@ -43,7 +43,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.model.schema import TableSchema
-from millstream.protocol.table_copy import kept
+from millstream.protocol.copy_fence import kept
 
 UNFINISHED: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 """States of tables that have rows to be copied."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import InvalidValue
-from millstream.protocol.table_copy import CopyTracker, Key, Snapshot, Touch, extend_xid, kept
+from millstream.protocol.copy_fence import CopyTracker, Key, Snapshot, Touch, extend_xid, kept
 
 KEYS = [f"{n:02d}" for n in range(8)]
 CHUNK_ROWS = 3
