@@ -35,7 +35,7 @@ from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.layout import shard_folder
 from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.shards import lock_shards
+from millstream.wal.shard_locks import lock_shards
 from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity

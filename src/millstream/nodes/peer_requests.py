@@ -19,7 +19,7 @@ from millstream.wal.layout import list_shards, shard_folder
 from millstream.wal.mark import read_dropped, stream_cut
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.shipping import durable_marks
-from millstream.wal.shards import lock_shards
+from millstream.wal.shard_locks import lock_shards
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

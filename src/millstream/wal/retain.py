@@ -36,7 +36,7 @@ from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_readable
 from millstream.wal.misplacement import REPLACED
 from millstream.wal.segment_scan import reader_of
-from millstream.wal.shards import folder_lock
+from millstream.wal.shard_locks import folder_lock
 from millstream.wal.writing.session_file import covered_upto
 
 SESSIONS_HOLDER: Final = "log/sessions"

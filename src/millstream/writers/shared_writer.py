@@ -353,7 +353,7 @@ def _begin(
     first_shard: int | None,
 ) -> tuple[Registration, tuple[ShardId, ...], LogWriter]:
     from millstream.wal.files import RealFiles
-    from millstream.wal.shards import refuse_beside_an_owner
+    from millstream.wal.shard_locks import refuse_beside_an_owner
 
     before = {entry.name: entry.writer for entry in store.writers()}
     refuse_beside_an_owner(RealFiles(), place.folder, before.get(name))

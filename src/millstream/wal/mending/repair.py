@@ -37,7 +37,7 @@ from millstream.wal.mending.plan import AcceptedRange, RepairPlan, SegmentPlan, 
 from millstream.wal.mending.rewrite import Rewriter
 from millstream.wal.salvage import CheckedFrame, KnownSchemas
 from millstream.wal.segment_scan import Loss, ScannedFrame
-from millstream.wal.shards import folder_lock, lock_shards
+from millstream.wal.shard_locks import folder_lock, lock_shards
 
 logger = logging.getLogger("millstream.wal")
 

@@ -35,7 +35,7 @@ from millstream.wal.mark import MarkFile, read_dropped, read_mark
 from millstream.wal.replica.marks import NOBODY, placeholder
 from millstream.wal.replica.shown import lower_shown
 from millstream.wal.segment_scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
-from millstream.wal.shards import lock_shards
+from millstream.wal.shard_locks import lock_shards
 
 _COPY_BYTES: Final = 1 << 20
 

@@ -45,7 +45,7 @@ from millstream.wal.replica.marks import NOBODY, check_mark, is_newer, moves, pl
 from millstream.wal.replica.recovery import fresh_shard, note_sealed, recover_replica
 from millstream.wal.replica.shown import ReplicaShown
 from millstream.wal.replica.verify import ArrivingShard, WholeFrame, footer_start
-from millstream.wal.shards import lock_follower, lock_shards
+from millstream.wal.shard_locks import lock_follower, lock_shards
 from millstream.wal.startup_progress import StartupProgress
 
 

@@ -19,7 +19,7 @@ from millstream.wal.mark import read_mark
 from millstream.wal.replica.divergence import Cut
 from millstream.wal.replica.log import ReplicaEnd, ReplicaLog
 from millstream.wal.replica.marks import NOBODY
-from millstream.wal.shards import lock_shards
+from millstream.wal.shard_locks import lock_shards
 
 
 def prepare_promotion(folder: str, *, files: Files | None = None) -> ReplicaEnd:

@@ -38,7 +38,7 @@ from millstream.protocol.sequencer import LedgerView
 from millstream.wal.files import NO_SPACE, as_told, is_refused
 from millstream.wal.mark import MarkFile
 from millstream.wal.mending.repair import set_tail_aside
-from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
+from millstream.wal.shard_locks import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.counts import CommitCounts
 from millstream.wal.writing.grouping import FramePlan, plan_chunk, plan_group

@@ -13,7 +13,7 @@ from millstream.model.positions import Offset
 from millstream.ports import Clock, Files
 from millstream.wal.layout import shard_folder
 from millstream.wal.mark import MarkFile, left_behind
-from millstream.wal.shards import lock_shards
+from millstream.wal.shard_locks import lock_shards
 from millstream.wal.writing.recover import Recovered, keep_spare
 from millstream.wal.writing.segment import OpenSegment
 
