@@ -19,7 +19,7 @@ from millstream.wal.layout import shard_folder
 from millstream.wal.mark import read_mark, read_shown
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.promote import prepare_promotion
+from millstream.wal.replica.prepare_promotion import prepare_promotion
 from millstream.wal.replica.shipping import ShipSource
 
 

@@ -26,7 +26,7 @@ from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.divergence import SetAside, ends_behind, truncate_to
 from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.promote import prepare_promotion
+from millstream.wal.replica.prepare_promotion import prepare_promotion
 from millstream.wal.replica.shipping import ShipSource, durable_marks
 from millstream.wal.retain import drop_segments
 

@@ -69,7 +69,7 @@ from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleF
 from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
-from millstream.wal.replica.promote import prepare_promotion
+from millstream.wal.replica.prepare_promotion import prepare_promotion
 from millstream.wal.replica.shipping import durable_marks
 from millstream.workers import watching
 from millstream.writers.stream_writer import resolve_stream, take_over
