@@ -17,7 +17,7 @@ from millstream.app.local_client import OpenHome
 from millstream.client.client import RemoteHome
 from millstream.errors import InvalidQuery, ReplicaTooStale
 from millstream.home.home import Home
-from millstream.leadership.roles import Roles, replication_folder
+from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.replication import NodeName
 from millstream.nodes.staleness import note_age
 from millstream.protocol.replication.roles import Role, RoleFact

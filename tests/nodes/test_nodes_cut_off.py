@@ -16,7 +16,7 @@ import millstream
 from millstream.app.tokens import create_token
 from millstream.errors import MillstreamError
 from millstream.home.home import Home
-from millstream.leadership.roles import Roles
+from millstream.leadership.role_files import Roles
 from millstream.nodes.replicas import list_replicas
 from millstream.protocol.replication.roles import Role
 

@@ -24,7 +24,7 @@ from millstream.errors import MillstreamError, UnknownStream
 from millstream.home.config_mapping import capture_config, place_compiled_code
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
-from millstream.leadership.roles import Roles
+from millstream.leadership.role_files import Roles
 from millstream.model.addresses import mask_address
 from millstream.model.ids import StreamId
 from millstream.nodes.node_checks import examine_nodes

@@ -445,7 +445,7 @@ def _landed_elsewhere(home: Home, stream: str) -> str | None:
     """Return the node that lands a stream's tables, if this one doesn't."""
     if not home.role_file(stream).exists():
         return None
-    from millstream.leadership.roles import Roles
+    from millstream.leadership.role_files import Roles
 
     return Roles(home).led_elsewhere(stream)
 

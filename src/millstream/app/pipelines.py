@@ -16,7 +16,7 @@ import structlog
 from millstream.errors import LogError, MillstreamError, Retry, UsageError
 from millstream.home.config_mapping import pipeline_config, spark_options
 from millstream.home.home import Home
-from millstream.leadership.roles import Roles, ending_with_lead
+from millstream.leadership.role_files import Roles, ending_with_lead
 from millstream.model.ids import StreamId
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline

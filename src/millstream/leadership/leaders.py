@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from millstream.errors import LogError, MillstreamError
-from millstream.leadership.roles import Roles
+from millstream.leadership.role_files import Roles
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leaders import LeaderMap, leader_by, leaders_known
 from millstream.wal.files import RealFiles

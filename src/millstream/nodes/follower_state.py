@@ -12,7 +12,7 @@ import structlog
 
 from millstream.errors import MillstreamError
 from millstream.leadership.leaders import note_leaders
-from millstream.leadership.roles import VERSIONS_NAME, Roles, replication_folder
+from millstream.leadership.role_files import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document

@@ -37,7 +37,7 @@ from millstream.leadership.node_calls import (
     told_by,
 )
 from millstream.leadership.promotion_check import hearing_of_promotions, two_leaders
-from millstream.leadership.roles import LOOK_EVERY_S, Roles, replication_folder
+from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_folder
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.replication import Hello, NodeName, region_node
 from millstream.nodes.backfill import fill, has_log

@@ -19,7 +19,7 @@ from millstream.config.quantities import duration_s
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.leadership.leaders import note_leaders
 from millstream.leadership.promotion_check import hearing_of_promotions
-from millstream.leadership.roles import LOOK_EVERY_S, Roles, replication_folder
+from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_folder
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import (

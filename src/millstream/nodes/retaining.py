@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.home.retention import bounds_of
-from millstream.leadership.roles import replication_folder
+from millstream.leadership.role_files import replication_folder
 from millstream.model.ids import RegionId, parse_region_log_name
 from millstream.model.positions import Seq
 from millstream.protocol.replication.roles import SESSIONS

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.config.quantities import duration_s
 from millstream.errors import ReplicaTooStale
-from millstream.leadership.roles import Roles, replication_folder
+from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.ids import parse_region_log_name, region_log_name
 from millstream.nodes.instances import boot_id
 from millstream.private_files import replace_file

@@ -22,7 +22,7 @@ from millstream.ingest.append_client import AppendClient, AsyncAppendClient
 from millstream.ingest.appender import Appender
 from millstream.ingest.local import AppendServer
 from millstream.ingest.uninterruptible import uninterruptible
-from millstream.leadership.roles import Roles
+from millstream.leadership.role_files import Roles
 from millstream.processes.control import ControlServer, have_done
 from millstream.processes.locks import RoleLock, holder, writer_role
 from millstream.processes.logs import leave_logs_to_application

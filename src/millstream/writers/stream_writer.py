@@ -15,7 +15,7 @@ from millstream.ingest.appender import Appender
 from millstream.ingest.buffer_consumer import OperationTaker
 from millstream.ingest.schemas import TableRules
 from millstream.leadership.promotion_check import hear_of_promotions
-from millstream.leadership.roles import Roles
+from millstream.leadership.role_files import Roles
 from millstream.measures import SINK_IGNORED_ERRORS
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
