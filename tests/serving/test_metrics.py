@@ -16,7 +16,7 @@ from tests.app.homes import wait_for
 from tests.serving.serving_process import Served, served, web_home
 
 import millstream
-from millstream import measures
+from millstream import process_metrics
 from millstream.app.status import collect_status
 from millstream.home.home import Home
 from millstream.serving.metrics import prometheus_text
@@ -176,7 +176,7 @@ def _records_here(home: Home) -> float | None:
     """Return what this process has counted for the home's stream."""
     with home.open_catalog() as catalog:
         label = str(catalog.resolve_stream("web"))
-    return next((one["value"] for one in measures.LOG_RECORDS.series() if one["labels"] == [label]), None)
+    return next((one["value"] for one in process_metrics.LOG_RECORDS.series() if one["labels"] == [label]), None)
 
 
 def test_the_series_of_another_homes_stream_are_left_out() -> None:
@@ -186,7 +186,7 @@ def test_the_series_of_another_homes_stream_are_left_out() -> None:
 
 
 def test_a_counter_only_grows() -> None:
-    counter = measures.Counter("millstream_things_total", "Things.", "stream")
+    counter = process_metrics.Counter("millstream_things_total", "Things.", "stream")
     counter.of("a").add(2)
     with pytest.raises(AssertionError):
         counter.of("a").add(-1)
@@ -194,18 +194,18 @@ def test_a_counter_only_grows() -> None:
 
 
 def test_a_duration_is_counted_in_the_first_bucket_that_holds_it() -> None:
-    histogram = measures.Histogram("millstream_work_seconds", "Work.", bounds_s=(0.1, 1.0))
+    histogram = process_metrics.Histogram("millstream_work_seconds", "Work.", bounds_s=(0.1, 1.0))
     for seconds in (0.05, 0.1, 0.5, 7.0):
         histogram.of().observe(seconds)
     assert histogram.series() == [{"labels": [], "counts": [2, 1, 1], "sum_s": pytest.approx(7.65)}]
 
 
 def test_a_forked_child_starts_with_nothing() -> None:
-    measures.LOG_RECORDS.of("parent").add(1)
+    process_metrics.LOG_RECORDS.of("parent").add(1)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(write, json.dumps(measures.all_series()).encode())
+        os.write(write, json.dumps(process_metrics.all_series()).encode())
         os._exit(0)
     os.close(write)
     os.waitpid(pid, 0)

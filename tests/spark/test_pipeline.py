@@ -18,7 +18,7 @@ from deltalake import DeltaTable, write_deltalake
 from tests.spark.hand_made import Change, Home, delete, insert, update
 from tests.spark.lake_run import DriverProcess, RunningPipeline, config_of, drain, follow_until_killed, rows_in
 
-from millstream import measures
+from millstream import process_metrics
 from millstream.catalog import TableState
 from millstream.errors import EngineError, LakeConflict
 from millstream.lake.folded.current import FoldSizes
@@ -109,11 +109,11 @@ def test_every_table_lands_and_ends_folded_at_one_cut(home: Home, spark_options:
     assert home.catalog.landed(home.stream, "lake") == outcome.n
     assert 0 < home.catalog.needed_from(home.stream)["lake"] <= outcome.n
     label = str(home.stream)
-    assert measures.LANDED_ROWS.of(label, "public.items").value == models[0].records
-    assert sum(measures.LAKE_BATCH_SECONDS.of(label).counts) >= 1
-    before = measures.LANDED_ROWS.of(label, "public.items").value
+    assert process_metrics.LANDED_ROWS.of(label, "public.items").value == models[0].records
+    assert sum(process_metrics.LAKE_BATCH_SECONDS.of(label).counts) >= 1
+    before = process_metrics.LANDED_ROWS.of(label, "public.items").value
     drain(config, home.catalog)
-    assert measures.LANDED_ROWS.of(label, "public.items").value == before, "nothing new landed"
+    assert process_metrics.LANDED_ROWS.of(label, "public.items").value == before, "nothing new landed"
 
 
 def test_large_tables_are_built_and_folded_in_parts_with_one_commit_each(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from millstream.errors import ConfigError, LogError, MillstreamError
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
-from millstream.measures import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
 from millstream.model.schema import TableKind
+from millstream.process_metrics import SINK_IGNORED_ERRORS, SINK_ROWS
 from millstream.processes.control import ask, measures_of
 from millstream.processes.locks import Role, holder, writer_role, writer_roles
 from millstream.writers.trouble import capture_trouble

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pyarrow as pa
 
-from millstream import measures
+from millstream import process_metrics
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import check_batch, operations_of, rows_of, said
@@ -72,7 +72,7 @@ class Appender:
     ) -> None:
         self._catalog = catalog
         self._stream = stream
-        self._appends = measures.APPEND_SECONDS.of(str(stream))
+        self._appends = process_metrics.APPEND_SECONDS.of(str(stream))
         self._log = log
         self._writer = writer
         self._rules = rules

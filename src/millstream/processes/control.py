@@ -17,7 +17,7 @@ from typing import Any, Final, Self, TypeAlias, get_args
 
 import structlog
 
-from millstream import measures
+from millstream import process_metrics
 from millstream.errors import MillstreamError, error_of
 from millstream.home.home import Home
 from millstream.processes.locks import Role, WriterRole, holder, writer_roles
@@ -49,7 +49,7 @@ class ControlServer:
         calls: Mapping[str, Callable[[], dict[str, Any]]],
         acts: Mapping[str, Act] | None = None,
     ) -> None:
-        self._calls = {"measures": measures.all_series, **calls}
+        self._calls = {"measures": process_metrics.all_series, **calls}
         self._acts = acts or {}
         self._path = _socket_of(home.make_socket_folder(), role)
         # The role's lock is ours: a dead process left the socket that still exists.
@@ -108,7 +108,7 @@ def ask(home: Home, role: Role | WriterRole, call: str) -> dict[str, Any] | None
 
 
 def measures_of(home: Home) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Return the series of each process of a home (`measures.all_series`), by its role: `append` for applications.
+    """Return the series of each process of a home (`process_metrics.all_series`), by its role: `append` for applications.
 
     A process with several roles has the first of them.
     """

@@ -16,11 +16,11 @@ from typing import Final, Protocol
 import structlog
 
 from millstream.errors import AccessError, Diverged, LogError, MillstreamError
-from millstream.measures import REPLICA_APPLY_SECONDS
 from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
+from millstream.process_metrics import REPLICA_APPLY_SECONDS
 from millstream.protocol.replication.follower import (
     Applied,
     Apply,

@@ -20,8 +20,8 @@ from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, UsageError
 from millstream.home.config_mapping import place_compiled_code
 from millstream.ingest.lines import warm
-from millstream.measures import HTTP_REQUEST_SECONDS
 from millstream.model.access import Right
+from millstream.process_metrics import HTTP_REQUEST_SECONDS
 from millstream.serving.access import Access, allow
 from millstream.serving.health import Health
 from millstream.serving.line_writes import VERSION, LineWrites

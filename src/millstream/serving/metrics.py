@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from millstream.measures import MEASURES, Counter, Histogram
+from millstream.process_metrics import MEASURES, Counter, Histogram
 
 _PARTS: Final = ("owner", "pipeline", "serve")
 """The parts that should always run."""

@@ -24,7 +24,7 @@ from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from millstream import failpoints, measures
+from millstream import failpoints, process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, Retry
@@ -164,7 +164,7 @@ class BatchLander:
         self.landed()
         age_s = None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6)
         self._last = landed, time.monotonic() - started, age_s
-        measures.LAKE_BATCH_SECONDS.of(str(stream)).observe(self._last[1])
+        process_metrics.LAKE_BATCH_SECONDS.of(str(stream)).observe(self._last[1])
         self.report(self.log.persisted_upto())
 
     def _write(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:

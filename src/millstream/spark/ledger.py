@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from millstream import measures
+from millstream import process_metrics
 from millstream.backoff import Backoff
 from millstream.catalog import Catalog
 from millstream.lake.layout import TableCommit
@@ -157,7 +157,7 @@ class Ledger:
                 entry.version = versions[commit.table_id]
                 entry.written_s = now
                 entry.rows += commit.rows
-                measures.LANDED_ROWS.of(stream, entry.name).add(commit.rows)
+                process_metrics.LANDED_ROWS.of(stream, entry.name).add(commit.rows)
                 entry.rate.add(commit.rows, now)
                 entry.waiting.append((commit.n, commit.rows))
                 self.rows += commit.rows

@@ -18,10 +18,10 @@ from millstream import failpoints
 from millstream.catalog.eras import RingEra, RingEras
 from millstream.errors import ConfigError, MillstreamError, RoutingError
 from millstream.home.config_mapping import shard_of
-from millstream.measures import SINK_ROWS
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
+from millstream.process_metrics import SINK_ROWS
 from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router

@@ -16,9 +16,9 @@ from millstream.ingest.buffer_consumer import OperationTaker
 from millstream.ingest.schemas import TableRules
 from millstream.leadership.promotion_check import hear_of_promotions
 from millstream.leadership.role_files import Roles
-from millstream.measures import SINK_IGNORED_ERRORS
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
+from millstream.process_metrics import SINK_IGNORED_ERRORS
 from millstream.processes.locks import LOCK_PATIENCE_S
 from millstream.regions.region_table import check_merges, hear_regions
 from millstream.routing.dispatch import Dispatcher

@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from millstream import measures
+from millstream import process_metrics
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.stream.barrier import StreamHold, cut
 from millstream.capture.stream.receiver import Item, Position, Receiver, Run, Spilled, StreamedRelation
@@ -105,8 +105,8 @@ class Applier:
     ) -> None:
         self._receiver = receiver
         label = str(directory.stream)
-        self._captured = measures.CAPTURED_RECORDS.of(label)
-        self._commits = measures.CAPTURE_COMMIT_SECONDS.of(label)
+        self._captured = process_metrics.CAPTURED_RECORDS.of(label)
+        self._commits = process_metrics.CAPTURE_COMMIT_SECONDS.of(label)
         self._log = log
         self._directory = directory
         self._catalog = catalog

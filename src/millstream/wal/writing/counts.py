@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
 
-from millstream import measures
+from millstream import process_metrics
 from millstream.model.ids import StreamId
 
 
@@ -22,10 +22,10 @@ class CommitCounts:
 
     def __post_init__(self, stream: StreamId) -> None:
         label = str(stream)
-        self._commits = measures.COMMIT_SECONDS.of(label)
-        self._all_operations = measures.LOG_OPERATIONS.of(label)
-        self._all_records = measures.LOG_RECORDS.of(label)
-        self._all_bytes = measures.LOG_WRITTEN_BYTES.of(label)
+        self._commits = process_metrics.COMMIT_SECONDS.of(label)
+        self._all_operations = process_metrics.LOG_OPERATIONS.of(label)
+        self._all_records = process_metrics.LOG_RECORDS.of(label)
+        self._all_bytes = process_metrics.LOG_WRITTEN_BYTES.of(label)
 
     def add_group(self, *, operations: int, records: int, bytes_written: int, seconds: float) -> None:
         """Count a durable commit group, which took that long to write and show."""

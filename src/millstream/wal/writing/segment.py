@@ -23,11 +23,11 @@ from millstream.codec.log_segment import (
     TableEntry,
 )
 from millstream.errors import DiskFull
-from millstream.measures import FSYNC_SECONDS
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files, WritableFile
+from millstream.process_metrics import FSYNC_SECONDS
 from millstream.wal.files import NO_SPACE, check_is_at, create_temporary, put_in_place
 from millstream.wal.layout import SPARE_NAME, segment_path
 from millstream.wal.writing.grouping import FramePlan
