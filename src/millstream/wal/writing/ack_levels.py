@@ -28,9 +28,9 @@ from millstream.model.operations import OPERATION_SCHEMA, Ack, WriteOps
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings, Reach
 from millstream.ports import HighWater
+from millstream.wal.writing.admission_queue import AdmissionQueue
 from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.options import LogOptions
-from millstream.wal.writing.queue import SubmissionQueue
 from millstream.wal.writing.waiters import Outcome, Waiting, answer
 from millstream.workers import Worker
 
@@ -118,7 +118,7 @@ class LevelWaits:
         high_water: HighWater,
         default: AckLevel,
         committer: GroupCommitter,
-        queue: SubmissionQueue,
+        queue: AdmissionQueue,
         stream: str,
         shown_upto: Callable[[], Seq],
     ) -> None:
@@ -389,7 +389,7 @@ class LevelsOfWriter:
     def __init__(
         self,
         committer: GroupCommitter,
-        queue: SubmissionQueue,
+        queue: AdmissionQueue,
         options: LogOptions,
         stream: StreamId,
         high_water: HighWater | None,

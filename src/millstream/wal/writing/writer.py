@@ -35,11 +35,11 @@ from millstream.protocol.sessions import SessionLimits
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.readable_range import LogExtent
 from millstream.wal.writing.ack_levels import NOTHING, Awaiting, LevelsOfWriter, check_level
+from millstream.wal.writing.admission_queue import AdmissionQueue
 from millstream.wal.writing.commit import GroupCommitter
 from millstream.wal.writing.deduplication import KeyedCommits
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
-from millstream.wal.writing.queue import SubmissionQueue
 from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
 from millstream.wal.writing.submissions import follow, shards_of
 from millstream.wal.writing.waiters import (
@@ -115,8 +115,8 @@ class LogWriter:
         self._worker = Worker(f"wal-writer-{stream.hex[:8]}", self._run).start()
         _OPEN_HERE.add(self)
 
-    def _empty_queue(self) -> SubmissionQueue:
-        return SubmissionQueue(
+    def _empty_queue(self) -> AdmissionQueue:
+        return AdmissionQueue(
             bytes_max=self._options.queue_bytes_max,
             group_bytes_max=self._options.group_bytes_max,
             delay_s=self._options.group_commit_delay_s,

@@ -1,6 +1,7 @@
-"""The queue of the log's writer: submissions in order of the calls, bounded by bytes.
+"""The admission queue of the log's writer: submissions in order of the calls, bounded by bytes.
 
-Callers wait for room: threads by blocking, tasks by awaiting. The writer sleeps while the queue is
+Callers wait for room: threads by blocking, tasks by awaiting. If there is none in time, they get
+`Overloaded`, which HTTP answers as status 429. The writer sleeps while the queue is
 empty, and is woken only then: a needless wake-up costs as much as a small append.
 """
 
@@ -20,7 +21,7 @@ from millstream.wal.writing.waiters import Waiting
 _NEVER: Final = sys.maxsize
 
 
-class SubmissionQueue:
+class AdmissionQueue:
     """Bounded queue; any number of threads and event loops put, one thread at a time takes.
 
     Args:
