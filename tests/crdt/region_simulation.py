@@ -44,7 +44,7 @@ from millstream.errors import ClockSkew, LostTailMerged
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
-from millstream.protocol.replication.roles import Lineage, Promise
+from millstream.protocol.replication.promises import Lineage, Promise
 from millstream.regions.ends import still_says
 from millstream.wal.writing.times import GroupTimes
 

@@ -18,7 +18,7 @@ from millstream.errors import MillstreamError
 from millstream.home.home import Home
 from millstream.leadership.role_files import Roles
 from millstream.nodes.replicas import list_replicas
-from millstream.protocol.replication.roles import Role
+from millstream.protocol.replication.promises import Role
 
 pytestmark = pytest.mark.siege
 

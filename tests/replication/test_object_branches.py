@@ -22,7 +22,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName
 from millstream.nodes.restoring import restore_stream
 from millstream.nodes.stores import Fetched, fetch, lineage_document, stored_lineage
-from millstream.protocol.replication.roles import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
+from millstream.protocol.replication.promises import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.object_store import ObjectStoreTransport

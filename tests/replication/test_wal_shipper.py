@@ -16,7 +16,7 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Hello, Holdings, NodeName
 from millstream.ports import LeaderLink
-from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.protocol.replication.promises import Role, RoleFact
 from millstream.replication.flight import FlightTransport, LeaderAddress
 from millstream.replication.follower import WalFollower
 from millstream.replication.shipper import WalShipper

@@ -21,7 +21,7 @@ from millstream.home.home import Home as Folder
 from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.replication import NodeName
 from millstream.nodes.staleness import note_age
-from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.protocol.replication.promises import Role, RoleFact
 
 
 def test_spark_reads_a_follower_as_its_leader(tmp_path: Path, spark: SparkSession) -> None:

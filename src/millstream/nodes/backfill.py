@@ -17,7 +17,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
 from millstream.nodes.follower_state import FollowingNotes
 from millstream.nodes.stores import Fetched, fetch, stored_lineage
-from millstream.protocol.replication.roles import LINEAGE, SESSIONS, Role, RoleFact
+from millstream.protocol.replication.promises import LINEAGE, SESSIONS, Role, RoleFact
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.writing.session_file import covered_in
 

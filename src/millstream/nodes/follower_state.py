@@ -21,7 +21,7 @@ from millstream.nodes.retaining import CopyRetention
 from millstream.nodes.staleness import note_age
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.follower import Lag
-from millstream.protocol.replication.roles import SESSIONS, RoleFact, fenced_error
+from millstream.protocol.replication.promises import SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.divergence import SetAside, ends_behind, found_aside, truncate_to

@@ -36,7 +36,7 @@ from millstream.nodes.level_document import Terms
 from millstream.nodes.session_document import SessionDocument
 from millstream.private_files import make_folder
 from millstream.protocol.replication.leader import Phase
-from millstream.protocol.replication.roles import Promise, Role, RoleFact
+from millstream.protocol.replication.promises import Promise, Role, RoleFact
 from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver

@@ -38,6 +38,7 @@ from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import node_state, wait_for_writer
 from millstream.private_files import replace_file
 from millstream.processes.locks import RoleLock, once_let_go
+from millstream.protocol.replication.promises import SESSIONS, Promise, Role, RoleFact, name_taken
 from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
@@ -65,7 +66,6 @@ from millstream.protocol.replication.promotion import (
     Tick,
     Unanswered,
 )
-from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleFact, name_taken
 from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

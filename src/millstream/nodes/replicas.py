@@ -13,7 +13,7 @@ from millstream.nodes.peer_requests import node_state
 from millstream.nodes.staleness import age_of_replica
 from millstream.processes.control import ask
 from millstream.protocol.replication.leaders import LeaderMap
-from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.protocol.replication.promises import Role, RoleFact
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

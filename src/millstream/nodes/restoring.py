@@ -20,7 +20,7 @@ from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
 from millstream.nodes.stores import Fetched, fetch
 from millstream.private_files import make_folder, replace_file
-from millstream.protocol.replication.roles import SESSIONS, RoleFact
+from millstream.protocol.replication.promises import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

@@ -17,7 +17,7 @@ from millstream.home.retention import bounds_of
 from millstream.leadership.role_files import replication_folder
 from millstream.model.ids import RegionId, parse_region_log_name
 from millstream.model.positions import Seq
-from millstream.protocol.replication.roles import SESSIONS
+from millstream.protocol.replication.promises import SESSIONS
 from millstream.protocol.retention import HolderKind, Retention
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import SESSIONS_HOLDER, drop_segments

@@ -19,7 +19,7 @@ from millstream.leadership.role_files import Roles, replication_folder
 from millstream.model.ids import parse_region_log_name, region_log_name
 from millstream.nodes.instances import boot_id
 from millstream.private_files import replace_file
-from millstream.protocol.replication.roles import Role
+from millstream.protocol.replication.promises import Role
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

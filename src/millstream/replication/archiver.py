@@ -19,7 +19,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, NodeName, ReplicaPosition
 from millstream.ports import Clock, Files, FollowerLink
 from millstream.protocol.replication.leader import is_covered
-from millstream.protocol.replication.roles import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
+from millstream.protocol.replication.promises import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
 from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.replication.object_store import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock

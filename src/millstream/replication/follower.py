@@ -43,7 +43,7 @@ from millstream.protocol.replication.follower import (
     Tick,
     WasSetAside,
 )
-from millstream.protocol.replication.roles import RoleFact
+from millstream.protocol.replication.promises import RoleFact
 from millstream.protocol.replication.shipping import PersistRole, Tell
 from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock

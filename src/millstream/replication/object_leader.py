@@ -35,7 +35,7 @@ from millstream.model.replication import (
     SegmentPart,
     Shipment,
 )
-from millstream.protocol.replication.roles import LINEAGE
+from millstream.protocol.replication.promises import LINEAGE
 from millstream.replication.object_history import History, history_of, note_whole
 from millstream.replication.object_layout import (
     TRAILER_BYTES,

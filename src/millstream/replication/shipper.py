@@ -28,7 +28,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, Holdings, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
 from millstream.protocol.replication.leader import Leader, Phase
-from millstream.protocol.replication.roles import LINEAGE, Greeting, RoleFact
+from millstream.protocol.replication.promises import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
     Acked,
     DropLink,

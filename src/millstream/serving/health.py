@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.status import collect_status
 from millstream.leadership.role_files import Roles
-from millstream.protocol.replication.roles import Role
+from millstream.protocol.replication.promises import Role
 from millstream.writers.appending import append_socket, will_write
 from millstream.writers.trouble import troubles
 

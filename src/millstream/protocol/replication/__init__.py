@@ -27,8 +27,7 @@ from __future__ import annotations
 from millstream.protocol.replication.follower import Follower, Holding, Lag
 from millstream.protocol.replication.leader import Leader, is_covered
 from millstream.protocol.replication.levels import level_kept, promises_wanted
-from millstream.protocol.replication.promotion import NodeReport, Promotion
-from millstream.protocol.replication.roles import (
+from millstream.protocol.replication.promises import (
     LINEAGE,
     NOBODY,
     UNPROMISED,
@@ -41,6 +40,7 @@ from millstream.protocol.replication.roles import (
     Term,
     fenced_error,
 )
+from millstream.protocol.replication.promotion import NodeReport, Promotion
 from millstream.protocol.replication.shipping import LinkId, ShipOptions
 
 __all__ = [

@@ -67,7 +67,7 @@ from millstream.model.replication import (
     ReplicaPosition,
     Shipment,
 )
-from millstream.protocol.replication.roles import (
+from millstream.protocol.replication.promises import (
     LINEAGE,
     NOBODY,
     SESSIONS,

@@ -60,7 +60,7 @@ from millstream.model.replication import (
     NodeName,
     ReplicaPosition,
 )
-from millstream.protocol.replication.roles import NOBODY, Lineage, Promise, RoleFact, fenced_error
+from millstream.protocol.replication.promises import NOBODY, Lineage, Promise, RoleFact, fenced_error
 from millstream.protocol.replication.shipping import (
     Acked,
     DropLink,

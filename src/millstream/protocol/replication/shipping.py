@@ -15,7 +15,7 @@ from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Hello, Holdings, NodeName, ReplicaPosition
-from millstream.protocol.replication.roles import Promise, RoleFact
+from millstream.protocol.replication.promises import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
 
