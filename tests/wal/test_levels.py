@@ -24,8 +24,8 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import Ack
 from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
+from millstream.protocol.deduplication.sessions import SessionLimits
 from millstream.protocol.retention import Bounds, Retention
-from millstream.protocol.sessions import SessionLimits
 from millstream.testing.errors import coded
 from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations

@@ -32,7 +32,7 @@ from millstream.model.ids import ShardId
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.processes.locks import holder
-from millstream.protocol import sessions
+from millstream.protocol.deduplication import sessions
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 from millstream.serving.metrics import prometheus_text

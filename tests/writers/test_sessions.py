@@ -35,7 +35,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.model.writes import SessionFacts
-from millstream.protocol.sessions import AHEAD_MAX
+from millstream.protocol.deduplication.sessions import AHEAD_MAX
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.postgres.target import PostgresTarget, TargetView
     from millstream.lake.snapshots import Cut
-    from millstream.protocol.sessions import SessionLimits
+    from millstream.protocol.deduplication.sessions import SessionLimits
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
     from millstream.spark.sinks import Sink
@@ -108,7 +108,7 @@ def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOpti
 
 def session_limits(stream: StreamConfig) -> SessionLimits:
     """Return when applications' sessions and keys expire."""
-    from millstream.protocol.sessions import SessionLimits
+    from millstream.protocol.deduplication.sessions import SessionLimits
 
     ingest = stream.ingest
     return SessionLimits(ingest.sessions_max, ingest.idempotency_keys_max, round(duration_s(ingest.session_age) * 1e6))

@@ -26,8 +26,8 @@ from millstream.model.operations import Ack, Outcome, Submitted, WriteOps, write
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import Clock, Files
-from millstream.protocol.asked_writes import AskedWrites
-from millstream.protocol.sessions import SessionLimits, Sessions
+from millstream.protocol.deduplication.group_lookup import GroupLookup
+from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
 from millstream.wal.reader import StreamReader
 from millstream.wal.startup_progress import StartupProgress
 from millstream.wal.writing.commit import GroupCommitter
@@ -264,7 +264,7 @@ class _Group:
         self._left: list[Submitted | None] = []
         self._writes: list[Sequence[tuple[WriteId, int] | None]] = []
         """For each submission, the writes of its operations; empty if they aren't looked up."""
-        asked = AskedWrites(sessions)
+        asked = GroupLookup(sessions)
         before = 0
         for ops in submitted:
             if not isinstance(ops, WriteOps) or not ops.is_keyed:
@@ -336,7 +336,7 @@ def _with_those_told(
     return outcomes
 
 
-def _told_of(writes: Sequence[tuple[WriteId, int] | None], asked: AskedWrites, before: int) -> dict[int, Outcome | int]:
+def _told_of(writes: Sequence[tuple[WriteId, int] | None], asked: GroupLookup, before: int) -> dict[int, Outcome | int]:
     """Return, by index, the outcomes of a submission's operations that aren't appended; `before` writes precede it."""
     told: dict[int, Outcome | int] = {}
     for i, write in enumerate(writes):

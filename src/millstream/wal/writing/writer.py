@@ -30,8 +30,8 @@ from millstream.model.positions import Lsn, Offset, Seq, StreamToken
 from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts
 from millstream.ports import Clock, Files, HighWater, SeqReservations
+from millstream.protocol.deduplication.sessions import SessionLimits
 from millstream.protocol.sequencer import LedgerView
-from millstream.protocol.sessions import SessionLimits
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.readable_range import LogExtent
 from millstream.wal.writing.ack_levels import NOTHING, Awaiting, LevelsOfWriter, check_level

@@ -13,9 +13,9 @@ from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import WriteId
-from millstream.protocol import sessions as module
-from millstream.protocol.asked_writes import AskedWrites
-from millstream.protocol.sessions import AHEAD_MAX, SessionLimits, Sessions
+from millstream.protocol.deduplication import sessions as module
+from millstream.protocol.deduplication.group_lookup import GroupLookup
+from millstream.protocol.deduplication.sessions import AHEAD_MAX, SessionLimits, Sessions
 
 FAR = 4
 """`AHEAD_MAX` in these tests: so small that a few numbers reach it."""
@@ -44,7 +44,7 @@ def one_by_one(sessions: Sessions, writes: list[tuple[WriteId, int]], first: int
 
 def together(sessions: Sessions, writes: list[tuple[WriteId, int]], first: int) -> list[object]:
     """Return the answers to the writes of one group, which are noted afterwards, in their order."""
-    asked = AskedWrites(sessions)
+    asked = GroupLookup(sessions)
     told: list[object] = []
     for seq, (write_id, digest) in enumerate(writes, first):
         try:
@@ -80,7 +80,7 @@ def test_a_group_is_told_what_its_writes_are_told_one_by_one(
 
 def test_numbers_in_an_odd_order_leave_no_gap_behind_them() -> None:
     sessions = Sessions()
-    asked = AskedWrites(sessions)
+    asked = GroupLookup(sessions)
     for place, number in enumerate((1, 3, 2, AHEAD_MAX + 3)):
         assert asked.ask(WriteId("s", number), 7, place) is None
     with pytest.raises(SessionGap):  # number 1 may come again, as nothing is there yet

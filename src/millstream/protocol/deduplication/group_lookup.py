@@ -11,13 +11,13 @@ from typing import TypeAlias
 
 from millstream.model.operations import Ack
 from millstream.model.writes import WriteId
-from millstream.protocol.sessions import Sessions
+from millstream.protocol.deduplication.sessions import Sessions
 
 _Asked: TypeAlias = tuple[int, int]
 """A write's digest, and its place among the writes of the group."""
 
 
-class AskedWrites:
+class GroupLookup:
     """The writes of one commit group.
 
     Args:

@@ -16,14 +16,14 @@ Premises
 
 The answer to a write:
 
-    | its number, or key                | same rows as then | others        |
-    |-----------------------------------|-------------------|---------------|
-    | known, with its result            | answered again    | IdempotencyKeyReused |
-    | known, without                    | DedupWindowExpired    | DedupWindowExpired|
-    | unknown, at most AHEAD_MAX above  | new               | new           |
-    | unknown, farther above            | SessionGap      | SessionGap  |
-    | of a session that was forgotten   | SessionExpired    | SessionExpired|
-    | a key that was forgotten          | DedupWindowExpired    | DedupWindowExpired|
+    | its number, or key               | same rows as then  | others               |
+    |----------------------------------|--------------------|----------------------|
+    | known, with its result           | answered again     | IdempotencyKeyReused |
+    | known, without                   | DedupWindowExpired | DedupWindowExpired   |
+    | unknown, at most AHEAD_MAX above | new                | new                  |
+    | unknown, farther above           | SessionGap         | SessionGap           |
+    | of a session that was forgotten  | SessionExpired     | SessionExpired       |
+    | a key that was forgotten         | DedupWindowExpired | DedupWindowExpired   |
 
 Sessions that were used lately are objects, others a few bytes each. A result becomes an object only when it is asked
 for: the next write of one of many sessions needs only its mark.
