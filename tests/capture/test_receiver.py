@@ -11,7 +11,8 @@ import numpy as np
 from tests.capture.beside import Beside
 
 from millstream.capture.stream.frames import Block
-from millstream.capture.stream.receiver import Receiver, Run, Spilled, StreamedAbort
+from millstream.capture.stream.large_transactions import Spilled, StreamedAbort
+from millstream.capture.stream.receiver import Receiver, Run
 from millstream.capture.stream.spill import SpillFolder
 from millstream.codec.pgoutput import MessageRun
 from millstream.model.positions import Lsn

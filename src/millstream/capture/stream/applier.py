@@ -17,7 +17,8 @@ from typing import Final, Protocol
 from millstream import process_metrics
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.stream.barrier import StreamHold, cut
-from millstream.capture.stream.receiver import Item, Position, Receiver, Run, Spilled, StreamedRelation
+from millstream.capture.stream.large_transactions import Spilled, StreamedRelation
+from millstream.capture.stream.receiver import Item, Position, Receiver, Run
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (
     RelationCache,

@@ -13,7 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from millstream.capture.stream.receiver import Item, Run, Spilled
+from millstream.capture.stream.large_transactions import Spilled
+from millstream.capture.stream.receiver import Item, Run
 from millstream.codec.pgoutput import MessageRun
 from millstream.model.positions import Lsn
 

@@ -1,7 +1,7 @@
 """The reader of the source's messages: one thread that takes messages as they come and reports how far the log is.
 
-It looks only at each message's kind, and at whole blocks at a time. It hands on whole transactions in runs, and
-writes blocks of large streamed transactions to spill files. It owns the connection, so everything sent to the source
+It looks only at each message's kind, and at whole blocks at a time. It hands on whole transactions in runs;
+`large_transactions` writes the others to spill files. It owns the connection, so everything sent to the source
 goes through it. It sends standby status with the position that `confirm` was last given and never a byte more, even
 while its items aren't taken.
 """
@@ -15,24 +15,23 @@ import struct
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from millstream.capture.stream._turns import ask_for_short_turns
 from millstream.capture.stream.frames import KEEPALIVE, Block
-from millstream.capture.stream.spill import SpillFile, SpillFolder
-from millstream.capture.stream.wire import POSTGRES_EPOCH_US, Wire
-from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
+from millstream.capture.stream.large_transactions import COMMIT_FIELDS, LargeItem, LargeTransactions
+from millstream.capture.stream.message_kinds import COMMIT, MARKS, MAY_END, NOT_ORDINARY, Marks, next_marked
+from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.stream.wire import Wire
+from millstream.codec.pgoutput import MessageRun
 from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
 from millstream.workers import Worker
 
 RUN_BYTES_MAX: Final = 8 << 20
-_COMMIT: Final = struct.Struct(">BQQq")
-_PAIR: Final = struct.Struct(">II")
 
 # Runs under load: each costs about two milliseconds, whatever is in it, from its decoding to its fsync.
 _RUN_SMALL_BYTES: Final = 32 << 10
@@ -68,44 +67,7 @@ class Position:
     lsn: Lsn
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedRelation:
-    """A Relation or Type message inside a block of the streamed transaction `xid`."""
-
-    xid: int
-    message: Relation | Type
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedAbort:
-    """The streamed transaction `xid`, or a subtransaction of it, rolled back, or is sent again from its beginning."""
-
-    xid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Spilled:
-    """A transaction that lies in a spill file has committed.
-
-    `streamed`: its messages have xids, and those of `aborted` were rolled back. Otherwise it came whole, and the file
-    has the messages between its Begin and its Commit.
-    """
-
-    commit: StreamCommit
-    file: SpillFile
-    aborted: frozenset[int]
-    streamed: bool
-
-
-Item = Run | Position | StreamedRelation | StreamedAbort | Spilled
-
-
-@dataclass(slots=True)
-class _Streamed:
-    """A streamed transaction that is still open."""
-
-    file: SpillFile
-    aborted: set[int] = field(default_factory=set)
+Item = Run | Position | LargeItem
 
 
 class Receiver:
@@ -131,7 +93,7 @@ class Receiver:
         status_s: float,
     ) -> None:
         self._wire = wire
-        self._spill = spill
+        self._large = LargeTransactions(spill, self._put)
         self._buffer_bytes_max = buffer_bytes_max
         self._status_s = status_s
         self._news_s = min(1.0, status_s)
@@ -158,11 +120,6 @@ class Receiver:
         self._open: list[MessageRun] = []
         """The received part of the transaction after them."""
         self._open_bytes = 0
-        self._own: SpillFile | None = None
-        self._own_xid = 0
-        self._block: _Streamed | None = None
-        self._block_xid = 0
-        self._streamed: dict[int, _Streamed] = {}
         self._wake_read = self._wake_write = -1
         """A pipe that wakes the thread, open while it runs."""
         self._worker = Worker("millstream-receiver", self._main)
@@ -253,8 +210,7 @@ class Receiver:
         finally:
             with contextlib.suppress(Exception):
                 self._wire.close()
-            for streamed in self._streamed.values():
-                streamed.file.remove()
+            self._large.close()
             with self._lock:
                 self._ended = True
                 self._lock.notify_all()
@@ -330,20 +286,19 @@ class Receiver:
 
     def _on_block(self, block: Block) -> None:
         if block.begins_anew:
-            self._forget_streamed()
-        marks = _MARKS[block.kinds]
+            self._hand_over()
+            self._large.restart_streamed()
+        marks = MARKS[block.kinds]
         at = 0
         while at < len(block):
-            if self._block is not None:
-                at = self._on_streamed_block(block, marks, at)
-            elif self._own is not None:
-                at = self._on_own(block, marks, at)
+            if self._large.is_in_block or self._large.is_in_whole:
+                at = self._on_large(block, marks, at)
             else:
                 at = self._on_ordinary(block, marks, at)
 
     def _on_ordinary(self, block: Block, marks: Marks, at: int) -> int:
         """Take transactions as they commit, up to a message of another kind."""
-        end = _next(marks, _NOT_ORDINARY, at)
+        end = next_marked(marks, NOT_ORDINARY, at)
         ends = _last_end(block, marks, at, end)
         if ends is None:
             self._keep_open(block.between(at, end))
@@ -352,19 +307,22 @@ class Receiver:
             self._whole += self._open
             self._whole_bytes += self._open_bytes
             self._open, self._open_bytes = [], 0
-            if block.kinds[ends] == _COMMIT_KIND:
-                self._whole_end = Lsn(_COMMIT.unpack_from(block.messages[ends], 1)[2])
+            if block.kinds[ends] == COMMIT:
+                self._whole_end = Lsn(COMMIT_FIELDS.unpack_from(block.messages[ends], 1)[2])
             if self._whole_bytes >= RUN_BYTES_MAX:
                 self._hand_over()
             self._keep_open(block.between(ends + 1, end))
         if self._open_bytes > self._buffer_bytes_max:
-            self._begin_own()
+            self._hand_over()
+            self._large.begin_whole(self._open)
+            self._open, self._open_bytes = [], 0
         if end < len(block):
             message = block.messages[end]
             if block.kinds[end] == KEEPALIVE:
                 self._on_keepalive(message)
-            elif self._own is None:
-                self._on_streamed(message)
+            elif not self._large.is_in_whole:
+                self._hand_over()
+                self._note_received(self._large.on_streamed(message))
             else:
                 raise ProtocolViolation("a streamed transaction came in the middle of another one")
             end += 1
@@ -375,42 +333,21 @@ class Receiver:
             self._open.append(messages)
             self._open_bytes += messages.span_bytes
 
-    def _on_streamed_block(self, block: Block, marks: Marks, at: int) -> int:
-        """Take the messages between StreamStart and StreamStop."""
-        assert self._block is not None
-        end = _next(marks, _NOT_STREAMED, at)
-        self._block.file.append(block.between(at, end))
-        if end < len(block):
-            kind, data = int(block.kinds[end]), block.messages[end]
-            if kind == KEEPALIVE:
-                self._on_keepalive(data)
-            elif kind == _STREAM_STOP:
-                self._block = None
-            else:
-                message = parse_message(data, streamed=True)
-                assert isinstance(message, Relation | Type)
-                self._put(StreamedRelation(self._block_xid, message))
-                self._block.file.append(block.between(end, end + 1))
-            end += 1
-        return end
-
-    def _on_own(self, block: Block, marks: Marks, at: int) -> int:
-        """Take a transaction that came in one piece and is too large for memory, up to its Commit."""
-        assert self._own is not None
-        end = _next(marks, _NOT_OWN, at)
-        self._own.append(block.between(at, end))
+    def _on_large(self, block: Block, marks: Marks, at: int) -> int:
+        """Take messages of a large transaction, up to the first message of another kind, and that one."""
+        end = self._large.append(block, marks, at)
         if end < len(block):
             if block.kinds[end] == KEEPALIVE:
                 self._on_keepalive(block.messages[end])
             else:
-                self._end_own(block.messages[end])
+                self._note_received(self._large.on_other(block, end))
             end += 1
         return end
 
     def _on_keepalive(self, data: bytes) -> None:
         (end,) = struct.unpack_from(">Q", data, 1)
         self.source_end = max(self.source_end, Lsn(end))
-        if not self._open and self._own is None:
+        if not self._open and not self._large.is_in_whole:
             self._position = max(self._position, Lsn(end))
         # The source sends one whenever it has nothing more and our position is behind: no reason to cut a run short.
         if not self._whole:
@@ -420,64 +357,10 @@ class Receiver:
         else:
             self._send_due_status()
 
-    def _on_streamed(self, message: bytes) -> None:
-        self._hand_over()
-        kind = message[0]
-        if kind == _STREAM_START:
-            (self._block_xid,) = struct.unpack_from(">I", message, 1)
-            self._block = self._streamed.get(self._block_xid)
-            if self._block is None:
-                self._block = self._streamed[self._block_xid] = _Streamed(self._spill.create(self._block_xid))
-        elif kind == _STREAM_COMMIT:
-            commit = parse_message(message)
-            assert isinstance(commit, StreamCommit)
-            streamed = self._streamed.pop(commit.xid, None)
-            if streamed is None:
-                raise ProtocolViolation(f"the streamed transaction {commit.xid} commits, but never began")
-            streamed.file.flush()
-            self._put(Spilled(commit, streamed.file, frozenset(streamed.aborted), streamed=True))
-            self._received = max(self._received, commit.end_lsn)
-        elif kind == _STREAM_ABORT:
-            xid, subxid = _PAIR.unpack_from(message, 1)
-            open_one = self._streamed.get(xid)
-            if open_one is not None and xid == subxid:
-                self._streamed.pop(xid).file.remove()
-            elif open_one is not None:
-                open_one.aborted.add(subxid)
-            self._put(StreamedAbort(xid))
-        else:
-            raise ProtocolViolation(f"a message {chr(kind)!r} came outside of a streamed block")
-
-    def _forget_streamed(self) -> None:
-        """Drop open streamed transactions: if they go on at all, they come again from their beginning."""
-        self._hand_over()
-        for xid, streamed in self._streamed.items():
-            streamed.file.remove()
-            self._put(StreamedAbort(xid))
-        self._streamed.clear()
-
-    def _begin_own(self) -> None:
-        """Move the transaction that is being received from memory to a file."""
-        self._hand_over()
-        first = self._open[0]
-        begin = first[0]
-        if begin[0] != _BEGIN_KIND:
-            raise ProtocolViolation(f"a transaction begins with a message {chr(begin[0])!r}")
-        (self._own_xid,) = struct.unpack_from(">I", begin, 17)
-        self._own = self._spill.create(self._own_xid)
-        self._own.append(MessageRun(first.buffer, first.starts[1:], first.ends[1:]))
-        for messages in self._open[1:]:
-            self._own.append(messages)
-        self._open, self._open_bytes = [], 0
-
-    def _end_own(self, message: bytes) -> None:
-        assert self._own is not None
-        flags, lsn, end, time_us = _COMMIT.unpack_from(message, 1)
-        self._own.flush()
-        commit = StreamCommit(self._own_xid, flags, Lsn(lsn), Lsn(end), time_us + POSTGRES_EPOCH_US)
-        self._put(Spilled(commit, self._own, frozenset(), streamed=False))
-        self._received = max(self._received, Lsn(end))
-        self._own = None
+    def _note_received(self, end: Lsn | None) -> None:
+        """Note that a large transaction was received up to its end, if it has one."""
+        if end is not None:
+            self._received = max(self._received, end)
 
     # --- handing on ----------------------------------------------------------------------------------------------
 
@@ -533,43 +416,10 @@ class Receiver:
                 os.write(self._wake_write, b"\0")
 
 
-_BEGIN_KIND, _COMMIT_KIND, _MESSAGE_KIND = ord("B"), ord("C"), ord("M")
-_STREAM_START, _STREAM_STOP, _STREAM_COMMIT, _STREAM_ABORT = ord("S"), ord("E"), ord("c"), ord("A")
-
-Marks = npt.NDArray[np.uint8]
-_NOT_ORDINARY: Final = 1
-_NOT_STREAMED: Final = 2
-_NOT_OWN: Final = 4
-_MAY_END: Final = 8
-
-
-def _marks() -> Marks:
-    """Return by kind of message: which runs it ends, and whether a transaction may end with it."""
-    marks = np.zeros(256, dtype=np.uint8)
-    for kinds, mark in (
-        (b"kSEcA", _NOT_ORDINARY),
-        (b"kSEcARY", _NOT_STREAMED),
-        (b"kCSEcA", _NOT_OWN),
-        (b"CM", _MAY_END),
-    ):
-        for kind in kinds:
-            marks[kind] |= mark
-    return marks
-
-
-_MARKS: Final = _marks()
-
-
-def _next(marks: Marks, mark: int, at: int) -> int:
-    """Return the index of the first message from `at` on that has the mark; the number of messages if none has."""
-    found = np.flatnonzero(marks[at:] & mark)
-    return at + int(found[0]) if len(found) else len(marks)
-
-
 def _last_end(block: Block, marks: Marks, at: int, end: int) -> int | None:
     """Return the last message of `[at, end)` that leaves no transaction open: a Commit, or one outside of any."""
-    for number in np.flatnonzero(marks[at:end] & _MAY_END)[::-1]:
+    for number in np.flatnonzero(marks[at:end] & MAY_END)[::-1]:
         place = at + int(number)
-        if block.kinds[place] == _COMMIT_KIND or not block.messages.buffer[block.messages.starts[place] + 1] & 1:
+        if block.kinds[place] == COMMIT or not block.messages.buffer[block.messages.starts[place] + 1] & 1:
             return place
     return None
