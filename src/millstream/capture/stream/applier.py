@@ -1,4 +1,4 @@
-"""From the receiver's items to the log: decodes, submits in order, and tracks what is durable.
+"""From the receiver's items to the log: decodes, submits in order, and notes what is durable (`slot_confirmation`).
 
 One thread does all of it, so the order of submits is the order of the stream. Few submits are in flight at a time:
 while the log makes one group durable the next run gathers in the receiver, and when nothing waits, a single
@@ -19,6 +19,7 @@ from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.stream.barrier import StreamHold, cut
 from millstream.capture.stream.large_transactions import Spilled, StreamedRelation
 from millstream.capture.stream.receiver import Item, Position, Receiver, Run
+from millstream.capture.stream.slot_confirmation import SlotConfirmation
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (
     RelationCache,
@@ -27,17 +28,12 @@ from millstream.codec.pgoutput import (
     decode_transactions,
 )
 from millstream.errors import ProtocolViolation, TableUndecodable
-from millstream.failpoints import hit
 from millstream.model.ids import SourceId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import LogAppender
 
 IN_FLIGHT_MAX: Final = 3  # one group in its fsync, one that gathers in the log, one being decoded
-MOVE_EVERY_S: Final = 5.0
-"""How often a position that only keepalives moved is made durable: each time is a commit of the catalog …"""
-MOVE_BYTES: Final = 16 << 20
-"""… or sooner, when the source keeps so much WAL for it: a segment."""
 _SENSELESS_HINT: Final = (
     "Nothing of it is in the log, and the slot stays where it is: start capture again. Where it stays, a proxy changes what it "
     "carries, or the server's output plugin isn't PostgreSQL's own."
@@ -110,7 +106,6 @@ class Applier:
         self._commits = process_metrics.CAPTURE_COMMIT_SECONDS.of(label)
         self._log = log
         self._directory = directory
-        self._catalog = catalog
         self._copies = copies
         self._hold = hold
         self._kept: Item | None = None
@@ -124,11 +119,9 @@ class Applier:
         self._submitted = Lsn(0)
         """The end of the last operation of the stream that was submitted: later operations enter the log only after
         it."""
-        self._durable = reached if settling is None or confirmed is None else confirmed
-        """Everything up to here is in the log: the log reported so, or there was nothing of ours …"""
-        self._stored = self._durable
-        """… and a restart would find it."""
-        self._moved_at = time.monotonic()
+        # Everything up to here is in the log: the log reported so, or there was nothing of ours.
+        durable = reached if settling is None or confirmed is None else confirmed
+        self._slot = SlotConfirmation(receiver, catalog, directory.source, durable)
         self.passed = reached
         self.records = 0
         copies.passed(reached)
@@ -144,12 +137,12 @@ class Applier:
     @property
     def durable(self) -> Lsn:
         """The LSN up to which every commit is durable in the log."""
-        return self._durable
+        return self._slot.durable
 
     @property
     def confirmed(self) -> Lsn:
         """The position that may be reported to the source: durable, and known after a restart."""
-        return self._stored
+        return self._slot.stored
 
     @property
     def idle(self) -> bool:
@@ -195,8 +188,7 @@ class Applier:
 
     def store_position(self) -> None:
         """Store the durable position now, and report it to the source."""
-        self._move(force=True)
-        self._receiver.confirm(self._stored, now=True)
+        self._slot.store_now()
 
     def _take(self, timeout_s: float) -> Item | None:
         """Return the next item, or the part of it that needn't wait."""
@@ -320,8 +312,8 @@ class Applier:
     def _wait_for_position(self, lsn: Lsn) -> None:
         """Count `lsn` as durable once everything before it is."""
         if not self._in_flight:
-            self._durable = max(self._durable, lsn)
-            self._move(force=False)
+            self._slot.note_durable(lsn, in_log=False)
+            self._slot.store_if_due()
         elif self._in_flight[-1].future is None:
             self._in_flight[-1].end = max(self._in_flight[-1].end, lsn)
         else:
@@ -339,9 +331,8 @@ class Applier:
                 if not entry.future.done():
                     break
                 entry.future.result()
-                self._stored = max(self._stored, entry.end)
             self._in_flight.popleft()
-            self._durable = max(self._durable, entry.end)
+            self._slot.note_durable(entry.end, in_log=entry.future is not None)
             if entry.records:
                 self.records += entry.records
                 self._captured.add(entry.records)
@@ -350,17 +341,5 @@ class Applier:
             if entry.done is not None:
                 entry.done()
         if settled:
-            hit("capture.before_confirm")
-            self._receiver.confirm(self._stored)
-        self._move(force=False)
-
-    def _move(self, *, force: bool) -> None:
-        """Store a durable position that no operation carries, then let it be confirmed."""
-        if self._durable <= self._stored:
-            return
-        now = time.monotonic()
-        if force or now - self._moved_at >= MOVE_EVERY_S or self._durable - self._stored >= MOVE_BYTES:
-            self._catalog.move_reached(self.source, self._durable)
-            self._moved_at = now
-            self._stored = self._durable
-            self._receiver.confirm(self._stored)
+            self._slot.confirm()
+        self._slot.store_if_due()
