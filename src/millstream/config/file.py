@@ -1,8 +1,8 @@
 """Loading `millstream.toml`: text, variables, environment, checks, and the place of every value and every error.
 
-There are three layers, the later wins: defaults, the file, and the environment's variables
-`MILLSTREAM_<SECTION>__<KEY>`, as pydantic-settings reads them. Every mistake is a `ConfigError` that
-names file, line, key and the allowed values; all mistakes of a file are reported at once.
+There are three layers, the later wins: defaults, the file, and the environment's variables (`environment`). Every
+mistake is a `ConfigError` that names file, line, key and the allowed values; all mistakes of a file are reported at
+once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
-from pydantic_settings.exceptions import SettingsError
 
 from millstream.config.address_checks import clashes_of_addresses
 from millstream.config.commented import section_meant
+from millstream.config.environment import UnreadableVariable, environment_values
 from millstream.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
 from millstream.config.model import (
     EMBEDDED_CATALOG,
@@ -42,7 +41,6 @@ from millstream.model.addresses import MASK, mask_address
 from millstream.model.ids import check_stream_name
 
 FILE_NAME: Final = "millstream.toml"
-ENV_PREFIX: Final = "MILLSTREAM_"
 _NODE_TOKEN: Final = ("replication", "token")
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
 
@@ -254,19 +252,13 @@ class _Loader:
 
     def _overrides(self) -> dict[str, Any]:
         """Return the environment's values as nested dicts; notes which variable each value came from."""
-        names = {name.lower(): name for name in self._environ if name.upper().startswith(ENV_PREFIX)}
-        source = _Environment(_Settings, self._environ)
         try:
-            found: dict[str, Any] = source()
-        except SettingsError as error:
-            name = next((n for low, n in names.items() if low.removeprefix("millstream_") in str(error).lower()), "")
-            self._note((name or ENV_PREFIX,), f"the variable holds no value of its kind: {error}", place="env")
+            values, variables = environment_values(self._environ)
+        except UnreadableVariable as error:
+            self._note((error.name,), f"the variable holds no value of its kind: {error}", place="env")
             return {}
-        for low, name in names.items():
-            path = tuple(low.removeprefix("millstream_").split("__"))
-            if path[0] in Config.model_fields:
-                self._variables[path] = name
-        return {name: value for name, value in found.items() if name in Config.model_fields}
+        self._variables |= variables
+        return values
 
     def _check(self, data: dict[str, Any], *, strict: bool) -> Config | None:
         """Validate: the file alone strictly, all layers with text converted, as variables hold only text."""
@@ -287,21 +279,6 @@ class _Loader:
             line = None if setting else nearest
             place = f"env {setting}" if setting else f"{self._file.name}:{nearest or 1}"
         self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line, variable))
-
-
-class _Settings(Config, BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="ignore")
-
-
-class _Environment(EnvSettingsSource):
-    """pydantic-settings' reading of variables, over a given environment."""
-
-    def __init__(self, settings: type[BaseSettings], environ: Mapping[str, str]) -> None:
-        self._given = environ
-        super().__init__(settings)
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        return {name.lower(): value for name, value in self._given.items()}
 
 
 def key_text(path: KeyPath) -> str:
