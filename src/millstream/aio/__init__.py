@@ -13,18 +13,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from millstream.aio.opened import AsyncOpenHome as AsyncOpenHome
-    from millstream.aio.opened import open as open  # noqa: A004 - `millstream.aio.open` is the name of the thing
+    from millstream.aio.local_client import AsyncOpenHome as AsyncOpenHome
+    from millstream.aio.local_client import open as open  # noqa: A004 - `millstream.aio.open` is the name of the thing
     from millstream.aio.remote import AsyncRemoteHome as AsyncRemoteHome
     from millstream.aio.remote import connect as connect
     from millstream.aio.session import AsyncSession as AsyncSession
 
 _PUBLIC = {
-    "AsyncOpenHome": "millstream.aio.opened",
+    "AsyncOpenHome": "millstream.aio.local_client",
     "AsyncRemoteHome": "millstream.aio.remote",
     "AsyncSession": "millstream.aio.session",
     "connect": "millstream.aio.remote",
-    "open": "millstream.aio.opened",
+    "open": "millstream.aio.local_client",
 }
 
 

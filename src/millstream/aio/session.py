@@ -12,7 +12,7 @@ from millstream.ingest.valid_rows import ValidTable, columns_for
 from millstream.model.steps import run_async
 
 if TYPE_CHECKING:
-    from millstream.aio.opened import AsyncOpenHome
+    from millstream.aio.local_client import AsyncOpenHome
     from millstream.aio.remote import AsyncRemoteHome
     from millstream.ingest.columns import Rows
     from millstream.model.operations import Appended
