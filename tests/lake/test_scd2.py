@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from tests.lake.test_fold import SCHEMAS, Row, Source, texts_in
 
 from millstream.errors import LakeError
-from millstream.lake.folded.fold import EXACT
 from millstream.lake.folded.scd2 import VERSION_COLUMNS, Versions, fold_versions
 from millstream.lake.keys import Keys, key_codes
-from millstream.lake.types import lake_columns, to_lake
+from millstream.lake.types import EXACT, lake_columns, to_lake
 from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
 

@@ -22,6 +22,8 @@ from millstream.model.pgtypes import lake_type
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
 from millstream.model.schema import TableSchema
 
+EXACT: Final = pa.field("__exact", TEXT_BY_COLUMN)
+"""The column for values that their lake columns can't hold: PostgreSQL's text, by column."""
 _INTEGERS: Final = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
 _INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 

@@ -33,7 +33,7 @@ from millstream.lake.delta import (
     with_features,
 )
 from millstream.lake.folded.build import BuildPart, build_rows, plan_build
-from millstream.lake.folded.fold import EXACT, Folded, fold_records
+from millstream.lake.folded.fold import Folded, fold_records
 from millstream.lake.folded.leaves import LEAF_BYTES, Leaves
 from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, placed, touched
 from millstream.lake.folder import history_from, lacks_beginning
@@ -42,7 +42,7 @@ from millstream.lake.keys import Keys, having
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
 from millstream.lake.scan import count_history, emptied, fold_step, read_history
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.types import conform, lake_columns, same_type, widest
+from millstream.lake.types import EXACT, conform, lake_columns, same_type, widest
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -14,10 +14,9 @@ import pyarrow as pa
 
 from millstream import failpoints
 from millstream.lake.data_files import NewFile, TableFiles, new_name
-from millstream.lake.folded.fold import EXACT
 from millstream.lake.folded.leaves import LEAF_BYTES, Leaf, Leaves, in_key_order
 from millstream.lake.keys import Keys, key_codes
-from millstream.lake.types import conform
+from millstream.lake.types import EXACT, conform
 
 _COMPRESSED: Final = 0.3
 """Approximate file bytes over Arrow's bytes, if there is no file to measure yet."""

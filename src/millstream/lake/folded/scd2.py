@@ -34,9 +34,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeError
-from millstream.lake.folded.fold import EXACT, Plan, Run, State, in_order, materialize, op_codes
+from millstream.lake.folded.fold import RecordRun, in_order, op_codes
+from millstream.lake.folded.unchanged_values import FoldPlan, LiveRow, materialize
 from millstream.lake.keys import Codes, Keys, concat_keys, first_of_each, key_codes
-from millstream.lake.types import conform
+from millstream.lake.types import EXACT, conform
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT, RECORD_PREFIX
 from millstream.model.schema import TableSchema
@@ -123,7 +124,7 @@ def fold_versions(  # noqa: D417 - `anew` is described, as code
     order = _order(tail, ops, clock_us, anew=anew)
     at = np.flatnonzero(np.isin(ops, np.frombuffer(b"curd", np.uint8)))
     rows = tail.take(pa.array(at))
-    run = Run(rows, ops[at], conform(rows, pa.schema([*columns, EXACT])), schema, truncated=False)
+    run = RecordRun(rows, ops[at], conform(rows, pa.schema([*columns, EXACT])), schema, truncated=False)
     met = _meet(run, lookup, pa.schema([*columns, EXACT, VALID_FROM, BEGAN_BY]))
     filled, unknown = _fill(run, met, at, order.clears)
     events = _events(run, met, at, order, unknown)
@@ -228,7 +229,7 @@ class _Met:
     open_rows: pa.Table
 
 
-def _meet(run: Run, lookup: Lookup, shape: pa.Schema) -> _Met:
+def _meet(run: RecordRun, lookup: Lookup, shape: pa.Schema) -> _Met:
     key = run.schema.key
     new_keys = Keys.of(run.values, key)
     at, old_keys = run.old(key)
@@ -246,9 +247,9 @@ def _meet(run: Run, lookup: Lookup, shape: pa.Schema) -> _Met:
     return _Met(new, old, open_codes[mine], found_keys.take(mine), found.take(pa.array(mine)))
 
 
-def _fill(run: Run, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, State], npt.NDArray[np.bool_]]:
+def _fill(run: RecordRun, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, LiveRow], npt.NDArray[np.bool_]]:
     """Return the sources of records' unchanged columns, by record, and the records whose sources aren't known."""
-    states: dict[int, State] = {}
+    states: dict[int, LiveRow] = {}
     unknown = np.zeros(len(run.ops), bool)
     sparse, names = run.unchanged()
     if not len(sparse):
@@ -256,7 +257,7 @@ def _fill(run: Run, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, 
     left_out = dict(zip(sparse.tolist(), names, strict=True))
     walked = np.union1d(met.new[sparse], met.old[sparse])
     slow = np.flatnonzero(np.isin(met.new, walked) | np.isin(met.old, walked))
-    live: dict[int, State | None] = {int(code): State(-1 - row) for row, code in enumerate(met.open_codes.tolist())}
+    live: dict[int, LiveRow | None] = {int(code): LiveRow(-1 - row) for row, code in enumerate(met.open_codes.tolist())}
     cleared = np.searchsorted(clears, at)
     before = 0
     for record in slow.tolist():
@@ -266,7 +267,7 @@ def _fill(run: Run, met: _Met, at: Indexes, clears: Indexes) -> tuple[dict[int, 
         if run.ops[record] == ord("d"):
             live[key] = None
             continue
-        state = State(record)
+        state = LiveRow(record)
         if record in left_out:
             past = live.get(origin)
             for name in left_out[record]:
@@ -310,7 +311,7 @@ class _Events:
         return np.append(self.first[1:], True)[: len(self.codes)]
 
 
-def _events(run: Run, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArray[np.bool_]) -> _Events:
+def _events(run: RecordRun, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArray[np.bool_]) -> _Events:
     count = len(run.ops)
     puts = np.flatnonzero((run.ops != ord("d")) & ~unknown)
     deletes = np.flatnonzero(run.ops == ord("d"))
@@ -332,7 +333,7 @@ def _events(run: Run, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArra
     return events if not len(order.markers) else _with_markers(events, order, _births(run, met))
 
 
-def _births(run: Run, met: _Met) -> npt.NDArray[np.bool_]:
+def _births(run: RecordRun, met: _Met) -> npt.NDArray[np.bool_]:
     """Return, by an event's row, whether its record shows that no row was there before."""
     births = np.zeros(len(run.ops) + len(met.open_codes), bool)
     births[: len(run.ops)] = (run.ops == ord("c")) | (met.old != met.new)
@@ -360,7 +361,7 @@ def _with_markers(events: _Events, order: _Order, births: npt.NDArray[np.bool_])
 
 
 def _check_known(
-    run: Run, met: _Met, at: Indexes, order: _Order, events: _Events, unknown: npt.NDArray[np.bool_]
+    run: RecordRun, met: _Met, at: Indexes, order: _Order, events: _Events, unknown: npt.NDArray[np.bool_]
 ) -> None:
     """Raise if a row exists at the end whose values are unknown.
 
@@ -378,7 +379,7 @@ def _check_known(
         )
 
 
-def _versions(run: Run, met: _Met, order: _Order, events: _Events, filled: dict[int, State]) -> Versions:
+def _versions(run: RecordRun, met: _Met, order: _Order, events: _Events, filled: dict[int, LiveRow]) -> Versions:
     count = len(run.ops)
     transactions = np.concatenate([order.transactions, [_OPEN_PLACE, _BEFORE]])[events.places]
     ends = np.append((events.codes[1:] != events.codes[:-1]) | (transactions[1:] != transactions[:-1]), True)
@@ -417,14 +418,14 @@ def _versions(run: Run, met: _Met, order: _Order, events: _Events, filled: dict[
     )
 
 
-def _rows(run: Run, met: _Met, wanted: Indexes, filled: dict[int, State]) -> tuple[pa.Table, Indexes]:
+def _rows(run: RecordRun, met: _Met, wanted: Indexes, filled: dict[int, LiveRow]) -> tuple[pa.Table, Indexes]:
     """Return the whole rows of some events, and their indexes there, by the events' numbers."""
     count = len(run.ops)
     used = np.zeros(count, bool)
     used[wanted[(wanted >= 0) & (wanted < count)]] = True
     records = np.flatnonzero(used)
     walked = np.isin(records, np.fromiter(filled, np.int64, len(filled)))
-    plan = Plan(records[~walked], [filled[r] for r in records[walked].tolist()], None, met.open_keys)
+    plan = FoldPlan(records[~walked], [filled[r] for r in records[walked].tolist()], None, met.open_keys)
     past = met.open_rows.select([*run.values.column_names])
     made = materialize(run.values, plan, past if len(past) else None)
     place_of = np.full(count + len(met.open_codes), -1, np.int64)

@@ -36,7 +36,6 @@ from millstream.lake.delta import (
     with_features,
 )
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
-from millstream.lake.folded.fold import EXACT
 from millstream.lake.folded.leaves import Leaves, in_key_order
 from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.folded.scd2 import (
@@ -60,7 +59,7 @@ from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_of
 from millstream.lake.scan import emptied, fold_step, read_history
 from millstream.lake.schema_history import newest_schema
 from millstream.lake.snapshots import cut_at, cuts_between
-from millstream.lake.types import conform, same_type
+from millstream.lake.types import EXACT, conform, same_type
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT, RECORD_COLUMNS

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import DestinationError, LakeError, LakeTableForeign
-from millstream.lake.folded.fold import EXACT, Folded, fold_records
+from millstream.lake.folded.fold import Folded, fold_records
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
     Place,
@@ -33,6 +33,7 @@ from millstream.lake.postgres.layout import (
 )
 from millstream.lake.postgres.target import PostgresTarget, copy_in, literal
 from millstream.lake.postgres.texts import Versioned, text_records
+from millstream.lake.types import EXACT
 from millstream.model.ids import TableId
 from millstream.model.names import quote_ident
 from millstream.model.pgtypes import builtin_name, element_oid

@@ -15,9 +15,10 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.lake.folded.fold import EXACT, Lookup, materialize, past_rows, plan_keyed, run_of
+from millstream.lake.folded.fold import plan_keyed, run_of
+from millstream.lake.folded.unchanged_values import Lookup, materialize, past_rows
 from millstream.lake.keys import Keys
-from millstream.lake.types import conform
+from millstream.lake.types import EXACT, conform
 from millstream.model.schema import TableSchema
 
 SEQ: Final = "__seq"

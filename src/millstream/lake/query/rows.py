@@ -16,13 +16,13 @@ from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, fil
 from millstream.lake.delta import OpenTable
 from millstream.lake.folded.build import build_rows, plan_build
 from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
-from millstream.lake.folded.fold import EXACT, fold_records
+from millstream.lake.folded.fold import fold_records
 from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.engine import Engine, names, quote, unavailable
 from millstream.lake.query.overlay import SEQ, overlay
-from millstream.lake.types import conform, text_maps
+from millstream.lake.types import EXACT, conform, text_maps
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 

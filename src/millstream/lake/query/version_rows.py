@@ -5,13 +5,13 @@ from __future__ import annotations
 import pyarrow as pa
 
 from millstream.lake.delta import OpenTable
-from millstream.lake.folded.fold import EXACT
 from millstream.lake.folded.scd2 import IS_CURRENT, VALID_TO
 from millstream.lake.folded.versions import unfolded_versions
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query.engine import Engine, names
 from millstream.lake.query.rows import filled, gone_table, same_key
+from millstream.lake.types import EXACT
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
