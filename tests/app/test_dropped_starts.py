@@ -18,7 +18,7 @@ from millstream.export.records_json import Cat
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, StreamToken
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.spark.source import MillstreamReader, SourceOptions, _Scan
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
@@ -31,7 +31,7 @@ def dropped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, list[dict[s
     fill(home)
     folder = str(home.wal_folder("shop"))
     whole = list(Cat("shop", StreamReader(folder)).lines())
-    bounds = Bounds(age_s=1e9, size_bytes=(size := _size(folder)) - 100_000, bytes_max=size)
+    bounds = RetentionBounds(age_s=1e9, size_bytes=(size := _size(folder)) - 100_000, bytes_max=size)
     assert drop_segments(folder, Retention(), bounds).dropped
     first = StreamReader(folder).first_seq()
     assert 1 < first < whole[-1]["seq"]

@@ -12,7 +12,7 @@ from millstream.errors import BufferUnavailable
 from millstream.model.buffers import BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, Seq
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
 from millstream.wal.buffer import LogBuffer, LogBufferOptions
 from millstream.wal.reader import StreamReader
@@ -42,7 +42,7 @@ class LogStage:
         kept = next(reader.read(ShardId(0), Offset(offset)), None)
         needed = Seq(reader.persisted_upto() + 1) if kept is None else kept.first_seq
         tracker.needs("test", HolderKind.BACKLOG, needed)
-        drop_segments(folder, tracker, Bounds(0.0, 0, 0))
+        drop_segments(folder, tracker, RetentionBounds(0.0, 0, 0))
         assert reader.first_offset(ShardId(0)) == Offset(offset - (kept is None))  # a log keeps its last frame
 
     def remake(self) -> None:

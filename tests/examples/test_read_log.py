@@ -36,7 +36,7 @@ from millstream.model.positions import Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.replication import AckLevel
 from millstream.model.schema import Column, TableKind, TableSchema
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing import Workload
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
@@ -265,7 +265,7 @@ def test_a_log_whose_front_retention_dropped(home: Path):
         whole = same(home)
         tracker = Retention()
         tracker.needs("lake/1", HolderKind.BACKLOG, Seq(900))
-        assert drop_segments(str(folder), tracker, Bounds(0, 0, 0)).dropped
+        assert drop_segments(str(folder), tracker, RetentionBounds(0, 0, 0)).dropped
         lines = same(home)
         assert 0 < len(lines) < len(whole)
         assert same(home, "--without-mark") == lines

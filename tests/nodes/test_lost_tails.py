@@ -18,7 +18,7 @@ from millstream.home.home import Home
 from millstream.model.ids import GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.nodes.follower_state import FollowingNotes
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.region_table import KeptVectors, RegionTable
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader, TableRecords
@@ -192,7 +192,7 @@ def test_a_cut_while_a_log_is_merged_leaves_nothing_of_the_lost_tail(
 
 def drop(log: Path) -> None:
     """Drop all sealed segments."""
-    drop_segments(str(log), Retention(), Bounds(0.0, 0, 0))
+    drop_segments(str(log), Retention(), RetentionBounds(0.0, 0, 0))
 
 
 def test_what_retention_has_dropped_of_rows_that_the_tail_changed_is_an_error_and_of_others_none(

@@ -15,7 +15,16 @@ from millstream.model.ids import ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.protocol import retention
-from millstream.protocol.retention import Bounds, CutOff, Drop, HolderKind, Keep, Retention, SealedSegment, TableBatch
+from millstream.protocol.retention import (
+    CutOff,
+    Drop,
+    HolderKind,
+    Keep,
+    Retention,
+    RetentionBounds,
+    SealedSegment,
+    TableBatch,
+)
 
 SECOND = 10**9
 TABLES = (1, 2, 3)
@@ -123,7 +132,7 @@ class RetentionAgainstOracle(RuleBasedStateMachine):
 
     @rule(age_s=st.integers(0, 40), size=st.integers(0, 40), more=st.integers(0, 30))
     def retain(self, age_s: int, size: int, more: int) -> None:
-        bounds = Bounds(age_s, size, size + more)
+        bounds = RetentionBounds(age_s, size, size + more)
         while True:
             total = sum(segment.size_bytes for segment in self.segments)
             fronts: dict[int, SealedSegment] = {}
@@ -217,10 +226,12 @@ def segment(last: int, *batches: tuple[int, int, int], size: int = 10, sealed_s:
     return SealedSegment(ShardId(0), Offset(0), Offset(0), Seq(last), size, sealed_s * SECOND, told)
 
 
-TIGHTEST = Bounds(0, 0, 0)
+TIGHTEST = RetentionBounds(0, 0, 0)
 
 
-def ask(machine: Retention, oldest: SealedSegment, bounds: Bounds = TIGHTEST, *, log_bytes: int = 10) -> object:
+def ask(
+    machine: Retention, oldest: SealedSegment, bounds: RetentionBounds = TIGHTEST, *, log_bytes: int = 10
+) -> object:
     return machine.step([oldest], now_ns=0, log_bytes=log_bytes, bounds=bounds)
 
 
@@ -258,7 +269,7 @@ def test_consumers_and_followers_are_cut_off_past_the_greatest_size_and_each_by_
     machine = Retention(["lake"])
     machine.needs("mail", HolderKind.CONSUMER, Seq(3))
     machine.needs("copy", HolderKind.FOLLOWER, Seq(4))
-    oldest, bounds = segment(5, (1, 1, 5)), Bounds(0, 50, 100)
+    oldest, bounds = segment(5, (1, 1, 5)), RetentionBounds(0, 50, 100)
     assert ask(machine, oldest, bounds, log_bytes=1000) == Keep(oldest, ("copy", "lake", "mail")), (
         "it would free nothing"
     )
@@ -281,7 +292,7 @@ def test_consumers_and_followers_are_cut_off_past_the_greatest_size_and_each_by_
 
 def test_who_has_bytes_needs_a_segment_up_to_its_end_also_where_its_numbers_are_long_past():
     """An idle shard may be sealed while an absent follower has all its records, but lacks its footer."""
-    machine, bounds = Retention(), Bounds(0, 50, 100)
+    machine, bounds = Retention(), RetentionBounds(0, 50, 100)
     quiet = replace(segment(5, (1, 1, 5)), base_offset=Offset(10), end_offset=Offset(15))
     busy = replace(segment(20, (1, 6, 20)), base_offset=Offset(15), end_offset=Offset(30))
     inside = {quiet.shard: ByteEnd(quiet.base_offset, 4200)}

@@ -33,7 +33,7 @@ from millstream.errors import (
 from millstream.home.home import Home
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
 from millstream.processes.locks import RoleLock
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.reconciling import reconcile_stream
 from millstream.regions.region_table import RegionTable, newest_time
 from millstream.testing.errors import coded
@@ -297,7 +297,7 @@ def test_columns_that_merge_otherwise_lose_nothing_that_retention_has_dropped(tm
             opened.append("shop", "other", [{"id": 1, "text": os.urandom(50_000).hex()}])
     done = CliRunner().invoke(cli, ["--home", str(home), "reconcile"])
     assert done.exit_code == 0, done.output
-    drop_segments(str(home / "data" / "wal" / "shop"), Retention(), Bounds(0.0, 0, 0))
+    drop_segments(str(home / "data" / "wal" / "shop"), Retention(), RetentionBounds(0.0, 0, 0))
     assert StreamReader(str(home / "data" / "wal" / "shop")).first_seq() > 1
     # The kept state suffices for these as well: it has their newest value, as for any column.
     file.write_text(small.format(region=1).replace("pn_counter", "lww").replace("signal(1d)", "signal(2d)"))

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from millstream.model.positions import Seq
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.spark.replaying import ReplayWatch
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.lag import Backlogs
@@ -58,7 +58,7 @@ def test_what_is_done_only_grows_up_to_the_whole_whatever_comes_and_goes_meanwhi
         log.append()
         tracker.needs("lake", HolderKind.PIPELINE, Seq(n + 1))
         tracker.landed("lake", Seq(1), n)
-        drop_segments(log.folder, tracker, Bounds(0, 0, 0))
+        drop_segments(log.folder, tracker, RetentionBounds(0, 0, 0))
         told = watch.look(n)
         assert told is not None
         amounts = (told.segments, told.records, told.size_bytes)

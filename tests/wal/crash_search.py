@@ -17,7 +17,7 @@ from tests.wal.truth import FOLDER
 
 from millstream.errors import AppendOutcomeUnknown, DiskFull, MillstreamError, WriterClosed
 from millstream.model.positions import Seq
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.files import Crash
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
@@ -134,7 +134,7 @@ class Life(DrawnLog):
         self.dropped_upto = max(self.dropped_upto, needed - 1)
         tracker = Retention()
         tracker.needs("reader", HolderKind.BACKLOG, Seq(needed))
-        drop_segments(FOLDER, tracker, Bounds(0.0, 0, 0), files=self.files, clock=self.clock)
+        drop_segments(FOLDER, tracker, RetentionBounds(0.0, 0, 0), files=self.files, clock=self.clock)
         self._count("retentions")
 
     def _wait(self) -> None:

@@ -29,7 +29,7 @@ from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import ByteEnd, Shipment
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.files import Crash, MemoryFiles
 from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.mark import read_mark
@@ -152,7 +152,7 @@ class ReplicaLife(DrawnLog):
         tracker.needs(
             "reader", HolderKind.BACKLOG, Seq(max(1, self.leader.persisted_upto - self.chance.randint(0, 60)))
         )
-        drop_segments(FOLDER, tracker, Bounds(0.0, 0, 0), files=self.files, clock=self.clock)
+        drop_segments(FOLDER, tracker, RetentionBounds(0.0, 0, 0), files=self.files, clock=self.clock)
         self._count("retentions")
 
     def _wait(self) -> None:

@@ -21,7 +21,7 @@ from uuid import UUID
 from millstream.errors import DiskFull
 from millstream.model.ids import Epoch, StreamId
 from millstream.model.positions import Seq
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
@@ -165,7 +165,7 @@ def play(disk: Path) -> None:
     last.until(lambda: len(last.refused) >= 5)
     before = len(last.acknowledged)
     end = StreamReader(str(folder)).persisted_upto()
-    swept = drop_segments(str(folder), Retention(), Bounds(0.0, 0, 0))
+    swept = drop_segments(str(folder), Retention(), RetentionBounds(0.0, 0, 0))
     assert swept.dropped, "retention dropped nothing without a free byte"
     last.until(lambda: len(last.acknowledged) >= before + 5)
     say(f"appends went on by themselves once retention had dropped {len(swept.dropped)} segments")

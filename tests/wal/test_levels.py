@@ -25,7 +25,7 @@ from millstream.model.operations import Ack
 from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
 from millstream.protocol.deduplication.sessions import SessionLimits
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.errors import coded
 from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations
@@ -351,7 +351,7 @@ def test_a_shard_that_is_begun_while_groups_wait_takes_nothing_from_readers() ->
 
 def test_segments_that_no_reader_has_been_shown_arent_dropped() -> None:
     life = Life()
-    bounds = Bounds(age_s=0, size_bytes=1, bytes_max=1)
+    bounds = RetentionBounds(age_s=0, size_bytes=1, bytes_max=1)
     with life.open(segment_bytes=6_000, queue_bytes_max=1 << 20) as log:
         life.others.hold(1)
         log.append(one(1, "x" * 3000))

@@ -18,7 +18,7 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, MillstreamError
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset, Seq
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
@@ -266,7 +266,7 @@ def test_retention_drops_nothing_by_another_segments_footer(logs: Logs, change: 
     change(logs)
     before = rows_of(StreamReader(logs.folder, on_damage=lambda _error: None))
     with pytest.raises(CorruptWal):
-        drop_segments(logs.folder, Retention(), Bounds(age_s=0, size_bytes=0, bytes_max=0))
+        drop_segments(logs.folder, Retention(), RetentionBounds(age_s=0, size_bytes=0, bytes_max=0))
     with pytest.raises(CorruptWal):
         Backlogs(logs.folder).between(Seq(0), StreamReader(logs.folder).persisted_upto())
     assert rows_of(StreamReader(logs.folder, on_damage=lambda _error: None)) == before

@@ -14,7 +14,7 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, MillstreamError, ShardLocked, UsageError
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.errors import coded
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any
@@ -343,7 +343,7 @@ def test_retention_and_the_other_tools_pass_over_what_was_lost(truth: Truth) -> 
     assert [loss.why for loss in counted.accepted] == ["segments are missing here"]
     assert counted.records == len(strict(files))
     assert {f.kind for f in inspect(FOLDER, files=files) if isinstance(f, FrameInfo)} == {"schema", "records", "loss"}
-    dropped = drop_segments(FOLDER, Retention(), Bounds(0, 0, 0), files=files, clock=clock).dropped
+    dropped = drop_segments(FOLDER, Retention(), RetentionBounds(0, 0, 0), files=files, clock=clock).dropped
     assert path in {segment_path(shard_folder(FOLDER, s.shard), s.base_offset) for s in dropped}
     truth.open(files).abandon()
     assert StreamReader(FOLDER, files=files).stream_id == STREAM

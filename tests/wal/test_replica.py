@@ -25,7 +25,7 @@ from millstream.errors import (
 from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, Shipment
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.errors import coded
 from millstream.testing.files import MemoryFiles, lose_all
@@ -48,7 +48,7 @@ def pair() -> Pair:
 def drop_below(files: MemoryFiles, seq: int) -> None:
     tracker = Retention()
     tracker.needs("reader", HolderKind.BACKLOG, Seq(seq))
-    drop_segments(FOLDER, tracker, Bounds(0.0, 0, 0), files=files, clock=ManualClock())
+    drop_segments(FOLDER, tracker, RetentionBounds(0.0, 0, 0), files=files, clock=ManualClock())
 
 
 def test_a_follower_has_the_leaders_bytes_and_shows_what_it_shows(pair: Pair):
@@ -339,7 +339,7 @@ def test_a_quiet_shard_that_is_sealed_while_a_follower_is_away_waits_for_it(pair
     def retain() -> bool:
         """Drop what no holder needs; return whether the quiet shard's segment is still there."""
         tracker.needs("follower b", HolderKind.FOLLOWER, pair.log.end().persisted_upto, pair.log.position())
-        drop_segments(FOLDER, tracker, Bounds(0.0, 0, 1 << 40), files=pair.leader_files, clock=ManualClock())
+        drop_segments(FOLDER, tracker, RetentionBounds(0.0, 0, 1 << 40), files=pair.leader_files, clock=ManualClock())
         return pair.leader_files.exists(quiet)
 
     pair.reopen_leader()

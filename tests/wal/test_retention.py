@@ -9,7 +9,7 @@ from tests.wal.truth import SMALL, Truth
 
 from millstream.errors import OffsetBeyondEnd, OffsetExpired
 from millstream.model.positions import Seq
-from millstream.protocol.retention import Bounds, CutOff, HolderKind, Retention, SealedSegment
+from millstream.protocol.retention import CutOff, HolderKind, Retention, RetentionBounds, SealedSegment
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.reader import StreamReader
@@ -37,7 +37,7 @@ def drop(
     """Run retention once, with a holder that reads from a number on."""
     tracker = Retention()
     tracker.needs("lake/1", HolderKind.BACKLOG, Seq(needed_from))
-    bounds = Bounds(age_s, bytes_max, bytes_max)
+    bounds = RetentionBounds(age_s, bytes_max, bytes_max)
     return list(drop_segments(FOLDER, tracker, bounds, files=files, clock=clock).dropped)
 
 
@@ -125,7 +125,7 @@ def test_a_segment_waits_for_every_table_in_it_to_land_whatever_the_pipeline_rea
 ):
     files = MemoryFiles()
     filled(truth, files, clock)
-    bounds = Bounds(0, 0, 0)
+    bounds = RetentionBounds(0, 0, 0)
     oldest = oldest_sealed(FOLDER, files=files)
     assert oldest is not None
     tracker = Retention(["lake"])
@@ -204,7 +204,7 @@ def test_a_slow_consumer_is_cut_off_past_the_greatest_size_and_before_any_file_g
     tracker.needs("mail", HolderKind.CONSUMER, Seq(1))
     tracker.needs("web", HolderKind.CONSUMER, Seq(10**9))
     size = size_of(files)
-    kept = drop_segments(FOLDER, tracker, Bounds(0, 0, size), files=files, clock=clock)
+    kept = drop_segments(FOLDER, tracker, RetentionBounds(0, 0, size), files=files, clock=clock)
     assert (kept.dropped, kept.kept.needed_by) == ((), ("mail",))
     told: list[tuple[CutOff, int]] = []
 
@@ -212,7 +212,7 @@ def test_a_slow_consumer_is_cut_off_past_the_greatest_size_and_before_any_file_g
         told.append((gone, size_of(files)))
         return answer
 
-    bounds = Bounds(0, 0, size - 1)
+    bounds = RetentionBounds(0, 0, size - 1)
     came_on = drop_segments(FOLDER, tracker, bounds, cut_off=lambda g: note(g, answer=False), files=files, clock=clock)
     assert came_on.dropped == ()
     tracker.needs("mail", HolderKind.CONSUMER, Seq(2))

@@ -26,7 +26,7 @@ from millstream.model.operations import Ack, Outcome, TableRows, WriteOps, write
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.protocol.deduplication.sessions import SessionLimits, Sessions
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table
@@ -115,7 +115,9 @@ class Life:
 
 def retain(files: MemoryFiles) -> Sweep:
     """Run retention long after, with no other holder."""
-    return drop_segments(FOLDER, Retention([]), Bounds(0.0, 0, 1 << 40), files=files, clock=ManualClock(10**18))
+    return drop_segments(
+        FOLDER, Retention([]), RetentionBounds(0.0, 0, 1 << 40), files=files, clock=ManualClock(10**18)
+    )
 
 
 def shown(files: MemoryFiles) -> dict[str, list[int]]:

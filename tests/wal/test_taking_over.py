@@ -17,7 +17,7 @@ from millstream.errors import LogTruncated, OffsetExpired
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import ShownMark
 from millstream.model.positions import Seq
-from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.retention import HolderKind, Retention, RetentionBounds
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.layout import list_segments, list_shards, shard_folder
@@ -237,7 +237,7 @@ def own_shard(*, groups: int = 2, dropped: bool = False) -> tuple[Pair, MemoryFi
         pair.append()
         needed = Retention()
         needed.needs("reader", HolderKind.BACKLOG, Seq(common + 1))
-        drop_segments(FOLDER, needed, Bounds(0.0, 0, 0), files=pair.leader_files, clock=ManualClock())
+        drop_segments(FOLDER, needed, RetentionBounds(0.0, 0, 0), files=pair.leader_files, clock=ManualClock())
     pair.leader.add_shards([ShardId(2)])
     pair.append(3)
     pair.leader.abandon()

@@ -18,7 +18,7 @@ from millstream.config.quantities import disk_bytes
 from millstream.home.paths import PIPELINE
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.protocol.retention import Bounds, CutOff, HolderKind, Retention
+from millstream.protocol.retention import CutOff, HolderKind, Retention, RetentionBounds
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog, PipelinePosition
@@ -53,12 +53,12 @@ def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] 
     return tracker
 
 
-def bounds_of(log: LogConfig, folder: Path) -> Bounds:
+def bounds_of(log: LogConfig, folder: Path) -> RetentionBounds:
     """Return how much of a log is kept in a folder."""
     disk = disk_bytes(folder)
     size = log.retention_bytes_of(disk)
     # The configuration was checked against the home's disk; the log's may be another one.
-    return Bounds(log.retention_age_s, size, max(size, log.retention_bytes_max_of(disk)))
+    return RetentionBounds(log.retention_age_s, size, max(size, log.retention_bytes_max_of(disk)))
 
 
 def sweep(

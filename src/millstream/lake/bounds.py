@@ -22,7 +22,7 @@ _SURROGATES: Final = 0xD800
 _SURROGATES_END: Final = 0xE000
 
 
-class Bounds:
+class ColumnBounds:
     """The lowest and greatest values of some columns, over batches."""
 
     def __init__(self, fields: Sequence[pa.Field]) -> None:

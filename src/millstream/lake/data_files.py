@@ -29,7 +29,7 @@ from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.errors import LakeUnavailable
-from millstream.lake.bounds import Bounds
+from millstream.lake.bounds import ColumnBounds
 from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
 from millstream.model.addresses import mask_address
@@ -172,7 +172,7 @@ class TableFiles:
         folder = f"{partition}{_SLASH}" if partition else ""
         batches = iter(rows.to_batches() if isinstance(rows, pa.Table) else rows)
         first = next((batch for batch in batches if batch.num_rows), None)
-        bounds = Bounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
+        bounds = ColumnBounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
         with lake_errors(self._path):
             if partition and isinstance(self._storage, pafs.SubTreeFileSystem):
                 self._storage.create_dir(partition, recursive=True)

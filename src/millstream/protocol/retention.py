@@ -108,7 +108,7 @@ class SealedSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RetentionBounds:
     """How much is kept. `bytes_max` is never below `size_bytes`."""
 
     age_s: float
@@ -240,7 +240,7 @@ class Retention:
         return tuple(sorted(name for name, holder in self._holders.items() if _needs(holder, segment)))
 
     def step(
-        self, oldest: Iterable[SealedSegment], *, now_ns: int, log_bytes: int, bounds: Bounds
+        self, oldest: Iterable[SealedSegment], *, now_ns: int, log_bytes: int, bounds: RetentionBounds
     ) -> Drop | CutOff | Keep:
         """Return what to do next; call again after `Drop` and `CutOff`.
 

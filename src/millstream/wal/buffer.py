@@ -59,7 +59,7 @@ from millstream.model.operations import (
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import INSTANT
 from millstream.model.schema import Column, TableSchema
-from millstream.protocol.retention import Bounds, Retention
+from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
@@ -208,7 +208,7 @@ class LogBuffer:
         with self._lock:
             written = list(self._writers)
         for shard in written:
-            drop_segments(_folder(own.folder, shard), Retention(), Bounds(own.retention_age_s, size, size))
+            drop_segments(_folder(own.folder, shard), Retention(), RetentionBounds(own.retention_age_s, size, size))
 
     def close(self) -> None:
         """Write what is queued, and take nothing more."""

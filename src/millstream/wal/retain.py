@@ -21,11 +21,11 @@ from millstream.model.marks import DroppedMark
 from millstream.model.positions import Seq
 from millstream.ports import Clock, Files
 from millstream.protocol.retention import (
-    Bounds,
     CutOff,
     HolderKind,
     Keep,
     Retention,
+    RetentionBounds,
     SealedSegment,
     TableBatch,
     oldest_of,
@@ -70,7 +70,7 @@ class Sweep:
 def drop_segments(
     folder: str,
     tracker: Retention,
-    bounds: Bounds,
+    bounds: RetentionBounds,
     *,
     cut_off: Callable[[CutOff], bool] = lambda _gone: True,
     files: Files | None = None,
@@ -103,7 +103,12 @@ def drop_segments(
 
 
 def _drop_segments(
-    folder: str, tracker: Retention, bounds: Bounds, cut_off: Callable[[CutOff], bool], files: Files, now_ns: int
+    folder: str,
+    tracker: Retention,
+    bounds: RetentionBounds,
+    cut_off: Callable[[CutOff], bool],
+    files: Files,
+    now_ns: int,
 ) -> Sweep:
     fronts = {shard: _front(files, folder, shard) for shard in list_shards(files, folder)}
     hold_for_sessions(folder, tracker, files=files)

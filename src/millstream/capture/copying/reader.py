@@ -53,7 +53,7 @@ class TableChanged(SourceError):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ChunkBounds:
     """The rows of a chunk: keys in `(after, upto]` (None: no bound), or the listed keys."""
 
     after: Key | None = None
@@ -175,7 +175,7 @@ class ChunkReader:
         assert row is not None
         return Snapshot.parse(row[0])
 
-    def read(self, table: SourceTable, table_id: TableId, bounds: Bounds) -> Chunk:
+    def read(self, table: SourceTable, table_id: TableId, bounds: ChunkBounds) -> Chunk:
         """Read and decode all rows in the bounds; raises as `fetch`, and `TableUndecodable`."""
         found = self.fetch(table, table_id, bounds)
         return Chunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last)
@@ -184,7 +184,7 @@ class ChunkReader:
         self,
         table: SourceTable,
         table_id: TableId,
-        bounds: Bounds,
+        bounds: ChunkBounds,
         *,
         rows_max: int | None = None,
         bytes_max: int = CHUNK_BYTES_MAX,
@@ -248,7 +248,7 @@ class ChunkReader:
         connection = self._connection
         with self._reading(table, under) as (found, condition, moment):
             schema = table_of(found, self._source, table_id)
-            query = _copy_query(found, schema.key, Bounds(), condition, None)
+            query = _copy_query(found, schema.key, ChunkBounds(), condition, None)
             began(Begun(found, schema, Snapshot.parse(moment.snapshot_text), moment.lsn, moment.at_us))
             connection.execute("SET LOCAL enable_seqscan = on")
             self._take_any_bytes()
@@ -376,7 +376,7 @@ def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSc
 
 
 def _copy_query(
-    table: SourceTable, key_names: Sequence[str], bounds: Bounds, condition: str, rows_max: int | None
+    table: SourceTable, key_names: Sequence[str], bounds: ChunkBounds, condition: str, rows_max: int | None
 ) -> sql.Composed:
     """Return the COPY of a chunk.
 

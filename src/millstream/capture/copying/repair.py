@@ -22,7 +22,7 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
-from millstream.capture.copying.reader import Bounds, Chunk, ChunkReader, TableChanged, TableGone, table_of
+from millstream.capture.copying.reader import Chunk, ChunkBounds, ChunkReader, TableChanged, TableGone, table_of
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import Stage
@@ -344,7 +344,7 @@ class Repairs:
             if self._key(table, repair.row.id) != found.chunk.columns:
                 raise TableChanged(f"the key of {table.full_name} changed: run `millstream diff` again")
             reader.not_before = repair.tracked_from
-            read = reader.read(table, repair.row.id, Bounds(keys=found.chunk.keys))
+            read = reader.read(table, repair.row.id, ChunkBounds(keys=found.chunk.keys))
             read.rows.schema = self._catalog.put_schema(self._stream, read.rows.schema)
         except BaseException:
             with self._lock:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from millstream.capture.config import CHUNK_ROWS
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.reader import Bounds, Fetched, decode_key, encode_key
+from millstream.capture.copying.reader import ChunkBounds, Fetched, decode_key, encode_key
 from millstream.capture.copying.text import CopiedRows
 from millstream.capture.copying.throttle import ChunkSizes
 from millstream.capture.source import SourceTable
@@ -51,7 +51,7 @@ class OpenChunk:
 
     range: Range
     ticket: int
-    bounds: Bounds
+    bounds: ChunkBounds
     """The keys that it covers; when read again, it covers the same."""
     read: Fetched | CopiedFile
     rows: CopiedRows | None = None
@@ -94,9 +94,9 @@ class Range:
         """Whether no worker reads it, has read of it or is about to."""
         return not (self.reading or self.all_read or self.open or self.finished)
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> ChunkBounds:
         """Return the bounds of the next chunk."""
-        return Bounds(keys=self.keys) if self.keys else Bounds(after=self.read_after, upto=self.upto)
+        return ChunkBounds(keys=self.keys) if self.keys else ChunkBounds(after=self.read_after, upto=self.upto)
 
     def note_read(self, chunk: OpenChunk) -> None:
         """Note a chunk that was read after those before it."""

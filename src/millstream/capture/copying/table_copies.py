@@ -23,7 +23,7 @@ import structlog
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.reader import Bounds, ChunkReader, Fetched, TableChanged, TableGone
+from millstream.capture.copying.reader import ChunkBounds, ChunkReader, Fetched, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
@@ -485,7 +485,7 @@ class TableCopies:
             else:
                 if not bounds.keys:
                     copy.sizes.note(read.row_count, len(read.text), ended_s - began_s)
-                covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
+                covered = ChunkBounds(after=bounds.after, upto=upto, keys=bounds.keys)
                 chunk = OpenChunk(part, ticket, covered, read)
                 part.note_read(chunk)
                 # The source sends the next chunk during decoding.
@@ -562,7 +562,7 @@ class TableCopies:
         held = sum(chunk.memory_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
         return 0.0 if self._open_bytes.reserve(expected, held=held) else _WAIT_S
 
-    def _most(self, copy: Copy, bounds: Bounds) -> tuple[int | None, int]:
+    def _most(self, copy: Copy, bounds: ChunkBounds) -> tuple[int | None, int]:
         """Return the rows and bytes at which a chunk ends."""
         if bounds.keys:
             return None, CUT_AT * AIM_BYTES

@@ -27,7 +27,7 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.reader import AGAIN, Begun, Bounds, ChunkReader
+from millstream.capture.copying.reader import AGAIN, Begun, ChunkBounds, ChunkReader
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.copying.state import Copy, OpenChunk, Range
 from millstream.capture.copying.text import read_copied
@@ -251,7 +251,7 @@ class WholeReads:
         with self._lock:
             self._look(reading)
             reading.kept = True
-            part.note_read(OpenChunk(part, reading.ticket, Bounds(), reading.file))
+            part.note_read(OpenChunk(part, reading.ticket, ChunkBounds(), reading.file))
 
     def _drop(self, reading: _Reading) -> None:
         """Remove what is left of a reading, unless it is whole."""
