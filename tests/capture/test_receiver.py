@@ -12,7 +12,7 @@ from tests.capture.beside import Beside
 
 from millstream.capture.stream.frames import Block
 from millstream.capture.stream.large_transactions import Spilled, StreamedAbort
-from millstream.capture.stream.receiver import Receiver, Run
+from millstream.capture.stream.receiver import Receiver, TransactionRun
 from millstream.capture.stream.spill import SpillFolder
 from millstream.codec.pgoutput import MessageRun
 from millstream.model.positions import Lsn
@@ -101,8 +101,8 @@ def test_what_is_sent_anew_takes_the_place_of_what_was_open(tmp_path: Path):
         item = receiver.take(DEADLINE_S)
         assert item is not None
         found.append(item)
-    kinds = [type(item) for item in found if isinstance(item, Run | StreamedAbort | Spilled)]
-    assert kinds == [Run, StreamedAbort, StreamedAbort, Spilled]
+    kinds = [type(item) for item in found if isinstance(item, TransactionRun | StreamedAbort | Spilled)]
+    assert kinds == [TransactionRun, StreamedAbort, StreamedAbort, Spilled]
     spilled = found[-1]
     assert isinstance(spilled, Spilled)
     assert [message for run in spilled.file.runs() for message in run] == [b"Icccc", b"Idddd", b"Ieeee"]
@@ -117,7 +117,7 @@ def test_reading_on_ends_where_a_run_that_is_waited_for_is_due(tmp_path: Path):
     runs = 0
     while runs < 20:
         assert time.monotonic() - began < DEADLINE_S
-        runs += isinstance(receiver.take(DEADLINE_S), Run)
+        runs += isinstance(receiver.take(DEADLINE_S), TransactionRun)
     receiver.stop()
     # Small runs go 3 ms after the one before; no waiter is kept for longer.
     waited = [gather_s for gather_s in wire.gathered if 0 < gather_s <= 0.003]

@@ -18,7 +18,7 @@ from millstream import process_metrics
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.stream.barrier import StreamHold, cut
 from millstream.capture.stream.large_transactions import Spilled, StreamedRelation
-from millstream.capture.stream.receiver import Item, Position, Receiver, Run
+from millstream.capture.stream.receiver import Item, Position, Receiver, TransactionRun
 from millstream.capture.stream.slot_confirmation import SlotConfirmation
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (
@@ -207,7 +207,7 @@ class Applier:
     # --- items -------------------------------------------------------------------------------------------------
 
     def _apply(self, item: Item) -> None:
-        if isinstance(item, Run):
+        if isinstance(item, TransactionRun):
             self._apply_run(item)
         elif isinstance(item, Position):
             self._pass(item.lsn)
@@ -219,7 +219,7 @@ class Applier:
         else:
             self._relations.abort_streamed(item.xid)
 
-    def _apply_run(self, run: Run) -> None:
+    def _apply_run(self, run: TransactionRun) -> None:
         messages = run.messages
         ops: WriteOps | None = None
         while ops is None:

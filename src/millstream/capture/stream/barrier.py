@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from millstream.capture.stream.large_transactions import Spilled
-from millstream.capture.stream.receiver import Item, Run
+from millstream.capture.stream.receiver import Item, TransactionRun
 from millstream.codec.pgoutput import MessageRun
 from millstream.model.positions import Lsn
 
@@ -81,7 +81,7 @@ def cut(item: Item, bound: Lsn) -> tuple[Item | None, Item | None, Lsn]:
     """Return the part of an item that may enter, the part that has to wait, and where the latter first commits."""
     if isinstance(item, Spilled) and item.commit.commit_lsn >= bound:
         return None, item, item.commit.commit_lsn
-    if not isinstance(item, Run):
+    if not isinstance(item, TransactionRun):
         return item, None, Lsn(0)
     for number, piece in enumerate(item.pieces):
         for at in np.flatnonzero(piece.buffer[piece.starts] == _BEGIN).tolist():
@@ -96,6 +96,6 @@ def _part(run: MessageRun, first: int, end: int) -> MessageRun:
     return MessageRun(run.buffer, run.starts[first:end], run.ends[first:end])
 
 
-def _run(pieces: tuple[MessageRun, ...]) -> Run | None:
+def _run(pieces: tuple[MessageRun, ...]) -> TransactionRun | None:
     some = tuple(piece for piece in pieces if len(piece))
-    return Run(some, sum(piece.span_bytes for piece in some)) if some else None
+    return TransactionRun(some, sum(piece.span_bytes for piece in some)) if some else None

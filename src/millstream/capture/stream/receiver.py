@@ -48,7 +48,7 @@ _GATHER_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TransactionRun:
     """Whole transactions (and messages outside of any), in order."""
 
     pieces: tuple[MessageRun, ...]
@@ -67,7 +67,7 @@ class Position:
     lsn: Lsn
 
 
-Item = Run | Position | LargeItem
+Item = TransactionRun | Position | LargeItem
 
 
 class Receiver:
@@ -164,7 +164,7 @@ class Receiver:
                 self._lock.wait(left)
             self._hungry = False
             item = self._items.popleft()
-            if isinstance(item, Run):
+            if isinstance(item, TransactionRun):
                 was_full = self._queued_bytes > self._buffer_bytes_max
                 self._queued_bytes -= item.size_bytes
                 if was_full:
@@ -368,7 +368,7 @@ class Receiver:
         """Put the whole transactions received so far into the queue; wait while it is full."""
         if not self._whole:
             return
-        run = Run(tuple(self._whole), self._whole_bytes)
+        run = TransactionRun(tuple(self._whole), self._whole_bytes)
         self._received = max(self._received, self._whole_end)
         self._whole, self._whole_bytes = [], 0
         self._handed_at = time.monotonic()
@@ -390,7 +390,7 @@ class Receiver:
 
     def _put(self, item: Item) -> None:
         with self._lock:
-            if isinstance(item, Run):
+            if isinstance(item, TransactionRun):
                 self._queued_bytes += item.size_bytes
             elif isinstance(item, Position) and self._items and isinstance(self._items[-1], Position):
                 self._items.pop()

@@ -27,7 +27,7 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 
 
-class Run:
+class RecordRange:
     """A table's records in `(after, upto]`."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Run:
         return rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))
 
 
-def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+def keyed_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
     """Return the rows that records insert, on top of the rows of `current` that they leave."""
     stood = base is not None
 
@@ -120,14 +120,16 @@ def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSch
     return " UNION ALL ".join(parts)
 
 
-def _winners_sql(engine: Engine, run: Run, winners: str, schema: TableSchema, shown: Sequence[str], types: str) -> str:
+def _winners_sql(
+    engine: Engine, run: RecordRange, winners: str, schema: TableSchema, shown: Sequence[str], types: str
+) -> str:
     """Return the records that are rows. Keys come from memory, so that a condition on them avoids reading the files."""
     source, have = run.scan([*shown, SEQ])
     values = [f"w.{quote(name)}" if name in schema.key else filled(engine, [name], have, "h", types) for name in shown]
     return f"SELECT {', '.join(values)} FROM {winners} w JOIN {source} h ON h.{SEQ} = w.{SEQ}"
 
 
-def bag_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+def bag_sql(engine: Engine, run: RecordRange, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
     """Return the rows of a table without a key.
 
     They are those of `current`, less as many equal ones as were deleted, and new ones.
@@ -164,7 +166,7 @@ def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: Tab
             first=int(gone),
         )
     columns = current_columns(layout, schema, history)
-    run = Run(engine, layout, history, schema, Seq(0), upto)
+    run = RecordRange(engine, layout, history, schema, Seq(0), upto)
     return (keyed_sql if schema.key else bag_sql)(engine, run, None, schema, columns)
 
 

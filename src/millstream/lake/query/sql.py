@@ -39,7 +39,7 @@ from millstream.lake.query.bounds import QueryBounds
 from millstream.lake.query.engine import Engine, quote
 from millstream.lake.query.namesakes import Namesakes
 from millstream.lake.query.overlay import SEQ
-from millstream.lake.query.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
+from millstream.lake.query.rows import RecordRange, bag_sql, built_sql, keyed_sql, left_sql
 from millstream.lake.query.snapshot_resolution import beyond, rebuilding, standing_at
 from millstream.lake.query.version_rows import versions_sql
 from millstream.lake.query.words import CATALOG_WORDS, LIST, LISTED, words_to_quote
@@ -568,7 +568,7 @@ class LakeSession:
             if anew and not self._past:
                 raise rebuilding(schema, self._capture_knows())
             raise beyond(self._layout, schema, self._n, gone, anew=anew)
-        run = Run(self._engine, self._layout, history, schema, after, self._n)
+        run = RecordRange(self._engine, self._layout, history, schema, after, self._n)
         if not schema.key:
             sql = bag_sql(self._engine, run, base, schema, columns)
         elif base is None and run.rows > OVERLAY_ROWS_MAX:
