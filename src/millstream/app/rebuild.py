@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog, TableRow
     from millstream.config.model import StreamConfig
     from millstream.lake.layout import LakeLayout, View
-    from millstream.lake.replay import Replay
+    from millstream.lake.replay import TableReplay
     from millstream.lake.snapshots import Cut
     from millstream.model.schema import TableSchema
 
@@ -117,7 +117,7 @@ def rebuild_table(
 
 def replay_table(
     home: Home, table: str, *, begin: str | None, end: str | None, into: str, stream: str | None = None
-) -> Replay:
+) -> TableReplay:
     """Write the records of a table between two moments into a new Delta table; see `millstream.lake.replay`.
 
     Args:

@@ -35,7 +35,7 @@ _LEFT_BEHIND: Final = re.compile(r"part-[0-9]+-[0-9a-f-]+-c[0-9]+(\.[a-z]+)?\.pa
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class TableReplay:
     """A replay that exists."""
 
     path: str
@@ -56,7 +56,7 @@ def replay_path(layout: LakeLayout, into: str) -> str:
     return into.rstrip("/") if "://" in into else str(Path(into).resolve())
 
 
-def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: Seq, into: str) -> Replay:
+def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: Seq, into: str) -> TableReplay:
     """Write a table's records in `(after, upto]` into a new Delta table, in one commit.
 
     It reads only history, so it may run concurrently with the pipeline. Not twice into one place at once.
@@ -124,7 +124,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
             )
         failpoints.hit("lake.replay.after_commit")
     counts = pa.table(opened.table.get_add_actions(flatten=True)).column("num_records").to_pylist()
-    return Replay(path, int(sum(counts)), after, upto, already)
+    return TableReplay(path, int(sum(counts)), after, upto, already)
 
 
 def table_named(cut: Cut, name: str) -> tuple[str, CutTable]:

@@ -66,7 +66,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class BufferReplay:
     """The plan of what is read again."""
 
     places: Mapping[ShardId, BufferOffset]
@@ -93,7 +93,7 @@ class Replay:
         return offset < (self.place(part.shard) if held is None else held.minimum)
 
 
-def fold(checkpoints: Iterable[Checkpoint]) -> Replay:
+def fold(checkpoints: Iterable[Checkpoint]) -> BufferReplay:
     """Return one plan of all checkpoints ever noted, in any order."""
     places: dict[ShardId, BufferOffset] = {}
     held: dict[Part, Checkpoint] = {}
@@ -106,4 +106,4 @@ def fold(checkpoints: Iterable[Checkpoint]) -> Replay:
         held[part] = Checkpoint(
             part, max(told.minimum, before.minimum), max(told.maximum, before.maximum, told.minimum)
         )
-    return Replay(places, held)
+    return BufferReplay(places, held)

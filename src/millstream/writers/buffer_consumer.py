@@ -56,7 +56,7 @@ from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import TableRows, WriteOps, writes_in
 from millstream.model.positions import Lsn
-from millstream.protocol.buffer_replay import Checkpoint, Part, Replay, fold
+from millstream.protocol.buffer_replay import BufferReplay, Checkpoint, Part, fold
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class BufferTaking:
                 found=found,
             )
 
-    def _plan(self, shards: tuple[ShardId, ...]) -> Replay:
+    def _plan(self, shards: tuple[ShardId, ...]) -> BufferReplay:
         """Return the plan from the log's positions and the held parts."""
         facts = self._catalog.facts(self._scope)
         checkpoints = []
@@ -286,7 +286,7 @@ class BufferTaking:
         told = self._name if part is None else f"{self._name}/{part.table}/{part.partition or ''}"
         return self._catalog.resolve_source(self._stream, OF_A_BUFFER, told, int(shard))
 
-    def _reader(self, shard: ShardId, replay: Replay) -> ShardReader:
+    def _reader(self, shard: ShardId, replay: BufferReplay) -> ShardReader:
         """Return a reader of a shard at its start position; raises a typed error if items there are gone."""
         reader = self._buffer.reader(shard)
         start = replay.start(shard)
@@ -320,7 +320,7 @@ class BufferTaking:
     def _run_shard(
         self,
         reader: ShardReader,
-        replay: Replay,
+        replay: BufferReplay,
         end: BufferOffset | None,
         stop: threading.Event,
         ended: threading.Event,
@@ -419,7 +419,7 @@ def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
 class _ShardTaking:
     """One shard's operations, in their order."""
 
-    def __init__(self, taking: BufferTaking, reader: ShardReader, replay: Replay) -> None:
+    def __init__(self, taking: BufferTaking, reader: ShardReader, replay: BufferReplay) -> None:
         self._taking = taking
         self._reader = reader
         self._replay = replay
