@@ -26,7 +26,7 @@ from tests.writers.writer_process import ROWS
 from millstream.app.doctor import examine
 from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
-from millstream.catalog.database import Database as CatalogDatabase
+from millstream.catalog.database import CatalogDatabase
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.errors import CatalogError, LogError, SequencingError
 from millstream.home.home import Home

@@ -14,7 +14,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from millstream.catalog.database import Database
+from millstream.catalog.database import CatalogDatabase
 from millstream.libpq import fetch_row
 from millstream.model.ids import StreamId
 from millstream.protocol.sequencer import Announcement
@@ -31,7 +31,7 @@ class PostgresAnnouncements:
     Concurrency: one thread.
     """
 
-    def __init__(self, database: Database, stream: StreamId, *, again_s: float = 5.0) -> None:
+    def __init__(self, database: CatalogDatabase, stream: StreamId, *, again_s: float = 5.0) -> None:
         assert database.address is not None
         self._address: Final = database.address
         self._channel: Final = f"millstream_{stream.hex}"

@@ -124,7 +124,7 @@ def examine_catalog(where: str | Path) -> CatalogFacts:
     """
     if isinstance(where, Path) and not where.exists():
         return CatalogFacts(str(where), None)
-    database = Database(where, look=True)
+    database = CatalogDatabase(where, look=True)
     try:
         return CatalogFacts(database.place, database.look())
     finally:
@@ -146,7 +146,7 @@ def make_backend(where: str | Path, busy_timeout_s: float) -> Backend:
     return SqliteBackend(Path(where), busy_timeout_s)
 
 
-class Database:
+class CatalogDatabase:
     """One process's handle on the catalog's database; any number of threads may use it.
 
     Opening a `Catalog` opens it; `Catalog.database` returns it. Other components that keep tables next to the

@@ -7,7 +7,7 @@ import time
 from sqlalchemy import ColumnElement, Connection, case, select
 
 from millstream.catalog import tables as t
-from millstream.catalog.database import Database
+from millstream.catalog.database import CatalogDatabase
 from millstream.errors import UnknownStream
 from millstream.model.ids import StreamId
 
@@ -15,7 +15,7 @@ from millstream.model.ids import StreamId
 class CatalogPart:
     """One subject of the catalog's calls. `Catalog` combines all of them."""
 
-    _database: Database
+    _database: CatalogDatabase
 
 
 def now_us() -> int:

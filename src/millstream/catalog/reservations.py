@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import select, update
 
 from millstream.catalog import tables as t
-from millstream.catalog.database import Database
+from millstream.catalog.database import CatalogDatabase
 from millstream.catalog.part import lock_stream
 from millstream.errors import StaleEpoch
 from millstream.model.ids import Epoch, StreamId
@@ -15,7 +15,7 @@ from millstream.model.positions import Seq
 class StreamReservations:
     """The embedded sequencer's durable bound for one stream: `ports.SeqReservations`."""
 
-    def __init__(self, database: Database, stream: StreamId) -> None:
+    def __init__(self, database: CatalogDatabase, stream: StreamId) -> None:
         self._database = database
         self._stream = stream
 

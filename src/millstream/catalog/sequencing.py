@@ -19,7 +19,7 @@ import psycopg
 from sqlalchemy import Connection, select, text, update
 
 from millstream.catalog import tables as t
-from millstream.catalog.database import Database
+from millstream.catalog.database import CatalogDatabase
 from millstream.catalog.part import lock_stream, now_us
 from millstream.errors import CatalogError, SequencingError
 from millstream.libpq import fetch_row
@@ -55,7 +55,7 @@ class PostgresSequenceStore:
     Concurrency: any number of threads and processes. Open it after a fork, never before.
     """
 
-    def __init__(self, database: Database, stream: StreamId, *, lease_s: float = LEASE_S) -> None:
+    def __init__(self, database: CatalogDatabase, stream: StreamId, *, lease_s: float = LEASE_S) -> None:
         self._database = database
         self._stream = stream
         self._lease_us = round(lease_s * 1e6)

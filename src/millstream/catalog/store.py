@@ -7,7 +7,7 @@ from typing import Self
 
 from millstream.catalog.adoption import Adoption
 from millstream.catalog.copies import Copies
-from millstream.catalog.database import BUSY_TIMEOUT_S, Database
+from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
 from millstream.catalog.facts import Facts
 from millstream.catalog.holders import Holders
 from millstream.catalog.relations import Relations
@@ -42,7 +42,7 @@ class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Fa
         self, where: str | Path, *, home: HomeIdentity | None = None, busy_timeout_s: float = BUSY_TIMEOUT_S
     ) -> None:
         self._home = home
-        self._database = Database(where, busy_timeout_s=busy_timeout_s)
+        self._database = CatalogDatabase(where, busy_timeout_s=busy_timeout_s)
         self._known_names = {}
 
     def __enter__(self) -> Self:
@@ -52,7 +52,7 @@ class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Fa
         self.close()
 
     @property
-    def database(self) -> Database:
+    def database(self) -> CatalogDatabase:
         """The database below, for components that keep tables of their own next to the catalog's."""
         return self._database
 

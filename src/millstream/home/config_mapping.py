@@ -130,10 +130,10 @@ def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> Pos
 
 def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Sink:
     """Return the sink that a stream's pipeline lands in."""
-    from millstream.spark.sinks import Database, LakeOfFiles
+    from millstream.spark.sinks import LakeDatabase, LakeOfFiles
 
     if stream.lake.format == "postgres":
-        return Database(postgres_target(name, stream, stream_id))
+        return LakeDatabase(postgres_target(name, stream, stream_id))
     return LakeOfFiles(lake_layout(home, name, stream, stream_id))
 
 

@@ -111,7 +111,7 @@ class LakeOfFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Database:
+class LakeDatabase:
     """Tables of a PostgreSQL database: one task, because they all share one transaction, by one writer at a time."""
 
     target: PostgresTarget = field(repr=False)
