@@ -28,7 +28,7 @@ from millstream.replication.flight_wire import (
     Sending,
     error_of_flight,
 )
-from millstream.replication.queues import Inbox, Window
+from millstream.replication.queues import BytesInFlight, Inbox
 from millstream.workers import Worker
 
 _INBOX_BYTES: Final = 4 << 20
@@ -60,7 +60,7 @@ class ServedLink:
         self._hello = request.hello
         self._writer = writer
         self._sending = Sending(writer)
-        self._window = Window(min(window_bytes, request.window_bytes))
+        self._window = BytesInFlight(min(window_bytes, request.window_bytes))
         self._inbox: Inbox[Acknowledgement | Hello | MillstreamError] = Inbox(_INBOX_BYTES)
         self._silence = Silence(silent_s)
         self._beats_s = silent_s / BEATS_IN_SILENCE

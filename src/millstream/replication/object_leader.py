@@ -52,7 +52,7 @@ from millstream.replication.object_layout import (
     shards_of,
 )
 from millstream.replication.objects import Listed, Objects
-from millstream.replication.queues import Inbox, Window
+from millstream.replication.queues import BytesInFlight, Inbox
 from millstream.workers import Worker
 
 _OBJECT_BYTES: Final = 8 << 20
@@ -232,7 +232,7 @@ class StoredLink:
         self._number = 0
         self._hello = self._stored.hello(greatest_claim(objects, layout))
         self._is_empty = self._stored.stream is None and not self._stored.sealed
-        self._window = Window(window_bytes)
+        self._window = BytesInFlight(window_bytes)
         self._written_bytes = 0
         self._waiting: deque[Shipment] = deque()
         self._comes = threading.Condition()

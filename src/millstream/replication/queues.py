@@ -70,7 +70,7 @@ class Inbox(Generic[Item]):
             self._changed.notify_all()
 
 
-class Window:
+class BytesInFlight:
     """Bytes in flight: the sender takes room, which is freed once the other end has taken the bytes."""
 
     def __init__(self, bytes_max: int) -> None:

@@ -27,8 +27,8 @@ from millstream.wal.misplacement import REPLACED, misplacement
 from millstream.wal.segment_scan import (
     UNREADABLE_HEADER,
     Loss,
+    ReadAhead,
     ScannedFrame,
-    Window,
     header_of,
     read_frame,
     reader_of,
@@ -354,7 +354,7 @@ class ShardIndex:
         if segment.base_offset == mark.base_offset and mark.byte_end <= SEGMENT_HEADER_SIZE:
             return None
         try:
-            frame = read_frame(Window(reader_of(self._files, segment.path)), SEGMENT_HEADER_SIZE, payload=False)
+            frame = read_frame(ReadAhead(reader_of(self._files, segment.path)), SEGMENT_HEADER_SIZE, payload=False)
         except CorruptFrame:
             # Later frames may still be whole: the footer lists them.
             entries = self.frames(segment, mark)
@@ -409,7 +409,7 @@ class ShardIndex:
 
     def _scan(self, segment: SegmentFile, known: _OpenFrames, header: SegmentHeader, mark: DurableMark) -> None:
         """Add the frames that the mark has come to show. Raises `CorruptWal`."""
-        window = Window(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
+        window = ReadAhead(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
         try:
             for frame in scan_frames(
                 window, header, position=known.byte_end, offset=known.end_offset, end=mark.byte_end, payload=False

@@ -15,7 +15,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.index import ShardIndex, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import read_mark
-from millstream.wal.segment_scan import Window, commit_times, read_frame, reader_of
+from millstream.wal.segment_scan import ReadAhead, commit_times, read_frame, reader_of
 
 _CACHED_FRAMES_MAX: Final = 50_000
 """Number of frames cached for segments that a bound splits; others aren't cached. About 25 MiB."""
@@ -110,7 +110,7 @@ class Backlogs:
 
 def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:
     """Return the least commit time of a frame that no footer lists."""
-    frame = read_frame(Window(reader_of(files, segment.path)), position, payload=False)
+    frame = read_frame(ReadAhead(reader_of(files, segment.path)), position, payload=False)
     times = commit_times(frame.head, read_header(files, segment))
     return None if times is None else times[0]
 

@@ -49,7 +49,7 @@ from millstream.wal.segment_reader import (
     whole_before,
     within_offsets,
 )
-from millstream.wal.segment_scan import ScannedFrame, Window, commit_times, read_frame, reader_of
+from millstream.wal.segment_scan import ReadAhead, ScannedFrame, commit_times, read_frame, reader_of
 from millstream.wal.truncation_watch import HistoryWatch, Meanwhile
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
@@ -440,7 +440,7 @@ class StreamReader:
                 ends = (ends[1], entry.group_last_seq)
             low, high = entry.commit_ts_min_us, entry.commit_ts_max_us
             if low is None or high is None:
-                window = Window(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
+                window = ReadAhead(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
                 head = read_frame(window, entry.position, payload=False).head
                 low, high = commit_times(head, read_header(self._files, segment)) or (None, None)
             if low is None or high is None:

@@ -29,7 +29,7 @@ from millstream.ports import Files
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
 from millstream.wal.salvage import KnownSchemas
-from millstream.wal.segment_scan import NO_STREAM, ScannedFrame, Window, loss_at, read_frame, reader_of
+from millstream.wal.segment_scan import NO_STREAM, ReadAhead, ScannedFrame, loss_at, read_frame, reader_of
 
 _RUN_FRAMES_MAX: Final = 256
 _RUN_BYTES_MAX: Final = 1 << 20
@@ -148,7 +148,7 @@ class SegmentSource:
         self._schemas = SchemaSet(self._header.directory)
         self._brought: set[int] = set()
         """Positions of schemas that were read."""
-        self._heads = Window(reader_of(files, path), HEADS_AHEAD_BYTES)
+        self._heads = ReadAhead(reader_of(files, path), HEADS_AHEAD_BYTES)
 
     def knows(self, tables: Iterable[TableEntry]) -> bool:
         """Return whether the schemas of these tables have been loaded."""

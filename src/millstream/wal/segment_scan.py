@@ -47,7 +47,7 @@ NO_STREAM: Final = StreamId(UUID(int=0))
 UNREADABLE_HEADER: Final = "the segment header can't be read"
 
 
-class Window:
+class ReadAhead:
     """Read-ahead view of a file's bytes."""
 
     def __init__(self, read: Callable[[int, int], bytes], ahead_bytes: int = _WINDOW) -> None:
@@ -110,7 +110,7 @@ def reader_of(files: Files, path: str) -> Callable[[int, int], bytes]:
 
 
 def scan_frames(
-    window: Window,
+    window: ReadAhead,
     segment: SegmentHeader,
     *,
     position: int = SEGMENT_HEADER_SIZE,
@@ -146,7 +146,7 @@ def scan_frames(
         position = frame.end
 
 
-def read_frame(window: Window, position: int, *, payload: bool = True) -> ScannedFrame:
+def read_frame(window: ReadAhead, position: int, *, payload: bool = True) -> ScannedFrame:
     """Return the frame at a position, verified without its neighbours."""
     try:
         extent = frame_extent(window.at(position, FRAME_HEADER_MIN))
@@ -162,7 +162,7 @@ def read_frame(window: Window, position: int, *, payload: bool = True) -> Scanne
     return ScannedFrame(header, head, position, extent.length, operations, batches)
 
 
-def _check_newer_head(window: Window, position: int) -> None:
+def _check_newer_head(window: ReadAhead, position: int) -> None:
     """Distinguish a newer version's frame from garbage: 12 bytes and the CRC are the same in every version."""
     length, crc, head_length = struct.unpack("<III", window.at(position, 12))
     if not FRAME_HEADER_MIN <= head_length <= length or head_length > _HEAD_BYTES_MAX:
@@ -208,7 +208,7 @@ def frames_behind(read: Callable[[int, int], bytes], position: int, size: int) -
     are found by a vector comparison.
     """
     position += -position % 8
-    window = Window(read)
+    window = ReadAhead(read)
     overlap = FRAME_HEADER_MIN
     while position + overlap <= size:
         data = read_filled(read, position, min(_WINDOW, size - position))
@@ -323,7 +323,7 @@ def scan_segment(
     position, offset = SEGMENT_HEADER_SIZE, segment.base_offset
     while True:
         try:
-            for frame in scan_like(Window(read), header, shard, position, offset, payload=payload):
+            for frame in scan_like(ReadAhead(read), header, shard, position, offset, payload=payload):
                 yield frame
                 position, offset = frame.end, Offset(frame.header.first_offset + frame.header.count)
             return  # pragma: no cover - a walk without an end is ended by an error
@@ -355,7 +355,7 @@ def _behind(
 
 
 def scan_like(
-    window: Window, header: SegmentHeader | None, shard: ShardId, position: int, offset: Offset, *, payload: bool
+    window: ReadAhead, header: SegmentHeader | None, shard: ShardId, position: int, offset: Offset, *, payload: bool
 ) -> Iterator[ScannedFrame]:
     """Yield consecutive frames; if the header is lost, the first frame shows what the others must be like."""
     if header is None:
@@ -374,7 +374,7 @@ def header_like(frame: FrameHeader) -> SegmentHeader:
 def _scan_by_footer(
     files: Files, shard: ShardId, segment: SegmentFile, footer: SegmentFooter, *, payload: bool
 ) -> Iterator[FrameOrLoss]:
-    window = Window(reader_of(files, segment.path))
+    window = ReadAhead(reader_of(files, segment.path))
     for entry in footer.frames:
         try:
             frame = read_frame(window, entry.position, payload=payload)

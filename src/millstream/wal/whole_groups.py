@@ -24,8 +24,8 @@ from millstream.wal.misplacement import split_misplaced, stream_of
 from millstream.wal.segment_scan import (
     NO_STREAM,
     Loss,
+    ReadAhead,
     ScannedFrame,
-    Window,
     header_of,
     lost_groups,
     read_frame,
@@ -223,7 +223,7 @@ def _last_of_sealed(files: Files, segment: SegmentFile) -> ScannedFrame | None:
         footer = SegmentFooter.decode_tail(read, files.size(segment.path))
         if footer is not None and footer.frames:
             try:
-                return read_frame(Window(read), footer.frames[-1].position, payload=False)
+                return read_frame(ReadAhead(read), footer.frames[-1].position, payload=False)
             except (CorruptFrame, UnsupportedFormat):
                 return _frame_of(footer.frames[-1])
     return None

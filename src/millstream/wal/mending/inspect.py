@@ -41,8 +41,8 @@ from millstream.wal.misplacement import REPLACED, misplacement, split_misplaced,
 from millstream.wal.salvage import CheckedFrame, KnownSchemas, accepted_loss, salvage_segment
 from millstream.wal.segment_scan import (
     Loss,
+    ReadAhead,
     ScannedFrame,
-    Window,
     commit_times,
     ends_of,
     footer_of,
@@ -249,7 +249,7 @@ def _segment_info(
     else:
         state = "open" if footer is None else "damaged"
         with suppress(CorruptFrame, UnsupportedFormat):
-            window = Window(reader_of(files, segment.path))
+            window = ReadAhead(reader_of(files, segment.path))
             for frame in scan_like(window, header, shard, SEGMENT_HEADER_SIZE, segment.base_offset, payload=False):
                 entries.append((frame.header.first_seq, frame.header.last_seq, frame.header.count))
         end = Offset(segment.base_offset + sum(count for _, _, count in entries))

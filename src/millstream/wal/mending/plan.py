@@ -21,7 +21,7 @@ from millstream.wal.mark import missing_shards, read_dropped, read_mark
 from millstream.wal.mending.placing import Move, place_segments
 from millstream.wal.misplacement import stream_of
 from millstream.wal.salvage import CheckedFrame, KnownSchemas, Salvaged, salvage_segment
-from millstream.wal.segment_scan import NO_STREAM, Loss, Window, ends_of, footer_of, header_of, read_frame, reader_of
+from millstream.wal.segment_scan import NO_STREAM, Loss, ReadAhead, ends_of, footer_of, header_of, read_frame, reader_of
 
 _RANGE: Final = re.compile(r"(?:(seq|\d+):)?(\d+)-(\d+)")
 
@@ -227,7 +227,7 @@ def _ending_above(files: Files, segments: Sequence[SegmentFile], above: Seq) -> 
     """Return the last segments, from the last one that begins with a group at or below a number."""
     for place in reversed(range(len(segments))):
         with suppress(CorruptFrame, TruncatedFrame):
-            first = read_frame(Window(reader_of(files, segments[place].path)), SEGMENT_HEADER_SIZE, payload=False)
+            first = read_frame(ReadAhead(reader_of(files, segments[place].path)), SEGMENT_HEADER_SIZE, payload=False)
             if first.header.group_last_seq <= above:
                 return list(segments[place:])
     return list(segments)

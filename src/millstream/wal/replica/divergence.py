@@ -34,7 +34,7 @@ from millstream.wal.layout import SegmentFile, list_segments, list_shards, segme
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
 from millstream.wal.replica.marks import NOBODY, placeholder
 from millstream.wal.replica.shown import lower_shown
-from millstream.wal.segment_scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
+from millstream.wal.segment_scan import ReadAhead, ScannedFrame, read_frame, reader_of, scan_frames
 from millstream.wal.shard_locks import lock_shards
 
 _COPY_BYTES: Final = 1 << 20
@@ -163,7 +163,7 @@ def _frames(files: Files, segment: SegmentFile, *, payload: bool = True) -> Iter
     """Yield a segment's frames, up to the first that isn't whole."""
     header = read_header(files, segment)
     with suppress(CorruptFrame, TruncatedFrame):
-        yield from scan_frames(Window(reader_of(files, segment.path)), header, payload=payload)
+        yield from scan_frames(ReadAhead(reader_of(files, segment.path)), header, payload=payload)
 
 
 # --- cutting --------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def _last_sealed(files: Files, segments: Sequence[SegmentFile]) -> FrameHeader |
         read = reader_of(files, segment.path)
         footer = SegmentFooter.decode_tail(read, files.size(segment.path))
         if footer is not None and footer.frames:
-            return read_frame(Window(read), footer.frames[-1].position, payload=False).header
+            return read_frame(ReadAhead(read), footer.frames[-1].position, payload=False).header
     return None
 
 

@@ -21,7 +21,7 @@ from millstream.ports import Files
 from millstream.wal.layout import segment_path
 from millstream.wal.mark import common_cut, left_behind, stream_cut
 from millstream.wal.replica.verify import ArrivingShard
-from millstream.wal.segment_scan import Window, reader_of, scan_frames
+from millstream.wal.segment_scan import ReadAhead, reader_of, scan_frames
 
 NOBODY = WriterId(0)
 """Writer of a shard's mark before its first own one came."""
@@ -99,7 +99,7 @@ def _end_in(files: Files, shard_dir: str, mark: DurableMark) -> tuple[Offset, Gr
     read = reader_of(files, segment_path(shard_dir, mark.base_offset))
     try:
         header = SegmentHeader.decode(read(0, SEGMENT_HEADER_SIZE))
-        frames = list(scan_frames(Window(read), header, end=mark.byte_end, payload=False))
+        frames = list(scan_frames(ReadAhead(read), header, end=mark.byte_end, payload=False))
     except (CorruptFrame, FileNotFoundError) as error:
         raise ShipmentUnreadable(f"a mark names a place that is none: {error}") from error
     if not frames or frames[-1].end != mark.byte_end:

@@ -24,7 +24,7 @@ from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.misplacement import REPLACED
 from millstream.wal.replica.verify import ArrivingShard, WholeFrame
-from millstream.wal.segment_scan import Window, read_frame, reader_of
+from millstream.wal.segment_scan import ReadAhead, read_frame, reader_of
 
 _COPY_BYTES: Final = 1 << 20
 
@@ -108,7 +108,7 @@ def note_sealed(
         found = () if footer is None else footer.frames
         for entry in found:
             if entry.group > covered:
-                header = read_frame(Window(read), entry.position, payload=False).header
+                header = read_frame(ReadAhead(read), entry.position, payload=False).header
                 end = ByteEnd(segment.base_offset, entry.position + entry.length)
                 note([WholeFrame(header, end, Offset(entry.offset + entry.count))])
         if not found or found[0].group <= covered:

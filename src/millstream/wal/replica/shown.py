@@ -22,7 +22,7 @@ from millstream.ports import Files
 from millstream.wal.layout import segment_path
 from millstream.wal.mark import MarkFile, read_shown
 from millstream.wal.replica.marks import NOBODY, is_newer, moves
-from millstream.wal.segment_scan import Window, reader_of, scan_frames
+from millstream.wal.segment_scan import ReadAhead, reader_of, scan_frames
 
 _AHEAD_BYTES: Final = 1 << 16
 """Read-ahead in bytes for heads of frames; one read per shipment suffices."""
@@ -115,7 +115,12 @@ class ReplicaShown:
             try:
                 header = SegmentHeader.decode(read(0, SEGMENT_HEADER_SIZE))
                 frames = scan_frames(
-                    Window(read, _AHEAD_BYTES), header, position=position, offset=end, end=mark.byte_end, payload=False
+                    ReadAhead(read, _AHEAD_BYTES),
+                    header,
+                    position=position,
+                    offset=end,
+                    end=mark.byte_end,
+                    payload=False,
                 )
                 for frame in frames:
                     position, group, more = frame.end, frame.header.group, frame.header.more

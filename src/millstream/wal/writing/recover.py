@@ -47,8 +47,8 @@ from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_
 from millstream.wal.mark import read_dropped, read_mark
 from millstream.wal.misplacement import REPLACED, misplacement
 from millstream.wal.segment_scan import (
+    ReadAhead,
     ScannedFrame,
-    Window,
     commit_times,
     frames_behind,
     lost_groups,
@@ -310,7 +310,7 @@ def _read_last_sealed(files: Files, tail: _Tail) -> None:
         assert footer is not None
         tail.sealed_end = footer.end_offset
         if footer.frames:
-            tail.sealed_last = read_frame(Window(read), footer.frames[-1].position, payload=False)
+            tail.sealed_last = read_frame(ReadAhead(read), footer.frames[-1].position, payload=False)
     except CorruptFrame as error:
         raise damage(
             str(error), file=tail.sealed.path, byte=tail.sealed_byte_end, offset_from=tail.sealed.base_offset,
@@ -323,7 +323,7 @@ def _walk(tail: _Tail, read: Callable[[int, int], bytes]) -> None:
     assert tail.header is not None
     group = 0
     try:
-        for frame in scan_frames(Window(read), tail.header):
+        for frame in scan_frames(ReadAhead(read), tail.header):
             if frame.header.group < group:
                 raise CorruptFrame("group numbers go back")
             group = frame.header.group
