@@ -25,7 +25,7 @@ from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication.flight_address import LeaderAddress
 from millstream.replication.flight_follower import ConnectedLink
 from millstream.replication.flight_leader import ServedLink
-from millstream.replication.flight_watch import Watch
+from millstream.replication.flight_watch import LinkWatch
 from millstream.replication.flight_wire import SILENT_S, FollowRequest
 from millstream.replication.queues import WINDOW_BYTES
 
@@ -55,7 +55,7 @@ class FlightTransport:
         self._window_bytes = window_bytes
         self._silent_s = silent_s
         self._accepted: queue.SimpleQueue[ServedLink | None] = queue.SimpleQueue()
-        self._watch = Watch()
+        self._watch = LinkWatch()
         self._is_closed = False
 
     def accept(self, timeout_s: float) -> FollowerLink | None:

@@ -26,7 +26,7 @@ class Watched(Protocol):
         """End the link."""
 
 
-class Watch:
+class LinkWatch:
     """The watching thread; it runs while there are links."""
 
     def __init__(self) -> None:

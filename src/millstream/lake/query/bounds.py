@@ -43,7 +43,7 @@ class QueryBounds:
         return f"memory_limit = '{self.memory_bytes}B'", f"max_temp_directory_size = '{self.spill_bytes}B'"
 
 
-class Watch:
+class QueryWatch:
     """Ends a session's work once it exceeds its bounds, or is given up.
 
     Args:

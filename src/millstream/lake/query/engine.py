@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MillstreamError, UsageError
 from millstream.lake.delta import OpenTable, lake_errors
-from millstream.lake.query.bounds import QueryBounds, Watch
+from millstream.lake.query.bounds import QueryBounds, QueryWatch
 from millstream.lake.query.files import PREFIX, READ_ONLY_HINT, HandedFiles, file_system
 from millstream.model.names import DEFAULT_SCHEMA
 from millstream.workers import call_in_thread
@@ -70,7 +70,7 @@ class Engine:
                 )
         self.files: Final = HandedFiles()
         self._connected = call_in_thread("millstream-duckdb", partial(_connect, scratch, bounds, self.files))
-        self.watch: Final = Watch(bounds, scratch, self._interrupt)
+        self.watch: Final = QueryWatch(bounds, scratch, self._interrupt)
         self._scratch = scratch
         self._named = 0
 
