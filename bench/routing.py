@@ -15,7 +15,7 @@ from millstream.model.schema import Column, TableSchema
 from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
-from millstream.routing.rules import HashRing, Matcher, ShardConfig, SpecificTarget, Target
+from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig, SpecificTarget
 
 ROWS = 2_000_000
 CALL_ROWS = 100_000
@@ -40,7 +40,7 @@ def routed() -> Iterator[Figure]:
     rows = asked.rows or ROWS
     shards = [ShardId(n) for n in range(SHARDS)]
     rules = ShardConfig(
-        (SpecificTarget(Matcher.parse(r"public\.bots"), Target.parse("devnull")),), HashRing(), tuple(shards)
+        (SpecificTarget(Matcher.parse(r"public\.bots"), RuleTarget.parse("devnull")),), HashRing(), tuple(shards)
     )
     router = Router(
         rules,

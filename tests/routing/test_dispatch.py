@@ -27,7 +27,7 @@ from millstream.routing.deliveries import Deliveries
 from millstream.routing.dispatch import Dispatcher
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
-from millstream.routing.rules import HashRing, Matcher, ShardConfig, SpecificTarget, Target
+from millstream.routing.rules import HashRing, Matcher, RuleTarget, ShardConfig, SpecificTarget
 from millstream.routing.sinks import BufferSink
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
 
@@ -349,7 +349,7 @@ def test_a_sink_that_may_fail_fails_no_write_and_is_counted(by_task: bool) -> No
 
 
 def test_a_buffer_gets_each_key_on_one_of_its_shards_in_order() -> None:
-    rules = ShardConfig((SpecificTarget(Matcher.parse(".*"), Target.parse("ring", "copies")),), HashRing())
+    rules = ShardConfig((SpecificTarget(Matcher.parse(".*"), RuleTarget.parse("ring", "copies")),), HashRing())
     router = Router(rules, shard_of_table=lambda _: None, ring=ShardRouter.ring(shards(2)))
     server = MemoryServer()
     buffer = MemoryBuffer(server, "copies", create_shards=3)

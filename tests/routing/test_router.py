@@ -19,7 +19,15 @@ from millstream.routing.hashing import key_hashes
 from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router, in_key_order
-from millstream.routing.rules import HashRing, Matcher, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
+from millstream.routing.rules import (
+    HashRing,
+    Matcher,
+    RoutingConfig,
+    RoutingRules,
+    RuleTarget,
+    ShardConfig,
+    SpecificTarget,
+)
 from millstream.testing.errors import coded
 from millstream.wal.writing.grouping import plan_group
 
@@ -28,7 +36,7 @@ PLAIN = schema_of({"id": pa.int64(), "kind": pa.string(), "day": pa.string(), "n
 
 
 def rule(table: str, to: str | Sequence[str], where: str | None = None) -> SpecificTarget:
-    return SpecificTarget(Matcher.parse(table, where), Target.parse(*([to] if isinstance(to, str) else to)))
+    return SpecificTarget(Matcher.parse(table, where), RuleTarget.parse(*([to] if isinstance(to, str) else to)))
 
 
 def router(
@@ -113,9 +121,9 @@ def test_without_rules_a_table_lies_whole_on_its_shard() -> None:
 
 
 def test_everything_may_go_to_one_place() -> None:
-    (entry,) = router(RoutingConfig(Target.parse("shard:2"))).place(PLAIN, rows_of([1, 2]))
+    (entry,) = router(RoutingConfig(RuleTarget.parse("shard:2"))).place(PLAIN, rows_of([1, 2]))
     assert entry.shard == 2
-    assert router(RoutingConfig(Target.parse("devnull"))).place(PLAIN, rows_of([1, 2])) == ()
+    assert router(RoutingConfig(RuleTarget.parse("devnull"))).place(PLAIN, rows_of([1, 2])) == ()
 
 
 IDS = st.lists(st.none() | st.integers(-5, 20), min_size=1, max_size=60)
@@ -276,7 +284,7 @@ def test_rows_in_too_many_places_are_refused() -> None:
 )
 def test_targets_that_make_no_sense_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError):
-        Target.parse(*words)
+        RuleTarget.parse(*words)
 
 
 def test_a_rule_that_is_no_regular_expression_is_refused() -> None:

@@ -29,9 +29,9 @@ from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
 from millstream.model.writes import AppendBatch, WriteId
-from millstream.serving.request_batching import BATCH_BYTES_MAX, IN_FLIGHT_MAX, Groups, Target
+from millstream.serving.request_batching import BATCH_BYTES_MAX, IN_FLIGHT_MAX, BatchTarget, Groups
 
-CLICKS = Target("web", "public.clicks", 1.0, keep_valid_rows=False)
+CLICKS = BatchTarget("web", "public.clicks", 1.0, keep_valid_rows=False)
 STREAM = StreamId(uuid4())
 
 
@@ -197,7 +197,7 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
         groups = Groups(lambda stream, batch, deadline: appender.append_batch_async(stream, batch, deadline_s=deadline))
 
         def sent(table: str, rows: list[dict[str, Any]], key: str) -> asyncio.Future[Appended]:
-            target = Target("web", table, 5.0, keep_valid_rows=False)
+            target = BatchTarget("web", table, 5.0, keep_valid_rows=False)
             return groups.append(target, rows, size_bytes=10, write_id=WriteId(key=key))
 
         for table, requests in {

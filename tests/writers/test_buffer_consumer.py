@@ -34,7 +34,7 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD, WriteOps
 from millstream.model.positions import Offset, Seq
 from millstream.routing.router import Router
-from millstream.routing.rules import Matcher, RoutingRules, ShardConfig, SpecificTarget, Target
+from millstream.routing.rules import Matcher, RoutingRules, RuleTarget, ShardConfig, SpecificTarget
 from millstream.testing.errors import code_of, coded
 from millstream.testing.memory_buffer import MemoryBuffer, MemoryServer
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
@@ -309,9 +309,9 @@ def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs
 
 def dropping(*tables: str, others_stay: bool = True) -> ShardConfig:
     """Rules that drop tables' rows, and rules that take other tables' rows or leave them without a route."""
-    rules = [SpecificTarget(Matcher.parse(rf"public\.{table}"), Target.parse("devnull")) for table in tables]
+    rules = [SpecificTarget(Matcher.parse(rf"public\.{table}"), RuleTarget.parse("devnull")) for table in tables]
     if others_stay:
-        rules.append(SpecificTarget(Matcher.parse(".*"), Target(FIRST_SHARD)))
+        rules.append(SpecificTarget(Matcher.parse(".*"), RuleTarget(FIRST_SHARD)))
     return ShardConfig(tuple(rules))
 
 

@@ -93,10 +93,10 @@ def _clashes_of_section(
 def _clashes_of_target(
     at: KeyPath, name: str, stream: StreamConfig, words: tuple[str, ...]
 ) -> Iterator[tuple[KeyPath, str]]:
-    from millstream.routing.rules import DEVNULL, Target
+    from millstream.routing.rules import DEVNULL, RuleTarget
 
     try:
-        target = Target.parse(*words)
+        target = RuleTarget.parse(*words)
     except UsageError as error:
         yield at, _said(error)
         return

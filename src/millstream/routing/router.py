@@ -21,7 +21,15 @@ from millstream.model.schema import TableSchema
 from millstream.routing.hashing import is_hashable, key_hashes
 from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
-from millstream.routing.rules import DEVNULL, HashRing, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
+from millstream.routing.rules import (
+    DEVNULL,
+    HashRing,
+    RoutingConfig,
+    RoutingRules,
+    RuleTarget,
+    ShardConfig,
+    SpecificTarget,
+)
 
 ENTRIES_MAX: Final = 4096
 """Most entries of one call, shards times partitions: each is an entry of the log's directory."""
@@ -51,7 +59,7 @@ class Chosen:
     number: int | None
     """Its place among the rules, from 1; None: the default after the rules."""
     why: str
-    target: Target
+    target: RuleTarget
     where: str | None = None
 
 
@@ -59,8 +67,8 @@ class Chosen:
 class _TableRules:
     """The rules for one version of a table."""
 
-    specific: tuple[tuple[SpecificTarget, Target], ...]
-    rest: Target | None
+    specific: tuple[tuple[SpecificTarget, RuleTarget], ...]
+    rest: RuleTarget | None
     ring: tuple[str, ...]
     template: PartitionTemplate | None
 
@@ -167,7 +175,7 @@ class Router:
         of_table = self._rules_of(schema)
         left: npt.NDArray[np.bool_] | None = None
         """Rows that no rule has taken; None: all of them."""
-        taken: list[tuple[Target, npt.NDArray[np.bool_] | None]] = []
+        taken: list[tuple[RuleTarget, npt.NDArray[np.bool_] | None]] = []
         for rule, target in of_table.specific:
             if rule.matcher.where is None:
                 taken.append((target, left))
@@ -188,7 +196,7 @@ class Router:
         self,
         rows: pa.RecordBatch,
         of_table: _TableRules,
-        taken: Sequence[tuple[Target, npt.NDArray[np.bool_] | None]],
+        taken: Sequence[tuple[RuleTarget, npt.NDArray[np.bool_] | None]],
     ) -> Plan:
         sinks: dict[str, npt.NDArray[np.int64] | None] = {}
         codes: Places | None = None
@@ -289,7 +297,7 @@ class Router:
         _check_keys_stay(schema, specific, rest if ends else None)
         return _TableRules(tuple((rule, rule.to) for rule in specific), rest, columns, self._partitions.get(name))
 
-    def _rest(self, schema: TableSchema, name: str) -> tuple[Target | None, tuple[str, ...]]:
+    def _rest(self, schema: TableSchema, name: str) -> tuple[RuleTarget | None, tuple[str, ...]]:
         """Return the target of rows that no rule takes, and the columns by which a ring spreads them."""
         ring: HashRing | None = self.rules.hash_ring if isinstance(self.rules, ShardConfig) else None
         columns = () if ring is None else ring.columns_for(name, schema.key)
@@ -297,8 +305,8 @@ class Router:
             return self.rules.to, columns
         own = self._shard_of_table(name)
         if own is not None:
-            return Target(own), columns
-        return (Target(ring=True) if columns else None), columns
+            return RuleTarget(own), columns
+        return (RuleTarget(ring=True) if columns else None), columns
 
     # --- entries -------------------------------------------------------------------------------------------------
 
@@ -377,7 +385,7 @@ def _check_ring(schema: TableSchema, columns: Sequence[str], *, has_ring: bool) 
         )
 
 
-def _check_keys_stay(schema: TableSchema, specific: Sequence[SpecificTarget], rest: Target | None) -> None:
+def _check_keys_stay(schema: TableSchema, specific: Sequence[SpecificTarget], rest: RuleTarget | None) -> None:
     """Raise `invalid_route` if predicates over columns outside the key could put one key's rows on several shards."""
     if not schema.key:
         return

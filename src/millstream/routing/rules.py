@@ -20,7 +20,7 @@ SHARD_PREFIX: Final = "shard:"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RuleTarget:
     """The target of a rule: at most one place in the log, and any number of sinks."""
 
     shard: ShardId | None = None
@@ -31,7 +31,7 @@ class Target:
     """Names of the sinks; none at all, and no shard: rows are dropped."""
 
     @classmethod
-    def parse(cls, *words: str) -> Target:
+    def parse(cls, *words: str) -> RuleTarget:
         """Read `shard:N`, `ring`, `devnull` or names of sinks. `UsageError` if they contradict each other."""
         shard: ShardId | None = None
         ring = False
@@ -99,7 +99,7 @@ class SpecificTarget:
     """A rule: rows that match go to the target."""
 
     matcher: Matcher
-    to: Target
+    to: RuleTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class HashRing:
 class RoutingConfig:
     """All rows go to one target."""
 
-    to: Target
+    to: RuleTarget
 
 
 @dataclass(frozen=True)

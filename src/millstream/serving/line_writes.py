@@ -24,7 +24,7 @@ from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
 from millstream.serving.memory_budget import ClientGoneError, Held, Receive, read_body
 from millstream.serving.problems import encoded, headers_of, status_of
-from millstream.serving.request_batching import Target
+from millstream.serving.request_batching import BatchTarget
 from millstream.serving.requests import (
     Scope,
     Send,
@@ -168,7 +168,7 @@ class LineWrites:
         size = size_bytes // max(1, len(lines.tables))
         answers = [
             self._writes.groups.append(
-                Target(stream, table.table, deadline_s, keep_valid_rows=True, acks=acks),
+                BatchTarget(stream, table.table, deadline_s, keep_valid_rows=True, acks=acks),
                 table.rows,
                 size_bytes=size,
                 write_id=write_id and WriteId(key=f"{write_id.key} {table.table}"),

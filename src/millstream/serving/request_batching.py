@@ -36,7 +36,7 @@ AppendBatches = Callable[[str, AppendBatch, float], Coroutine[Any, Any, "list[Ap
 """Appends a stream's batch with a deadline; returns an outcome for each of its requests."""
 
 
-class Target(NamedTuple):
+class BatchTarget(NamedTuple):
     """The common attributes of one batch's requests."""
 
     stream: str
@@ -73,13 +73,13 @@ class Groups:
 
     def __init__(self, append: AppendBatches) -> None:
         self._append = append
-        self._queues: dict[Target, _Queue] = {}
+        self._queues: dict[BatchTarget, _Queue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.batches = 0
         """Number of batches so far."""
 
     def append(
-        self, target: Target, rows: list[Row] | pa.Table, *, size_bytes: int, write_id: WriteId | None
+        self, target: BatchTarget, rows: list[Row] | pa.Table, *, size_bytes: int, write_id: WriteId | None
     ) -> asyncio.Future[Appended]:
         """Append a request's rows; return the outcome. A cancelled caller doesn't prevent the append.
 
@@ -103,12 +103,12 @@ class Groups:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _call(self, loop: asyncio.AbstractEventLoop, target: Target, queue: _Queue) -> None:
+    def _call(self, loop: asyncio.AbstractEventLoop, target: BatchTarget, queue: _Queue) -> None:
         if queue.waiting and queue.in_flight < IN_FLIGHT_MAX and not queue.is_called:
             queue.is_called = True
             loop.call_soon(self._begin, target, queue)  # requests that are already there come with it
 
-    def _begin(self, target: Target, queue: _Queue) -> None:
+    def _begin(self, target: BatchTarget, queue: _Queue) -> None:
         queue.is_called = False
         group = _taken(queue.waiting)
         queue.in_flight += 1
@@ -116,7 +116,7 @@ class Groups:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, target: Target, queue: _Queue, group: list[_Waiting]) -> None:
+    async def _run(self, target: BatchTarget, queue: _Queue, group: list[_Waiting]) -> None:
         try:
             for alike in _apart(group):
                 await self._append_all(target, alike)
@@ -133,7 +133,7 @@ class Groups:
             elif not queue.in_flight and not queue.is_called:
                 self._queues.pop(target, None)
 
-    async def _append_all(self, target: Target, group: list[_Waiting]) -> None:
+    async def _append_all(self, target: BatchTarget, group: list[_Waiting]) -> None:
         """Append requests whose rows are of one kind together; each alone if that isn't possible."""
         try:
             rows = _joined(group)
@@ -167,7 +167,7 @@ class Groups:
             else:
                 _fail(one, outcome)
 
-    async def _append_each(self, target: Target, group: list[_Waiting], error: MillstreamError) -> None:
+    async def _append_each(self, target: BatchTarget, group: list[_Waiting], error: MillstreamError) -> None:
         """Append requests that can't be appended together, each alone; one that fails alone is refused."""
         if len(group) == 1:
             _fail(group[0], error)

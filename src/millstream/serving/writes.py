@@ -25,7 +25,7 @@ from millstream.model.names import parse_qualified_name
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, Receive, read_body
 from millstream.serving.paths import ROWS_PARAMETERS, check_parameters, unknown_path
 from millstream.serving.problems import encoded, headers_of, plain_problem
-from millstream.serving.request_batching import Groups, Target
+from millstream.serving.request_batching import BatchTarget, Groups
 from millstream.serving.requests import (
     Scope,
     Send,
@@ -112,7 +112,7 @@ class Writes:
         headers = headers_said(scope)
         parameters = parameters_said(scope)
         check_parameters(parameters, ROWS_PARAMETERS)
-        target = Target(
+        target = BatchTarget(
             stream,
             table,
             deadline_said(parameters, self.deadline_s),

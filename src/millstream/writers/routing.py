@@ -30,9 +30,9 @@ from millstream.routing.rules import (
     Matcher,
     RoutingConfig,
     RoutingRules,
+    RuleTarget,
     ShardConfig,
     SpecificTarget,
-    Target,
 )
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def rules_of(config: StreamConfig, first: ShardId = ShardId(0)) -> RoutingRules 
     return ShardConfig(specific, ring_of(routing), shards, frozenset(routing.ignore_errors))
 
 
-def _target(words: tuple[str, ...], first: ShardId) -> Target:
-    target = Target.parse(*words)
+def _target(words: tuple[str, ...], first: ShardId) -> RuleTarget:
+    target = RuleTarget.parse(*words)
     return target if target.shard is None else replace(target, shard=ShardId(first + target.shard))
 
 
@@ -324,7 +324,7 @@ def named_shards(config: StreamConfig) -> list[tuple[str, int]]:
     """Return the configuration's settings that name a shard by number, in words, each with that number."""
     found = [(f"table {table} ([streams.S.shards])", shard) for table, shard in config.shards.items()]
     rules = rules_of(config)
-    targets: Mapping[str, Target] = {}
+    targets: Mapping[str, RuleTarget] = {}
     if isinstance(rules, RoutingConfig):
         targets = {"all of it ([streams.S.routing] to)": rules.to}
     elif rules is not None:
