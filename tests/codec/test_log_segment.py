@@ -20,10 +20,10 @@ from millstream.codec.log_segment import (
     SEGMENT_HEADER_SIZE,
     SEGMENT_TRAILER_SIZE,
     FrameEntry,
+    FrameTable,
     SegmentFooter,
     SegmentHeader,
     SegmentTotals,
-    TableEntry,
 )
 from millstream.errors import CodecError, CorruptFrame, LogError, TruncatedFrame
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, StreamId, TableId
@@ -62,7 +62,7 @@ entries = st.builds(
     commit_ts_max_us=st.none() | INT63,
     tables=st.lists(
         st.builds(
-            TableEntry,
+            FrameTable,
             INT63.map(TableId),
             st.integers(1, 2**31 - 1).map(SchemaVersion),
             INT63,

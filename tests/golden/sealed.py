@@ -11,7 +11,7 @@ from pathlib import Path
 from millstream.codec.checksums import Bytes
 from millstream.codec.log_frame import RecordsFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
-from millstream.codec.log_segment import FrameEntry, SegmentFooter, SegmentHeader, TableEntry
+from millstream.codec.log_segment import FrameEntry, FrameTable, SegmentFooter, SegmentHeader
 from millstream.model.positions import Offset
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ def write_golden(name: str, segment: SegmentHeader, frames: Iterable[list[Bytes]
             FrameEntry(
                 header.kind, header.first_offset, header.count, len(file), len(data), header.more, header.first_seq,
                 header.last_seq, header.group_last_seq, header.group, stamp, stamp,
-                tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts),
+                tuple(FrameTable(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts),
             )
         )  # fmt: skip
         file += data

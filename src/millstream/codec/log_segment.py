@@ -147,7 +147,7 @@ def _directory(operations: bytes, batches: bytes) -> Directory:
     return Directory(decode_schema(operations), decode_schema(batches)).check()
 
 
-class TableEntry(NamedTuple):
+class FrameTable(NamedTuple):
     """A frame's rows of one table and schema version; for a schema frame 0 rows."""
 
     table_id: TableId
@@ -156,7 +156,7 @@ class TableEntry(NamedTuple):
     size_bytes: int
 
 
-class TableEntries(Sequence[TableEntry]):
+class TableEntries(Sequence[FrameTable]):
     """The entries of one frame, made from a footer's columns on demand: a reader of one table among many needs few.
 
     Args:
@@ -172,7 +172,7 @@ class TableEntries(Sequence[TableEntry]):
         self._first = first
         self._end = end
 
-    def of(self, wanted: Container[TableId]) -> list[TableEntry]:
+    def of(self, wanted: Container[TableId]) -> list[FrameTable]:
         """Return the entries of some tables."""
         ids = self._columns[0]
         return [self._at(place) for place in range(self._first, self._end) if ids[place] in wanted]
@@ -180,14 +180,14 @@ class TableEntries(Sequence[TableEntry]):
     def __len__(self) -> int:
         return self._end - self._first
 
-    def __iter__(self) -> Iterator[TableEntry]:
-        return map(TableEntry, *(column[self._first : self._end] for column in self._columns))
+    def __iter__(self) -> Iterator[FrameTable]:
+        return map(FrameTable, *(column[self._first : self._end] for column in self._columns))
 
     @overload
-    def __getitem__(self, place: int) -> TableEntry: ...
+    def __getitem__(self, place: int) -> FrameTable: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[TableEntry]: ...
-    def __getitem__(self, place: int | slice) -> TableEntry | Sequence[TableEntry]:
+    def __getitem__(self, place: slice) -> Sequence[FrameTable]: ...
+    def __getitem__(self, place: int | slice) -> FrameTable | Sequence[FrameTable]:
         found = range(self._first, self._end)[place]
         return self._at(found) if isinstance(found, int) else [self._at(at) for at in found]
 
@@ -197,9 +197,9 @@ class TableEntries(Sequence[TableEntry]):
     def __hash__(self) -> int:
         return hash(tuple(self))
 
-    def _at(self, place: int) -> TableEntry:
+    def _at(self, place: int) -> FrameTable:
         ids, versions, rows, sizes = self._columns
-        return TableEntry(ids[place], versions[place], rows[place], sizes[place])
+        return FrameTable(ids[place], versions[place], rows[place], sizes[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +220,9 @@ class FrameEntry:
     group: GroupNumber
     commit_ts_min_us: int | None = None
     commit_ts_max_us: int | None = None
-    tables: tuple[TableEntry, ...] | TableEntries = ()
+    tables: tuple[FrameTable, ...] | TableEntries = ()
 
-    def tables_of(self, wanted: Container[TableId] | None) -> Sequence[TableEntry]:
+    def tables_of(self, wanted: Container[TableId] | None) -> Sequence[FrameTable]:
         """Return the entries of some tables, or of all."""
         if wanted is None:
             return self.tables

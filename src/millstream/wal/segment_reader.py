@@ -19,7 +19,7 @@ from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, Reco
 from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FrameHead, FramePart, FrameRun
 from millstream.codec.log_schemas import SchemaSet
-from millstream.codec.log_segment import SegmentHeader, TableEntry
+from millstream.codec.log_segment import FrameTable, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, TruncatedFrame
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq
@@ -150,7 +150,7 @@ class SegmentSource:
         """Positions of schemas that were read."""
         self._heads = ReadAhead(reader_of(files, path), HEADS_AHEAD_BYTES)
 
-    def knows(self, tables: Iterable[TableEntry]) -> bool:
+    def knows(self, tables: Iterable[FrameTable]) -> bool:
         """Return whether the schemas of these tables have been loaded."""
         return all((table.table_id, table.schema_version) in self._schemas for table in tables)
 
@@ -173,7 +173,7 @@ class SegmentSource:
                 if (schema.table_id, schema.version) not in self._schemas:
                     self._schemas.add(schema)
 
-    def bring_from_elsewhere(self, tables: Iterable[TableEntry]) -> None:
+    def bring_from_elsewhere(self, tables: Iterable[FrameTable]) -> None:
         """Load schemas that this segment has lost from another segment."""
         for table in tables:
             if self._elsewhere is not None and (table.table_id, table.schema_version) not in self._schemas:

@@ -18,9 +18,9 @@ from millstream.codec.log_frame import FrameHeader, FrameKind, encode_records_fr
 from millstream.codec.log_segment import (
     SEGMENT_HEADER_SIZE,
     FrameEntry,
+    FrameTable,
     SegmentFooter,
     SegmentHeader,
-    TableEntry,
 )
 from millstream.errors import DiskFull
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
@@ -105,11 +105,11 @@ def entry_of(
     position: int,
     length: int,
     times: tuple[int, int] | None,
-    tables: tuple[TableEntry, ...] | None = None,
+    tables: tuple[FrameTable, ...] | None = None,
 ) -> FrameEntry:
     """Return a frame's entry in the footer; `header` carries its parts if `tables` is None."""
     if tables is None:
-        tables = tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts)
+        tables = tuple(FrameTable(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts)
     return FrameEntry(
         kind=header.kind,
         offset=header.first_offset,
@@ -245,7 +245,7 @@ class OpenSegment:
     ) -> int:
         length = sum(len(buffer) for buffer in encoded)
         parts = tuple(
-            TableEntry(schema.table_id, schema.version, rows, len(data))
+            FrameTable(schema.table_id, schema.version, rows, len(data))
             for (schema, rows), data in zip(tables, encoded[1:], strict=True)
         )
         self._staged.append((entry_of(header, position, length, times, parts), encoded[0]))
