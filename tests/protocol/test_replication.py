@@ -318,14 +318,14 @@ def test_who_was_cut_off_comes_again_with_nothing_or_with_what_it_lacked(positio
 def test_segments_are_kept_for_the_object_store_as_for_a_follower():
     led = Led()
     led.step(shipping.Durable(mark(9, 90)))
-    effects = led.step(shipping.Stored(GroupNumber(3), Seq(30)))
+    effects = led.step(shipping.StoredUpto(GroupNumber(3), Seq(30)))
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(30), {})]
-    assert not of(shipping.PersistCursor, led.step(shipping.Stored(GroupNumber(4), Seq(40))))
+    assert not of(shipping.PersistCursor, led.step(shipping.StoredUpto(GroupNumber(4), Seq(40))))
     led.now += 60
     effects = led.step(shipping.Tick())
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), {})]
     led.now += 60
-    effects = led.step(shipping.Stored(GroupNumber(4), Seq(40), at(90)))
+    effects = led.step(shipping.StoredUpto(GroupNumber(4), Seq(40), at(90)))
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), at(90))], (
         "a footer alone"
     )
@@ -747,8 +747,8 @@ def test_ranks_go_by_the_last_reign_whose_past_is_there():
 def test_a_leader_reaches_levels_by_what_counts_there_and_no_further_than_its_own_log():
     led = Led()
     led.step(shipping.Durable(mark(6, 60)))
-    assert led.step(shipping.Stored(GroupNumber(3)))
-    assert not of(shipping.PersistAcks, led.step(shipping.Stored(GroupNumber(2)))), "it had more before"
+    assert led.step(shipping.StoredUpto(GroupNumber(3)))
+    assert not of(shipping.PersistAcks, led.step(shipping.StoredUpto(GroupNumber(2)))), "it had more before"
     for link, node, group in ((1, B, 5), (2, C, 7)):
         led.joined(link, node)
         led.sent(link, 60, 60)

@@ -23,7 +23,7 @@ from millstream.model.replication import Document, Hello, NodeName
 from millstream.nodes.restoring import restore_stream
 from millstream.nodes.stores import Fetched, fetch, lineage_document, stored_lineage
 from millstream.protocol.replication.promises import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
-from millstream.protocol.replication.shipping import Heard, Stored
+from millstream.protocol.replication.shipping import Heard, StoredUpto
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.replication.objects import Objects
@@ -81,7 +81,7 @@ class Scene:
         """Ship a log to the store until the store has everything, or until `until` holds."""
         transport = self.transport(str(fact.promise.node) or "a", store)
         transport._objects = wrap(transport._objects)
-        told: list[Stored | Heard] = []
+        told: list[StoredUpto | Heard] = []
         archiver = WalArchiver(
             "web",
             str(folder),

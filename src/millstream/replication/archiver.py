@@ -20,7 +20,7 @@ from millstream.model.replication import Acknowledgement, Document, NodeName, Re
 from millstream.ports import Clock, Files, FollowerLink
 from millstream.protocol.replication.leader import is_covered
 from millstream.protocol.replication.promises import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
-from millstream.protocol.replication.shipping import Heard, Stored
+from millstream.protocol.replication.shipping import Heard, StoredUpto
 from millstream.replication.object_store import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.mark import stream_cut
@@ -60,7 +60,7 @@ class WalArchiver:
         folder: str,
         promise: Promise,
         connect: Callable[[], ObjectStoreTransport],
-        tell: Callable[[Stored | Heard], None],
+        tell: Callable[[StoredUpto | Heard], None],
         lineage: Document,
         *,
         documents: Callable[[], tuple[Document, ...]] = tuple,
@@ -202,7 +202,7 @@ class WalArchiver:
                     under_way = 0 if is_covered(position, message.position) else under_way
                     if (message.group, message.position) != (self.stored_group, self._stored_at):
                         self.stored_group, self._stored_at = message.group, message.position
-                        self._tell(Stored(message.group, message.persisted_upto, message.position))
+                        self._tell(StoredUpto(message.group, message.persisted_upto, message.position))
 
 
 def _is_ahead(document: Document, upto: Seq) -> bool:

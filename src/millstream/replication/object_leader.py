@@ -76,7 +76,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class Stored:
+class StoreContents:
     """Contents of the store: read once when a link begins, and kept up to date by it."""
 
     marks: dict[ShardId, DurableMark] = field(default_factory=dict)
@@ -148,7 +148,9 @@ class Stored:
         return [name for name, keys in self.shipments.items() if keys <= self.sealed and name not in kept]
 
 
-def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, upto: Epoch | None = None) -> Stored:
+def stored_of(
+    objects: Objects, layout: Layout, epoch: Epoch | None = None, *, upto: Epoch | None = None
+) -> StoreContents:
     """Read what the store has: the names of segments, and the shipments after them.
 
     Args:
@@ -158,7 +160,7 @@ def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, u
         upto: read as if no higher epoch existed.
     """
     names = list(listed_in(objects, layout.groups))
-    found = Stored(history=history_of(objects, layout, upto).as_of(epoch))
+    found = StoreContents(history=history_of(objects, layout, upto).as_of(epoch))
     last: dict[ShardId, Listed] = {}
     for shard in shards_of(objects, layout):
         for listed in listed_in(objects, layout.shard(shard)):

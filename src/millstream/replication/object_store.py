@@ -21,7 +21,7 @@ from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
 from millstream.replication.object_history import begin_branch, history_of
 from millstream.replication.object_layout import Layout
-from millstream.replication.object_leader import SegmentBytes, Stored, StoredLink, stored_of
+from millstream.replication.object_leader import SegmentBytes, StoreContents, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
 from millstream.replication.object_scrub import Scrub, Scrubbed
 from millstream.replication.objects import Objects, open_objects
@@ -224,7 +224,7 @@ class ObjectStoreTransport:
         """
         return history_of(self._objects, self._layout).set_aside
 
-    def _state_of(self, stored: Stored) -> StoredState:
+    def _state_of(self, stored: StoreContents) -> StoredState:
         documents = {}
         for name, (epoch, version) in stored.documents.items():
             data = self._objects.get(self._layout.document(name, epoch, version))

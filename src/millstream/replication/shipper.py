@@ -50,7 +50,7 @@ from millstream.protocol.replication.shipping import (
     ShipOptions,
     Stopped,
     Stopping,
-    Stored,
+    StoredUpto,
     Tell,
     Tick,
 )
@@ -162,7 +162,7 @@ class WalShipper:
             worker.join(_ENDS_WITHIN_S)
         return self.lacking
 
-    def hear(self, event: Stored | Heard) -> None:
+    def hear(self, event: StoredUpto | Heard) -> None:
         """Take an event from elsewhere. Any thread."""
         self._events.put(event)
 

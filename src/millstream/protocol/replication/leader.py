@@ -82,7 +82,7 @@ from millstream.protocol.replication.shipping import (
     ShipOptions,
     Stopped,
     Stopping,
-    Stored,
+    StoredUpto,
     Tell,
     Tick,
 )
@@ -203,7 +203,7 @@ class Leader:
                 if now != (self._marks, self._documents, self._shown):
                     self._marks, self._documents, self._shown = now
                     self._changes += 1
-            case Stored(group, persisted_upto, position):
+            case StoredUpto(group, persisted_upto, position):
                 self._store_has = max(self._store_has[0], persisted_upto), position
                 if group > self._stored:
                     self._stored = group

@@ -104,7 +104,7 @@ class Durable:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredUpto:
     """The object store has everything up to that group, number, and position."""
 
     group: GroupNumber
@@ -133,7 +133,7 @@ class Tick:
 
 
 Event = (
-    Joined | Rejoined | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | Heard | Stopping | Tick
+    Joined | Rejoined | Acked | Sent | ReadFailed | LinkGone | Durable | StoredUpto | Heard | Stopping | Tick
 )  # fmt: skip
 
 # --- effects ---------------------------------------------------------------------------------------------------------
