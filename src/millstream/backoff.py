@@ -10,7 +10,7 @@ from typing import Final, Protocol
 _DOUBLINGS_MAX: Final = 60
 
 
-class Stop(Protocol):
+class StopEvent(Protocol):
     """A `threading.Event`, or what waits like one."""
 
     def wait(self, timeout: float) -> bool:
@@ -49,7 +49,7 @@ class Backoff:
             return whole_s
         return whole_s * (1 - self.jitter + self.jitter * (self.chance() if chance is None else chance))
 
-    def wait(self, stop: Stop) -> bool:
+    def wait(self, stop: StopEvent) -> bool:
         """Wait after one more attempt; return whether `stop` was set, which ends the wait at once."""
         return stop.wait(self.next_s())
 
