@@ -62,7 +62,7 @@ class Contest:
             if group is None:
                 self.step(promoting.Unanswered(node))
             else:
-                promise = self.one.fact.promise if self.one.state is promoting.State.ASKING else UNPROMISED
+                promise = self.one.fact.promise if self.one.state is promoting.PromotionState.ASKING else UNPROMISED
                 self.step(promoting.Answered(node, report(group, promise)))
         return self.effects
 
@@ -184,7 +184,7 @@ def test_one_of_two_gives_way_before_it_stands():
     one = Contest()
     one.step(promoting.Answered(C, replace(report(4), is_candidate=True)))
     assert not one.step(promoting.Unanswered(A)) or one.stood, "that one doesn't stand yet"
-    assert one.one.state is promoting.State.ASKING
+    assert one.one.state is promoting.PromotionState.ASKING
 
 
 @pytest.mark.parametrize(("node", "error"), [(C, PromotionLost), (B, NodeNameTaken)])
@@ -246,4 +246,4 @@ def test_what_was_promised_to_its_name_and_it_never_stood_for_went_to_another_ho
     one = Contest(accept_loss=True)
     one.step(promoting.Unanswered(A))
     one.step(promoting.Answered(C, report(5, Promise(Epoch(1), B))))
-    assert one.one.state is promoting.State.ASKING
+    assert one.one.state is promoting.PromotionState.ASKING

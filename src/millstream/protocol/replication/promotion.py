@@ -241,7 +241,7 @@ class Failed:
 Effect = Survey | BecomeCandidate | PersistRole | Claim | AskPromise | CatchUp | TakeOverLog | Lead | Failed
 
 
-class State(StrEnum):
+class PromotionState(StrEnum):
     """The state of a promotion."""
 
     NEW = "new"
@@ -288,7 +288,7 @@ class Promotion:
         self._answer_s: Final = answer_s
         self.fact = fact
         self.group = GroupNumber(0)
-        self.state = State.NEW
+        self.state = PromotionState.NEW
         self._promise = fact.promise
         """The promise that it asks for, from the end of the survey on."""
         self.losses: list[str] = []
@@ -305,49 +305,49 @@ class Promotion:
         if isinstance(event, Superseded):
             return self._superseded(event.promise, now_s)
         if isinstance(event, Refused):
-            return [] if self.state in {State.LEADS, State.FAILED} else self._fail(event.error)
+            return [] if self.state in {PromotionState.LEADS, PromotionState.FAILED} else self._fail(event.error)
         match self.state, event:
-            case State.NEW, Begin():
+            case PromotionState.NEW, Begin():
                 if self.fact.role is Role.LEADS:
-                    self.state = State.LEADS
+                    self.state = PromotionState.LEADS
                     return [Lead(self.fact, ())]
                 return self._begin(now_s)
-            case ((State.SURVEYING | State.ASKING), Answered(node, report)):
-                if self.state is State.ASKING and report.promise != self._promise:
+            case ((PromotionState.SURVEYING | PromotionState.ASKING), Answered(node, report)):
+                if self.state is PromotionState.ASKING and report.promise != self._promise:
                     return []  # a late answer to the survey
                 self._reports[node] = report
                 self._silent.discard(node)
                 return self._when_answered(now_s)
-            case ((State.SURVEYING | State.ASKING), Unanswered(node)):
+            case ((PromotionState.SURVEYING | PromotionState.ASKING), Unanswered(node)):
                 self._silent.add(node)
                 return self._when_answered(now_s)
-            case ((State.SURVEYING | State.ASKING), Tick()):
+            case ((PromotionState.SURVEYING | PromotionState.ASKING), Tick()):
                 return self._when_answered(now_s)
-            case State.CANDIDATE, BecameCandidate(fact, group):
+            case PromotionState.CANDIDATE, BecameCandidate(fact, group):
                 self.fact, self.group = fact, group
                 if not self._has_store:
                     return self._ask(now_s)
-                self.state = State.CLAIMING
+                self.state = PromotionState.CLAIMING
                 return [Claim(self._promise)]
-            case State.CLAIMING, Claimed(stored, persisted_upto):
+            case PromotionState.CLAIMING, Claimed(stored, persisted_upto):
                 self._won = self._promise.epoch
                 if stored is not None:
                     self._reports[STORE] = NodeReport(self._promise, Role.FOLLOWS, stored, persisted_upto)
                 return self._ask(now_s)
-            case State.CLAIMING, ClaimFailed(error):
+            case PromotionState.CLAIMING, ClaimFailed(error):
                 if self._accepts_loss and not isinstance(error, PromotionLost | NodeNameTaken):
                     self.losses.append(
                         f"the store that decides who leads doesn't answer ({error}): somebody else may be promoted as well"
                     )
                     return self._ask(now_s)
                 return self._fail(error)
-            case State.CATCHING_UP, CaughtUp(fact, group):
+            case PromotionState.CATCHING_UP, CaughtUp(fact, group):
                 self.fact, self.group = fact, group
                 return self._compare(may_fetch=False)
-            case State.CATCHING_UP, CatchUpFailed():
+            case PromotionState.CATCHING_UP, CatchUpFailed():
                 return self._compare(may_fetch=False)
-            case State.PROMOTING, LogTakenOver(group):
-                self.state, self.fact = State.LEADS, self.fact.promoted(group)
+            case PromotionState.PROMOTING, LogTakenOver(group):
+                self.state, self.fact = PromotionState.LEADS, self.fact.promoted(group)
                 return [PersistRole(self.fact), Lead(self.fact, tuple(self.losses))]
             case _:
                 return []
@@ -355,7 +355,7 @@ class Promotion:
     # --- its steps -------------------------------------------------------------------------------------------------
 
     def _begin(self, now_s: float) -> list[Effect]:
-        self.state, self._until = State.SURVEYING, now_s + self._answer_s
+        self.state, self._until = PromotionState.SURVEYING, now_s + self._answer_s
         self._reports.clear()
         self._silent.clear()
         asked: list[Effect] = [Survey(node) for node in sorted(self._others)]
@@ -365,11 +365,11 @@ class Promotion:
         answered = self._reports.keys() - {STORE}
         here = 1 + len(answered)
         waits_for = self._others - answered - self._silent
-        if self.state is State.ASKING and here >= self._wanted:
+        if self.state is PromotionState.ASKING and here >= self._wanted:
             waits_for -= self._absent
         if now_s < self._until and waits_for:
             return []
-        if self.state is State.ASKING:
+        if self.state is PromotionState.ASKING:
             return self._judge()
         ahead = [
             one.promise
@@ -386,7 +386,7 @@ class Promotion:
         if here < self._wanted and not self._accepts_loss:
             return self._fail(self._too_few(here, "nothing was changed"))
         highest = max([self.fact.promise, *(one.promise for one in self._reports.values())])
-        self.state, self._promise = State.CANDIDATE, Promise(Epoch(highest.epoch + 1), self._node)
+        self.state, self._promise = PromotionState.CANDIDATE, Promise(Epoch(highest.epoch + 1), self._node)
         self._absent = self._others - answered
         self._reports.clear()
         return [BecomeCandidate(self._promise)]
@@ -396,7 +396,7 @@ class Promotion:
         return promises_wanted(self._level, 1 + len(self._others))
 
     def _ask(self, now_s: float) -> list[Effect]:
-        self.state, self._until = State.ASKING, now_s + self._answer_s
+        self.state, self._until = PromotionState.ASKING, now_s + self._answer_s
         self._silent.clear()
         asked: list[Effect] = [AskPromise(node, self._promise) for node in sorted(self._others)]
         return asked + self._when_answered(now_s)
@@ -417,7 +417,7 @@ class Promotion:
         mine = self.fact.rank(self.group)
         more = {node: one for node, one in self._reports.items() if one.rank > mine}
         if more and may_fetch:
-            self.state = State.CATCHING_UP
+            self.state = PromotionState.CATCHING_UP
             node = max(more, key=lambda name: (more[name].rank, name))
             return [CatchUp(node, more[node].rank, self._promise)]
         for node, one in sorted(more.items()):
@@ -431,19 +431,19 @@ class Promotion:
                     "; ".join(self.losses), code="not_caught_up", nodes=sorted(more), group=int(mine.group)
                 )
             )
-        self.state = State.PROMOTING
+        self.state = PromotionState.PROMOTING
         return [TakeOverLog(self._promise)]
 
     def _superseded(self, promise: Promise, now_s: float) -> list[Effect]:
-        if self.state in {State.LEADS, State.FAILED}:
+        if self.state in {PromotionState.LEADS, PromotionState.FAILED}:
             return []
-        if self.state is State.SURVEYING:
+        if self.state is PromotionState.SURVEYING:
             return []  # late: no promise is asked for now
-        if self.state is State.ASKING and promise.epoch == self._won and promise.node != self._node:
+        if self.state is PromotionState.ASKING and promise.epoch == self._won and promise.node != self._node:
             # The other candidate lost the claim but keeps the promise, so no node would lead under either. BecomeCandidate
             # again, above both.
             return self._begin(now_s)
-        if self.state is State.CANDIDATE:
+        if self.state is PromotionState.CANDIDATE:
             return self._fail(name_taken(promise) if promise.node == self._node else _lost_to(promise))
         return [] if promise < self._promise or promise.node == self._node else self._fail(_lost_to(promise))
 
@@ -457,7 +457,7 @@ class Promotion:
         )
 
     def _fail(self, error: MillstreamError) -> list[Effect]:
-        self.state = State.FAILED
+        self.state = PromotionState.FAILED
         return [Failed(error)]
 
 
