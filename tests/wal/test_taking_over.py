@@ -24,7 +24,7 @@ from millstream.wal.layout import list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_shown
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica.divergence import SetAside, ends_behind, truncate_to
+from millstream.wal.replica.divergence import SetAsideTail, ends_behind, truncate_to
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.prepare_promotion import prepare_promotion
 from millstream.wal.replica.shipping import ShipSource, durable_marks
@@ -116,7 +116,7 @@ def promoted() -> tuple[Pair, MemoryFiles]:
     return pair, old
 
 
-def truncated(files: MemoryFiles) -> SetAside | None:
+def truncated(files: MemoryFiles) -> SetAsideTail | None:
     return truncate_to(FOLDER, ends_behind(files, FOLDER, PROMOTED_BEHIND), aside=ASIDE, files=files)
 
 

@@ -9,13 +9,13 @@ from typing import Final
 
 from millstream.model.positions import Seq
 from millstream.private_files import make_folder, replace_file, replacing
-from millstream.wal.replica.divergence import SetAside
+from millstream.wal.replica.divergence import SetAsideTail
 
 RECORDS: Final = "records.jsonl"
 REPORT: Final = "report.json"
 
 
-def write_report(stream: str, found: SetAside, folder: Path) -> Path:
+def write_report(stream: str, found: SetAsideTail, folder: Path) -> Path:
     """Write both files; return the folder that they are in.
 
     Args:

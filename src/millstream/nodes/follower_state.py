@@ -24,7 +24,7 @@ from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.promises import SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
-from millstream.wal.replica.divergence import SetAside, ends_behind, found_aside, truncate_to
+from millstream.wal.replica.divergence import SetAsideTail, ends_behind, found_aside, truncate_to
 from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class FollowingNotes:
             if found is not None:
                 self._report(found)
 
-    def _report(self, found: SetAside) -> None:
+    def _report(self, found: SetAsideTail) -> None:
         try:
             report = write_report(self._name, found, Path(found.folder + _REPORT))
         except (MillstreamError, OSError) as error:

@@ -41,7 +41,7 @@ _COPY_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
+class SetAsideTail:
     """The part that `truncate_to` has taken out of a log."""
 
     folder: str
@@ -82,7 +82,7 @@ def last_group_upto(files: Files, folder: str, seq: Seq) -> GroupNumber:
 
 def truncate_to(
     folder: str, common: Mapping[ShardId, ByteEnd], *, aside: str, files: Files | None = None
-) -> SetAside | None:
+) -> SetAsideTail | None:
     """Cut a log back to what it has in common with a new leader's, and set aside the rest.
 
     Args:
@@ -129,7 +129,7 @@ def truncate_to(
     return found_aside(files, aside)
 
 
-def found_aside(files: Files, aside: str) -> SetAside | None:
+def found_aside(files: Files, aside: str) -> SetAsideTail | None:
     """Return what lies in a folder that `truncate_to` was given.
 
     None if there is nothing, or its copy was cut short.
@@ -139,7 +139,7 @@ def found_aside(files: Files, aside: str) -> SetAside | None:
     if not dropped:
         return None
     size = sum(files.size(segment.path) for shard_dir in shards for segment in list_segments(files, shard_dir))
-    return SetAside(aside, Seq(max(mark.seq for mark in dropped) + 1), size)
+    return SetAsideTail(aside, Seq(max(mark.seq for mark in dropped) + 1), size)
 
 
 # --- walking --------------------------------------------------------------------------------------------------------
