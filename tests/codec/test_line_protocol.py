@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.codec.line_samples import bodies, changed_bodies, lines, same, texts
 
-from millstream.codec.line_protocol.vectorised import Room, Walk
+from millstream.codec.line_protocol.vectorised import ScanMemory, Walk
 
 
 @settings(max_examples=400, deadline=None)
@@ -47,7 +47,7 @@ def test_so_are_lines_that_disagree(some: list[bytes], columns_max: int):
 
 def floats_of(texts: list[str]) -> list[float]:
     body = "".join(f"m f={text}\n" for text in texts).encode()
-    walk = Walk(body, Room(len(body)), seed=1, time_min=0, time_max=0, wrong_max=1, names_max=2)
+    walk = Walk(body, ScanMemory(len(body)), seed=1, time_min=0, time_max=0, wrong_max=1, names_max=2)
     assert walk.wrong == []
     (table,) = walk.tables(unit_ns=1, now_us=0, bytes_max=1 << 30)
     found: list[float] = table.columns[0].values.to_pylist()

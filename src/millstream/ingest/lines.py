@@ -22,7 +22,7 @@ from millstream.codec.line_protocol.vectorised import (
     BODY_BYTES_MAX,
     FoundTable,
     RefusedLine,
-    Room,
+    ScanMemory,
     TooManyNamesError,
     TooManyValuesError,
     Walk,
@@ -169,13 +169,13 @@ def tables_of_lines(
     return Lines([_table(table) for table in tables], rejected, rejected_count)
 
 
-def _room(size: int) -> Room:
+def _room(size: int) -> ScanMemory:
     """Return memory for a body's parse result, kept for the thread's next one if it isn't large."""
     if size > _ROOM_KEPT_BYTES:
-        return Room(size)
-    room: Room | None = getattr(_kept, "room", None)
+        return ScanMemory(size)
+    room: ScanMemory | None = getattr(_kept, "room", None)
     if room is None or room.body_bytes_max < size:
-        room = _kept.room = Room(min(max(2 * size, _ROOM_KEPT_BYTES // 16), _ROOM_KEPT_BYTES))
+        room = _kept.room = ScanMemory(min(max(2 * size, _ROOM_KEPT_BYTES // 16), _ROOM_KEPT_BYTES))
     return room
 
 

@@ -30,7 +30,7 @@ SUBMISSION_BYTES: Final = 2 * PIECE_BYTES
 _SUBMISSION_PIECES: Final = 1000
 
 
-class Room:
+class TransferBudget:
     """A limit of bytes over all transfers; one larger piece may exceed it while there is no other."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -61,7 +61,9 @@ class BulkAppend:
         tell: sends a line of JSON to the client; called on another thread than `run`.
     """
 
-    def __init__(self, asked: PutRequest, appender: HomeAppender, room: Room, tell: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, asked: PutRequest, appender: HomeAppender, room: TransferBudget, tell: Callable[[bytes], None]
+    ) -> None:
         self._asked = asked
         self._appender = appender
         self._room = room

@@ -32,7 +32,7 @@ from millstream.nodes.peer_requests import answer_node
 from millstream.replication.flight_wire import FollowRequest
 from millstream.serving.access import Access, Caller, Credentials, token_said
 from millstream.serving.bind_check import check_protected
-from millstream.serving.bulk_append import BulkAppend, Room
+from millstream.serving.bulk_append import BulkAppend, TransferBudget
 from millstream.serving.bulk_read import records
 from millstream.serving.certificates import Certificates
 from millstream.serving.flight_connections import Readers, Sender, Senders, cut_connections
@@ -184,7 +184,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         self._reads = threading.BoundedSemaphore(flight.calls_max)
         self._readers = Readers()
         self._senders = Senders(duration_s(flight.idle_timeout))
-        self._room = Room(size_bytes(flight.inflight_bytes_max))
+        self._room = TransferBudget(size_bytes(flight.inflight_bytes_max))
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         options: dict[str, Any] = {"middleware": {_HEADERS: _HeadersFactory(access, mutual=self._mutual)}}
         if certificates is not None:

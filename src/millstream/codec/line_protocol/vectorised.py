@@ -101,7 +101,7 @@ class FoundTable:
     columns: list[FoundColumn]
 
 
-class Room:
+class ScanMemory:
     """Memory for the results from bodies of up to a size, one at a time.
 
     It has nine bytes for each body byte, little of which is touched.
@@ -142,7 +142,7 @@ class Walk:
     """
 
     def __init__(
-        self, body: bytes, room: Room, *, seed: int, time_min: int, time_max: int, wrong_max: int, names_max: int
+        self, body: bytes, room: ScanMemory, *, seed: int, time_min: int, time_max: int, wrong_max: int, names_max: int
     ) -> None:
         self._body = body
         end = len(body)
@@ -460,7 +460,7 @@ def _marked(places: list[int], count: int) -> Bytes:
 def warm() -> None:
     """Compile or load the machine code; otherwise the first body does, which takes seconds."""
     body = b'm,a=1 b="x",c=1.5\nm,a=2 b="y",c=2i 1\nm b="z" 2\n'
-    walk = Walk(body, Room(len(body)), seed=0, time_min=0, time_max=10, wrong_max=1, names_max=100)
+    walk = Walk(body, ScanMemory(len(body)), seed=0, time_min=0, time_max=10, wrong_max=1, names_max=100)
     case_of = np.arange(3, dtype=np.int64)
     walk.settle(refused_measurements=[], refused_columns=[], case_of=case_of, columns_max=10, refused_max=1)
     walk.tables(unit_ns=1, now_us=0, bytes_max=1 << 20)
