@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 
 from millstream.errors import LakeTableForeign
 from millstream.lake.postgres.layout import (
+    LandedRelation,
     Place,
     Registered,
-    Relation,
     check_owner,
     make_schema,
     place_of,
@@ -114,14 +114,14 @@ def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Iterab
                 _bring_up(connection, target, place, int(schema.table_id), relation)
 
 
-def _is_first_layout(relation: Relation) -> bool:
+def _is_first_layout(relation: LandedRelation) -> bool:
     has = relation.columns
     keyed = ("seq", "record_pk") in relation.uniques.values()
     return relation.kind == "r" and keyed and has["seq"] == "bigint" and not {"commit_lsn", "commit_index"} & has.keys()
 
 
 def _bring_up(
-    connection: Connection, target: PostgresTarget, place: Place, table_id: int, relation: Relation
+    connection: Connection, target: PostgresTarget, place: Place, table_id: int, relation: LandedRelation
 ) -> EventTable:
     """Migrate a table of layout 1. Its events stay as they are, and new ones are numbered above them.
 
@@ -170,7 +170,7 @@ def _index(connection: Connection, quoted: str) -> None:
     )
 
 
-def _check_shape(place: Place, owner: Registered, relation: Relation | None) -> None:
+def _check_shape(place: Place, owner: Registered, relation: LandedRelation | None) -> None:
     """Reject a table whose columns were changed."""
     assert relation is not None, "its owner was checked"
     has = relation.columns | {

@@ -175,7 +175,7 @@ def register(
 
 
 @dataclass(frozen=True, slots=True)
-class Relation:
+class LandedRelation:
     """A relation of the destination."""
 
     kind: str
@@ -188,7 +188,7 @@ class Relation:
     """By name of a unique index, its columns; including the primary key's index."""
 
 
-def relation_at(connection: Connection, place: Place) -> Relation | None:
+def relation_at(connection: Connection, place: Place) -> LandedRelation | None:
     """Return the relation with a name; None if there is none."""
     found = connection.execute(
         "SELECT c.oid, c.relkind FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
@@ -212,10 +212,12 @@ def relation_at(connection: Connection, place: Place) -> Relation | None:
     ).fetchall()
     uniques = {name: tuple(names) for name, _, names in indexes}
     key = next((tuple(names) for _, primary, names in indexes if primary), ())
-    return Relation(kind if isinstance(kind, str) else kind.decode(), dict(columns), key, uniques)
+    return LandedRelation(kind if isinstance(kind, str) else kind.decode(), dict(columns), key, uniques)
 
 
-def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, relation: Relation | None) -> None:
+def check_owner(
+    target: PostgresTarget, place: Place, owner: Registered | None, relation: LandedRelation | None
+) -> None:
     """Reject a relation that isn't this stream's, and a missing one that was.
 
     Raises:
