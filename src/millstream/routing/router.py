@@ -43,7 +43,7 @@ Places: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoutePlan:
     """The destinations of rows."""
 
     shards: ShardId | Places
@@ -170,7 +170,7 @@ class Router:
 
     # --- places --------------------------------------------------------------------------------------------------
 
-    def plan(self, schema: TableSchema, rows: pa.RecordBatch) -> Plan:
+    def plan(self, schema: TableSchema, rows: pa.RecordBatch) -> RoutePlan:
         """Return the destinations of rows; raises as `place`. Nothing is counted."""
         of_table = self._rules_of(schema)
         left: npt.NDArray[np.bool_] | None = None
@@ -197,7 +197,7 @@ class Router:
         rows: pa.RecordBatch,
         of_table: _TableRules,
         taken: Sequence[tuple[RuleTarget, npt.NDArray[np.bool_] | None]],
-    ) -> Plan:
+    ) -> RoutePlan:
         sinks: dict[str, npt.NDArray[np.int64] | None] = {}
         codes: Places | None = None
         one: int = _NOWHERE
@@ -214,13 +214,13 @@ class Router:
                 sinks[sink] = None if own is None or before is None else np.sort(np.concatenate((before, own)))
         if codes is None and one != _BY_RING:
             if one == _NOWHERE:
-                return Plan(np.full(rows.num_rows, _NOWHERE, dtype=np.int64), sinks)
-            return Plan(ShardId(one), sinks)
+                return RoutePlan(np.full(rows.num_rows, _NOWHERE, dtype=np.int64), sinks)
+            return RoutePlan(ShardId(one), sinks)
         if codes is None or (codes == _BY_RING).any():
             assert self.ring is not None
             by_ring = self.ring.shards_of(key_hashes([rows.column(name) for name in of_table.ring]))
             codes = by_ring if codes is None else np.where(codes == _BY_RING, by_ring, codes)
-        return Plan(codes, sinks)
+        return RoutePlan(codes, sinks)
 
     def _no_route(self, schema: TableSchema, rows: pa.RecordBatch, left: npt.NDArray[np.bool_] | None) -> RoutingError:
         count = rows.num_rows if left is None else int(left.sum())
