@@ -40,7 +40,7 @@ from millstream.model.schema import TableKind, TableSchema
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordFolder:
     """The folder of a table's records, according to the last cut."""
 
     folder: str
@@ -48,13 +48,13 @@ class Place:
     """Position that the commits there have reached at least."""
 
 
-Places = Mapping[TableId, Place]
+Places = Mapping[TableId, RecordFolder]
 """Places of the tables that the last cut names, by table id."""
 
 
 def places_of(cut: Cut | None) -> Places:
     """Return the place of each table's records according to a cut."""
-    return {} if cut is None else {t.table_id: Place(folder, t.history_n) for folder, t in cut.tables.items()}
+    return {} if cut is None else {t.table_id: RecordFolder(folder, t.history_n) for folder, t in cut.tables.items()}
 
 
 def lost_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable | None, places: Places) -> str | None:

@@ -20,8 +20,8 @@ from millstream.errors import DestinationError, LakeError, LakeTableForeign
 from millstream.lake.folded.fold import Folded, fold_records
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
-    Place,
     Registered,
+    ViewPlace,
     check_owner,
     make_schema,
     place_of,
@@ -193,7 +193,7 @@ def _of_arrow(kind: pa.DataType) -> str:
 def _take_name(
     connection: Connection,
     target: PostgresTarget,
-    place: Place,
+    place: ViewPlace,
     holder: Registered | None,
     table_id: TableId,
     live: Collection[TableId],
@@ -205,7 +205,7 @@ def _take_name(
     if holder is not None:
         if TableId(holder.table_id) in live:
             # It was renamed too, and gets its own new name with its next record.
-            aside = Place("current", place.namespace, short(f"{place.name}__{holder.table_id}"))
+            aside = ViewPlace("current", place.namespace, short(f"{place.name}__{holder.table_id}"))
             _rename(connection, place, aside)
         else:
             connection.execute(f"DROP TABLE IF EXISTS {place.quoted}".encode())
@@ -221,9 +221,9 @@ def _take_name(
     return registered_at(connection, place)
 
 
-def _rename(connection: Connection, old: Place, new: Place) -> None:
+def _rename(connection: Connection, old: ViewPlace, new: ViewPlace) -> None:
     make_schema(connection, new)
-    moved = Place(old.view, new.namespace, old.name)
+    moved = ViewPlace(old.view, new.namespace, old.name)
     if moved != old:
         connection.execute(f"ALTER TABLE {old.quoted} SET SCHEMA {quote_ident(new.namespace)}".encode())
     if moved != new:
@@ -237,7 +237,7 @@ def _rename(connection: Connection, old: Place, new: Place) -> None:
 # --- definitions ---------------------------------------------------------------------------------------------------
 
 
-def _create(connection: Connection, place: Place, types: dict[str, str], key: Sequence[str]) -> None:
+def _create(connection: Connection, place: ViewPlace, types: dict[str, str], key: Sequence[str]) -> None:
     columns = [f"{quote_ident(name)} {kind}" for name, kind in types.items()]
     primary = [f"PRIMARY KEY ({_names(key)})"] if key else []
     connection.execute(f"CREATE TABLE {place.quoted} ({', '.join(columns + primary)})".encode())
@@ -248,7 +248,7 @@ def _create(connection: Connection, place: Place, types: dict[str, str], key: Se
 
 def _evolve(
     connection: Connection,
-    place: Place,
+    place: ViewPlace,
     owner: Registered,
     have: dict[str, str],
     wanted: dict[str, str],
@@ -306,7 +306,9 @@ def _same(names: Iterable[str], one: str, other: str) -> str:
     return " AND ".join(f"{one}.{quote_ident(name)} = {other}.{quote_ident(name)}" for name in names)
 
 
-def _rows_of(connection: Connection, place: Place, keys: Keys, there: Sequence[str], types: dict[str, str]) -> pa.Table:
+def _rows_of(
+    connection: Connection, place: ViewPlace, keys: Keys, there: Sequence[str], types: dict[str, str]
+) -> pa.Table:
     """Return rows of the table by their keys, every value as its text."""
     import psycopg
     from psycopg import pq
@@ -355,7 +357,7 @@ class _Rows:
     """The table whose rows are changed."""
 
     connection: Connection
-    place: Place
+    place: ViewPlace
     types: dict[str, str]
     """Types of the source's columns."""
     key: tuple[str, ...]

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from millstream.errors import LakeTableForeign
 from millstream.lake.postgres.layout import (
     LandedRelation,
-    Place,
     Registered,
+    ViewPlace,
     check_owner,
     make_schema,
     place_of,
@@ -69,7 +69,7 @@ _TYPES: Final = {name: kind.removesuffix(" NOT NULL") for name, kind in _OWN.ite
 class EventTable:
     """An event table that is ready to be appended to."""
 
-    place: Place
+    place: ViewPlace
     old_upto: int | None
     """The greatest commit LSN among events of an older layout; None if there are none."""
 
@@ -121,7 +121,7 @@ def _is_first_layout(relation: LandedRelation) -> bool:
 
 
 def _bring_up(
-    connection: Connection, target: PostgresTarget, place: Place, table_id: int, relation: LandedRelation
+    connection: Connection, target: PostgresTarget, place: ViewPlace, table_id: int, relation: LandedRelation
 ) -> EventTable:
     """Migrate a table of layout 1. Its events stay as they are, and new ones are numbered above them.
 
@@ -145,7 +145,7 @@ def _bring_up(
     if named is not None and named[0] is not None:
         sequence = str(named[0])
     else:
-        sequence = Place("changes", place.namespace, short(f"{place.name}_events_seq")).quoted
+        sequence = ViewPlace("changes", place.namespace, short(f"{place.name}_events_seq")).quoted
         connection.execute(f"CREATE SEQUENCE {sequence} AS bigint OWNED BY {quoted}.seq".encode())
         connection.execute(
             f"ALTER TABLE {quoted} ALTER seq SET DEFAULT nextval({literal(sequence)}), ALTER seq SET NOT NULL".encode()
@@ -157,7 +157,7 @@ def _bring_up(
     return EventTable(place, last)
 
 
-def _create(connection: Connection, place: Place) -> None:
+def _create(connection: Connection, place: ViewPlace) -> None:
     make_schema(connection, place)
     own = ", ".join(f"{quote_ident(name)} {kind}" for name, kind in _OWN.items())
     connection.execute(f"CREATE TABLE {place.quoted} (seq bigserial PRIMARY KEY, {own})".encode())
@@ -170,7 +170,7 @@ def _index(connection: Connection, quoted: str) -> None:
     )
 
 
-def _check_shape(place: Place, owner: Registered, relation: LandedRelation | None) -> None:
+def _check_shape(place: ViewPlace, owner: Registered, relation: LandedRelation | None) -> None:
     """Reject a table whose columns were changed."""
     assert relation is not None, "its owner was checked"
     has = relation.columns | {

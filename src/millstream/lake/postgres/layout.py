@@ -75,7 +75,7 @@ def short(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ViewPlace:
     """The place of one view of one table."""
 
     view: TargetView
@@ -88,21 +88,21 @@ class Place:
         return qualified_name(self.namespace, self.name)
 
 
-def place_of(target: PostgresTarget, view: TargetView, schema: TableSchema) -> Place:
+def place_of(target: PostgresTarget, view: TargetView, schema: TableSchema) -> ViewPlace:
     """Return a view's place behind the prefix.
 
     The rows of `public.orders` are in `public.orders`, its events in `public_changes.orders`.
     """
     namespace = "millstream" if schema.kind is TableKind.MESSAGES else schema.namespace
     name = "messages" if schema.kind is TableKind.MESSAGES else schema.name
-    return Place(view, short(target.schema_prefix + namespace + ("_changes" if view == "changes" else "")), name)
+    return ViewPlace(view, short(target.schema_prefix + namespace + ("_changes" if view == "changes" else "")), name)
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
     """A row of `tables`."""
 
-    place: Place
+    place: ViewPlace
     stream: str
     pipeline: str
     table_id: int
@@ -118,7 +118,7 @@ class Registered:
 _COLUMNS: Final = "view, namespace, name, stream::text, pipeline, table_id, layout, columns, key, old_upto"
 
 
-def registered_at(connection: Connection, place: Place) -> Registered | None:
+def registered_at(connection: Connection, place: ViewPlace) -> Registered | None:
     """Return the owner of a name; None if it is no table of ours."""
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM millstream_lake.tables WHERE (view, namespace, name) = (%s, %s, %s)",
@@ -138,14 +138,14 @@ def registered_of(connection: Connection, target: PostgresTarget, view: TargetVi
 
 def _registered(row: Sequence[Any]) -> Registered:
     view, namespace, name, stream, pipeline, table_id, layout, columns, key, old_upto = row
-    place = Place(view, namespace, name)
+    place = ViewPlace(view, namespace, name)
     return Registered(place, stream, pipeline, table_id, layout, tuple(columns), tuple(key), old_upto)
 
 
 def register(
     connection: Connection,
     target: PostgresTarget,
-    place: Place,
+    place: ViewPlace,
     table_id: int,
     *,
     layout: int,
@@ -188,7 +188,7 @@ class LandedRelation:
     """By name of a unique index, its columns; including the primary key's index."""
 
 
-def relation_at(connection: Connection, place: Place) -> LandedRelation | None:
+def relation_at(connection: Connection, place: ViewPlace) -> LandedRelation | None:
     """Return the relation with a name; None if there is none."""
     found = connection.execute(
         "SELECT c.oid, c.relkind FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
@@ -216,7 +216,7 @@ def relation_at(connection: Connection, place: Place) -> LandedRelation | None:
 
 
 def check_owner(
-    target: PostgresTarget, place: Place, owner: Registered | None, relation: LandedRelation | None
+    target: PostgresTarget, place: ViewPlace, owner: Registered | None, relation: LandedRelation | None
 ) -> None:
     """Reject a relation that isn't this stream's, and a missing one that was.
 
@@ -248,7 +248,7 @@ def check_owner(
         )
 
 
-def make_schema(connection: Connection, place: Place) -> None:
+def make_schema(connection: Connection, place: ViewPlace) -> None:
     """Create the schema of a table if it is missing."""
     found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [place.namespace]).fetchone()
     if found is None:
