@@ -35,7 +35,7 @@ from millstream.nodes.follower_state import FollowingNotes
 from millstream.nodes.level_document import Terms
 from millstream.nodes.session_document import SessionDocument
 from millstream.private_files import make_folder
-from millstream.protocol.replication.leader import Phase
+from millstream.protocol.replication.leader import LinkPhase
 from millstream.protocol.replication.promises import Promise, Role, RoleFact
 from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
@@ -200,7 +200,7 @@ class _StreamShipping:
     def _is_left(self, shipper: WalShipper) -> bool:
         """Return whether the candidate has come and gone; it may come again."""
         followers = shipper.facts()
-        if not followers or any(one["phase"] != Phase.APART for one in followers):
+        if not followers or any(one["phase"] != LinkPhase.APART for one in followers):
             return False
         self.candidate_came.clear()
         return True

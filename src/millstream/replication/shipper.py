@@ -27,7 +27,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, Holdings, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
-from millstream.protocol.replication.leader import Leader, Phase
+from millstream.protocol.replication.leader import Leader, LinkPhase
 from millstream.protocol.replication.promises import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
     Acked,
@@ -178,7 +178,7 @@ class WalShipper:
             return []
         found: list[dict[str, object]] = []
         for node, one in sorted(dict(leader.followers).items()):
-            acked, is_apart = one.acked, one.phase is Phase.APART
+            acked, is_apart = one.acked, one.phase is LinkPhase.APART
             # For a follower that is away, its last position is known, but not what it lacks since;
             # and that ages.
             away_s = max(0.0, time.monotonic() - one.heard_at) if is_apart else 0.0

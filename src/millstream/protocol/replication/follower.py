@@ -223,7 +223,7 @@ class Stop:
 Effect = Connect | Say | Apply | ShowAll | SetAside | PersistDocuments | PersistRole | BreakLink | Stop | Tell
 
 
-class Phase(StrEnum):
+class FollowerPhase(StrEnum):
     """The state of a follower."""
 
     APART = "apart"
@@ -279,7 +279,7 @@ class Follower:
         self.fact = fact
         self.stream = stream
         self.holding = Holding() if holding is None else holding
-        self.phase = Phase.APART
+        self.phase = FollowerPhase.APART
         self.stopped_by: MillstreamError | None = None
         self.trouble: MillstreamError | None = None
         """The error by which it last lost its leader, or couldn't take a shipment; None once it follows again."""
@@ -327,7 +327,7 @@ class Follower:
         """Return the effects of an event, at a moment of a clock that never goes back."""
         if isinstance(event, PromiseRequested):
             return self._asked(event.promise)
-        if self.phase is Phase.STOPPED:
+        if self.phase is FollowerPhase.STOPPED:
             return []
         match event:
             case Tick():
@@ -350,17 +350,17 @@ class Follower:
                 raise AssertionError(f"{event} is none of a follower's")
 
     def _tick(self, now_s: float) -> list[Effect]:
-        if self.phase is Phase.APART and now_s >= self._connect_at and self.fact.leader != self._node:
-            self.phase = Phase.CONNECTING
+        if self.phase is FollowerPhase.APART and now_s >= self._connect_at and self.fact.leader != self._node:
+            self.phase = FollowerPhase.CONNECTING
             leader, self._hint = self._hint or self.fact.leader, NOBODY
             return [Connect(leader)]
-        if self.phase in {Phase.WAITING, Phase.FOLLOWING} and now_s >= self._heard_at + self._silence_s:
+        if self.phase in {FollowerPhase.WAITING, FollowerPhase.FOLLOWING} and now_s >= self._heard_at + self._silence_s:
             self._later(0.5, now_s)
             return [Tell(self._node, f"its leader said nothing for {self._silence_s:g} s"), BreakLink()]
         return []
 
     def _say_hello(self) -> list[Effect]:
-        self.phase, self._greeting, self._taken = Phase.WAITING, None, None
+        self.phase, self._greeting, self._taken = FollowerPhase.WAITING, None, None
         self._ahead = []
         promise = self.fact.promise
         hello = Hello(
@@ -381,15 +381,15 @@ class Follower:
             return []
         self.fact = fact
         effects: list[Effect] = [PersistRole(fact)]
-        if self.phase not in {Phase.APART, Phase.STOPPED}:
-            self.phase, self._taken, self._greeting = Phase.APART, None, None
+        if self.phase not in {FollowerPhase.APART, FollowerPhase.STOPPED}:
+            self.phase, self._taken, self._greeting = FollowerPhase.APART, None, None
             effects += [Say(fenced_error(promise)), BreakLink()]
         return effects
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 
     def _received(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
-        if self.phase not in {Phase.WAITING, Phase.FOLLOWING}:
+        if self.phase not in {FollowerPhase.WAITING, FollowerPhase.FOLLOWING}:
             return []
         promise = _promise_of(shipment, self.fact.promise)
         if promise < self.fact.promise:
@@ -418,7 +418,7 @@ class Follower:
             except RoleUnreadable as error:
                 return [*effects, *self._apply_failed(error, 0.5, now_s)]
             return [*effects, *self._greeted(greeting, shipment, now_s, wall_ns)]
-        if self.phase is Phase.WAITING:
+        if self.phase is FollowerPhase.WAITING:
             return effects  # it was sent before the leader received the Hello
         if self._is_beyond(shipment):
             return [*effects, *self._say_hello()]
@@ -440,7 +440,7 @@ class Follower:
         mine = self.fact.lineage.covered_by(self.holding.group)
         parted_behind = mine.common_with(greeting.lineage)[1]
         if parted_behind is not None and self._aligned_with != greeting.lineage:
-            self.phase, self._taken = Phase.CUTTING, shipment
+            self.phase, self._taken = FollowerPhase.CUTTING, shipment
             return [SetAside(parted_behind)]
         if mine == greeting.lineage and self.holding.group > greeting.group:
             # Not final: after a power cut a leader's marks are older than its log until its writer has opened it.
@@ -449,14 +449,14 @@ class Follower:
                 hint="Promote this node, or another with all records, if the leader stays unable; the leader then follows.",
             )
             return self._apply_failed_for_now(error, 0.5, now_s)
-        self.phase = Phase.FOLLOWING
+        self.phase = FollowerPhase.FOLLOWING
         self._backoff.reset()
         kept = self._keep(shipment)
         return [*kept, *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
 
     def _was_set_aside(self, holding: Holding) -> list[Effect]:
         self.holding = holding
-        if self.phase is not Phase.CUTTING or self._greeting is None:
+        if self.phase is not FollowerPhase.CUTTING or self._greeting is None:
             return []  # the link has gone
         self._aligned_with = self._greeting.lineage
         # Noted durably after the cut: until then the older lineage claims only what is true of the rest.
@@ -464,7 +464,7 @@ class Follower:
 
     def _applied(self, holding: Holding, now_s: float, wall_ns: int) -> list[Effect]:
         shipment, self._taken, self.holding = self._taken, None, holding
-        if self.phase is not Phase.FOLLOWING or shipment is None:
+        if self.phase is not FollowerPhase.FOLLOWING or shipment is None:
             return []  # the link has gone
         self.trouble = None
         kept = [*self._keep(shipment), *self._note_reigns()]
@@ -546,7 +546,7 @@ class Follower:
 
     def _link_gone(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
         if isinstance(error, _LASTING):
-            self.phase, self.stopped_by = Phase.STOPPED, error
+            self.phase, self.stopped_by = FollowerPhase.STOPPED, error
             return [Stop(error)]
         if isinstance(error, Fenced) and error.details.get("leader") not in {None, NOBODY, self._node}:
             # The old leader names the node that may lead now. Try that one once: a promise isn't a promotion.
@@ -559,11 +559,11 @@ class Follower:
         return [Tell(self._node, "has no leader now, and tries again", error)]
 
     def _later(self, chance: float, now_s: float) -> None:
-        self.phase, self._taken, self._greeting = Phase.APART, None, None
+        self.phase, self._taken, self._greeting = FollowerPhase.APART, None, None
         self._connect_at = now_s + self._backoff.next_s(chance)
 
     def _stop(self, error: MillstreamError) -> list[Effect]:
-        self.phase, self.stopped_by = Phase.STOPPED, error
+        self.phase, self.stopped_by = FollowerPhase.STOPPED, error
         return [Say(error), BreakLink(), Stop(error)]
 
     # --- time ------------------------------------------------------------------------------------------------------

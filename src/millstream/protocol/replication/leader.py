@@ -88,7 +88,7 @@ from millstream.protocol.replication.shipping import (
 )
 
 
-class Phase(StrEnum):
+class LinkPhase(StrEnum):
     """The state of a follower."""
 
     APART = "apart"
@@ -104,7 +104,7 @@ class Follower:
     link: LinkId | None = None
     home: str = ""
     """The home of that name that connected last."""
-    phase: Phase = Phase.APART
+    phase: LinkPhase = LinkPhase.APART
     acked: Acknowledgement | None = None
     """Its newest acknowledgement; None: none since it connected, or it came back with less."""
     counted: GroupNumber | None = None
@@ -277,7 +277,7 @@ class Leader:
         if is_anew or is_lost:
             follower.acked = None
             effects += self._count(follower, None)
-        follower.phase = Phase.GREETING
+        follower.phase = LinkPhase.GREETING
         follower.sent, follower.documents = hello.position, hello.documents
         follower.under_way.clear()
         follower.is_busy, follower.shipped, follower.reading = True, -1, -1
@@ -288,7 +288,7 @@ class Leader:
         return effects
 
     def _apart(self, follower: Follower) -> list[Effect]:
-        follower.link, follower.phase, follower.is_busy = None, Phase.APART, False
+        follower.link, follower.phase, follower.is_busy = None, LinkPhase.APART, False
         follower.under_way.clear()
         acked = follower.acked
         return [] if acked is None else self._note(follower, acked)
@@ -332,7 +332,7 @@ class Leader:
                 follower.is_busy = False
                 follower.not_before = now_s + follower.backoff.next_s(chance)
                 tell = Tell(follower.node, "could not be sent what it lacks", error)
-                if follower.phase is Phase.GREETING:
+                if follower.phase is LinkPhase.GREETING:
                     # It connects again, and is greeted then.
                     return [tell, DropLink(link, error), *self._apart(follower)]
                 return [tell]
@@ -348,7 +348,7 @@ class Leader:
         if ack.promised != self.fact.promise.epoch:
             # Sent before it had promised this leader anything, or under a later promise: its Hello names the node.
             return []
-        follower.phase, follower.heard_at = Phase.SHIPPING, now_s
+        follower.phase, follower.heard_at = LinkPhase.SHIPPING, now_s
         follower.backoff.reset()
         while follower.under_way and is_covered(follower.under_way[0][0], ack.position):
             follower.under_way.popleft()
@@ -400,7 +400,7 @@ class Leader:
                 Tell(follower.node, f"said nothing for {options.silence_s:g} s"),
                 *self._apart(follower),
             ]
-        if follower.is_busy or follower.phase is not Phase.SHIPPING or now_s < follower.not_before:
+        if follower.is_busy or follower.phase is not LinkPhase.SHIPPING or now_s < follower.not_before:
             return []
         room = options.window_bytes - follower.under_way_bytes
         is_due = follower.shipped != self._changes or now_s >= follower.sent_at + options.heartbeat_s
