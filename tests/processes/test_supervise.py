@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from millstream.backoff import Backoff
-from millstream.processes.supervise import Event, Part, PartState, Supervisor
+from millstream.processes.supervise import Event, PartState, SupervisedProcess, Supervisor
 
 QUICK = Backoff(first_s=0.02, most_s=0.1, jitter=0)
 
@@ -34,14 +34,14 @@ with line.held():
 """
 
 
-def part(name: str, *words: str, may_end: bool = False, errors_max: int | None = None) -> Part:
-    return Part(name, [sys.executable, "-c", WORKER, *words], may_end=may_end, errors_max=errors_max)
+def part(name: str, *words: str, may_end: bool = False, errors_max: int | None = None) -> SupervisedProcess:
+    return SupervisedProcess(name, [sys.executable, "-c", WORKER, *words], may_end=may_end, errors_max=errors_max)
 
 
 class Watch:
     """Runs a supervisor on the test's own (main) thread and acts on its events."""
 
-    def __init__(self, *parts: Part, on: Callable[[Watch, Event], None], patience_s: float = 20) -> None:
+    def __init__(self, *parts: SupervisedProcess, on: Callable[[Watch, Event], None], patience_s: float = 20) -> None:
         self.events: list[Event] = []
         self._on = on
         self.supervisor = Supervisor(parts, on_event=self._event, backoff=QUICK, patience_s=patience_s)
@@ -157,7 +157,7 @@ def test_a_part_that_does_not_drain_in_time_is_killed() -> None:
 
 
 def test_a_program_that_is_not_there_is_given_up(tmp_path: Path) -> None:
-    watch = Watch(Part("a", [str(tmp_path / "nothing")]), on=lambda *_: None)
+    watch = Watch(SupervisedProcess("a", [str(tmp_path / "nothing")]), on=lambda *_: None)
     watch.run()
     assert watch.supervisor.parts["a"].state is PartState.GIVEN_UP
 

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from millstream.model.buffers import BufferOffset
 from millstream.model.ids import ShardId
-from millstream.protocol.buffer_replay import Checkpoint, Part, fold
+from millstream.protocol.buffer_replay import Checkpoint, PartitionRows, fold
 
 SHARDS = [ShardId(0), ShardId(1)]
-PARTS = [Part(shard, table, partition) for shard in SHARDS for table in ("a", "b") for partition in (None, "p")]
+PARTS = [
+    PartitionRows(shard, table, partition) for shard in SHARDS for table in ("a", "b") for partition in (None, "p")
+]
 offsets = st.integers(0, 30).map(BufferOffset)
 
 
@@ -25,10 +27,10 @@ offsets = st.integers(0, 30).map(BufferOffset)
     chance=st.randoms(use_true_random=False),
 )
 def test_every_row_is_taken_exactly_once(
-    items: list[set[Part]],
+    items: list[set[PartitionRows]],
     place: BufferOffset,
-    held: dict[Part, BufferOffset],
-    stale: list[tuple[Part, BufferOffset]],
+    held: dict[PartitionRows, BufferOffset],
+    stale: list[tuple[PartitionRows, BufferOffset]],
     chance: object,
 ) -> None:
     """The log has all rows below `place`; of a held part it has only those below the part's minimum.
@@ -38,7 +40,7 @@ def test_every_row_is_taken_exactly_once(
     place = BufferOffset(min(place, len(items)))
     held = {part: BufferOffset(min(minimum, place)) for part, minimum in held.items()}
 
-    def is_in_log(part: Part, offset: int) -> bool:
+    def is_in_log(part: PartitionRows, offset: int) -> bool:
         return offset < held.get(part, place)
 
     told = [Checkpoint.of_shard(shard, place) for shard in SHARDS]
@@ -62,4 +64,4 @@ def test_every_row_is_taken_exactly_once(
 def test_a_shard_that_nothing_is_known_of_is_read_from_its_start() -> None:
     replay = fold([])
     assert (replay.start(ShardId(7)), replay.place(ShardId(7)), replay.end(ShardId(7))) == (0, 0, 0)
-    assert not replay.is_persisted(Part(ShardId(7), "a", None), BufferOffset(0))
+    assert not replay.is_persisted(PartitionRows(ShardId(7), "a", None), BufferOffset(0))

@@ -12,7 +12,7 @@ from millstream.errors import ConfigError, UsageError
 from millstream.home.home import Home
 from millstream.home.paths import HomePaths
 from millstream.processes.locks import RoleLock
-from millstream.processes.supervise import Event, Part, PartState, Supervisor
+from millstream.processes.supervise import Event, PartState, SupervisedProcess, Supervisor
 
 _ERRORS_MAX: Final = 5
 """How often a part of `--until-caught-up` may end with the same kind of error before the job fails."""
@@ -83,18 +83,18 @@ class _Conductor:
         # Capture has already retried when it reports an error.
         most, most_of_capture = (_ERRORS_MAX, 1) if until_caught_up else (None, None)
         parts = [
-            Part(
+            SupervisedProcess(
                 "capture",
                 part_command(home, "capture", "run", *option),
                 may_end=until_caught_up,
                 errors_max=most_of_capture,
             ),
-            Part("pipeline", part_command(home, "pipeline", "run"), errors_max=most),
+            SupervisedProcess("pipeline", part_command(home, "pipeline", "run"), errors_max=most),
         ]
         if not until_caught_up:
-            parts.append(Part("serve", part_command(home, "serve")))
+            parts.append(SupervisedProcess("serve", part_command(home, "serve")))
             if home.config.replication.node is not None:
-                parts.append(Part("follow", part_command(home, "follow")))
+                parts.append(SupervisedProcess("follow", part_command(home, "follow")))
         self.supervisor: Final = Supervisor(parts, on_event=self._heard)
 
     def _heard(self, event: Event) -> None:

@@ -38,7 +38,7 @@ Word = Literal["stop", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SupervisedProcess:
     """A process to keep running."""
 
     name: str
@@ -71,7 +71,7 @@ _BACKOFF: Final = Backoff(0.5, 30.0, jitter=0)
 class Running:
     """A part with its state; the supervisor's own."""
 
-    part: Part
+    part: SupervisedProcess
     backoff: Backoff
     state: PartState = PartState.WAITING
     process: subprocess.Popen[bytes] | None = None
@@ -106,7 +106,7 @@ class Supervisor:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SupervisedProcess],
         *,
         on_event: Callable[[Event], None],
         backoff: Backoff = _BACKOFF,

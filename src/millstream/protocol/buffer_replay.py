@@ -33,7 +33,7 @@ from millstream.model.buffers import BUFFER_START, BufferOffset
 from millstream.model.ids import ShardId
 
 
-class Part(NamedTuple):
+class PartitionRows(NamedTuple):
     """Rows that are taken or held together: the rows of one partition of one table on one shard of a buffer."""
 
     shard: ShardId
@@ -50,7 +50,7 @@ WHOLE_SHARD: Final = ""
 class Checkpoint:
     """How far a part is in the log."""
 
-    part: Part
+    part: PartitionRows
     minimum: BufferOffset
     """Offset below which all of it is in the log."""
     maximum: BufferOffset
@@ -62,7 +62,7 @@ class Checkpoint:
 
         Parts with checkpoints of their own are excepted.
         """
-        return cls(Part(shard, WHOLE_SHARD, None), place, place)
+        return cls(PartitionRows(shard, WHOLE_SHARD, None), place, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class BufferReplay:
 
     places: Mapping[ShardId, BufferOffset]
     """The shards' own checkpoints."""
-    held: Mapping[Part, Checkpoint]
+    held: Mapping[PartitionRows, Checkpoint]
 
     def start(self, shard: ShardId) -> BufferOffset:
         """Return the offset from which a shard is read."""
@@ -87,7 +87,7 @@ class BufferReplay:
         seen = [found.maximum for part, found in self.held.items() if part.shard == shard]
         return max([self.place(shard), *seen])
 
-    def is_persisted(self, part: Part, offset: BufferOffset) -> bool:
+    def is_persisted(self, part: PartitionRows, offset: BufferOffset) -> bool:
         """Return whether the rows of a part at an offset are in the log."""
         held = self.held.get(part)
         return offset < (self.place(part.shard) if held is None else held.minimum)
@@ -96,7 +96,7 @@ class BufferReplay:
 def fold(checkpoints: Iterable[Checkpoint]) -> BufferReplay:
     """Return one plan of all checkpoints ever noted, in any order."""
     places: dict[ShardId, BufferOffset] = {}
-    held: dict[Part, Checkpoint] = {}
+    held: dict[PartitionRows, Checkpoint] = {}
     for told in checkpoints:
         part = told.part
         if part.table == WHOLE_SHARD:

@@ -56,7 +56,7 @@ from millstream.model.ids import ShardId, SourceId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import TableRows, WriteOps, writes_in
 from millstream.model.positions import Lsn
-from millstream.protocol.buffer_replay import BufferReplay, Checkpoint, Part, fold
+from millstream.protocol.buffer_replay import BufferReplay, Checkpoint, PartitionRows, fold
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class BufferTaking:
             if isinstance(fact, dict) and "held_from" in fact:
                 if fact.pop(_AGAIN, False):
                     self._catalog.put_fact(self._scope, name, fact)
-                part = Part(ShardId(fact["shard"]), fact["table"], fact["partition"])
+                part = PartitionRows(ShardId(fact["shard"]), fact["table"], fact["partition"])
                 start = max(BufferOffset(fact["held_from"]), self.reached(self._source(part.shard, part)))
                 checkpoints.append(Checkpoint(part, start, start))
         return fold(checkpoints)
@@ -281,7 +281,7 @@ class BufferTaking:
     def _is_asked_again(self) -> bool:
         return any(isinstance(fact, dict) and _AGAIN in fact for fact in self._catalog.facts(self._scope).values())
 
-    def _source(self, shard: ShardId, part: Part | None = None) -> SourceId:
+    def _source(self, shard: ShardId, part: PartitionRows | None = None) -> SourceId:
         """Return the number by which the log knows a shard of the buffer, or a held part of one."""
         told = self._name if part is None else f"{self._name}/{part.table}/{part.partition or ''}"
         return self._catalog.resolve_source(self._stream, OF_A_BUFFER, told, int(shard))
@@ -355,7 +355,7 @@ class BufferTaking:
         """Transform as `OperationTaker.taken`."""
         return self._taker.taken(table)
 
-    def source(self, shard: ShardId, part: Part | None = None) -> SourceId:
+    def source(self, shard: ShardId, part: PartitionRows | None = None) -> SourceId:
         """Return the number as `_source`."""
         return self._source(shard, part)
 
@@ -363,7 +363,7 @@ class BufferTaking:
         """Return the position that the log has reached for that source."""
         return BufferOffset(self._log.reached().get(source, Lsn(BUFFER_START)))
 
-    def hold(self, part: Part, offset: BufferOffset, why: MillstreamError) -> None:
+    def hold(self, part: PartitionRows, offset: BufferOffset, why: MillstreamError) -> None:
         """Note durably that a part's rows are left out from an offset on."""
         fact = {"shard": int(part.shard), "table": part.table, "partition": part.partition, "held_from": int(offset)}
         self._catalog.put_fact(self._scope, _fact_name(part), {**fact, "code": why.code, "reason": why.message})
@@ -384,7 +384,7 @@ class BufferTaking:
         """Note durably that a log which has reached `behind` lacks nothing of a shard below a place."""
         self._catalog.put_fact(self._scope, f"passed/{shard}", {"behind": int(behind), "place": int(place)})
 
-    def release(self, part: Part) -> None:
+    def release(self, part: PartitionRows) -> None:
         """Note durably that a part lacks nothing."""
         self._catalog.drop_fact(self._scope, _fact_name(part))
         logger.info("a table of the buffer has what it lacked", buffer=self._name, table=part.table)
@@ -431,7 +431,7 @@ class _ShardTaking:
         """Parts that were held, and are taken again."""
         self._handed = {source: taking.reached(source) for source in (self._source, *self._catching_up.values())}
         """The position of each source once everything handed to the log is durable."""
-        self._held: set[Part] = set()
+        self._held: set[PartitionRows] = set()
         self._start = replay.start(reader.shard)
         self._recent: OrderedDict[tuple[WriteId, int], BufferOffset] = OrderedDict()
         """The last position of each recent identified write, oldest first."""
@@ -517,7 +517,7 @@ class _ShardTaking:
             self._release()
         tables: list[TableRows] = []
         for table in found.op.tables:
-            part = Part(self._reader.shard, table.schema.full_name, table.partition)
+            part = PartitionRows(self._reader.shard, table.schema.full_name, table.partition)
             if part in self._held or self._is_persisted(part, offset):
                 continue
             try:
@@ -529,7 +529,7 @@ class _ShardTaking:
                 self._catching_up.pop(part, None)
         self._append(found, tuple(tables))
 
-    def _is_persisted(self, part: Part, offset: BufferOffset) -> bool:
+    def _is_persisted(self, part: PartitionRows, offset: BufferOffset) -> bool:
         place = self._replay.place(part.shard)
         return offset < place and self._replay.is_persisted(part, offset)
 
@@ -573,5 +573,5 @@ class _ShardTaking:
         self._catching_up.clear()
 
 
-def _fact_name(part: Part) -> str:
+def _fact_name(part: PartitionRows) -> str:
     return f"held/{part.shard}/{part.table}/{part.partition or ''}"
