@@ -13,7 +13,7 @@ from millstream.errors import DedupWindowExpired, InvalidValue, MillstreamError,
 from millstream.model.ids import ShardId
 from millstream.model.operations import Appended, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
-from millstream.writers.sinks import OtherStream
+from millstream.writers.sinks import StreamSink
 
 KEYED = schema_of({"id": pa.int64()}, key=("id",))
 
@@ -61,8 +61,8 @@ def home() -> Home:
     return Home()
 
 
-def sink_of(home: Home, origin: str = "here/web") -> OtherStream:
-    return OtherStream(cast("HomeCalls", home), "mirror", origin=origin)
+def sink_of(home: Home, origin: str = "here/web") -> StreamSink:
+    return StreamSink(cast("HomeCalls", home), "mirror", origin=origin)
 
 
 def test_a_key_there_is_the_same_for_one_write_and_no_other_ones(home: Home) -> None:

@@ -47,7 +47,7 @@ def _maker(home: Home, stream: str, config: SinkConfig, open_other: OpenOther) -
     if config.kind == "millstream":
         place = config.location if "://" in config.location else home.path / config.location
         origin = f"{home.identity().id}/{stream}"
-        return lambda: OtherStream(open_other(place, config.token), config.name or stream, origin=origin)
+        return lambda: StreamSink(open_other(place, config.token), config.name or stream, origin=origin)
     shared = {"location", "create", "shards", "client", "timeout", "accept_loss"}
     facts = {key: value for key, value in config.model_dump().items() if key in shared}
     buffer = BufferConfig(kind=config.kind, role="writes", **facts)
@@ -82,7 +82,7 @@ class LazySink:
             sink.close()
 
 
-class OtherStream:
+class StreamSink:
     """A stream of another Millstream (`ports.RecordSink`): each operation is one there, with the same identity.
 
     Args:
