@@ -14,7 +14,7 @@ from tests.crdt.region_logs import COLUMNS, KEY, MERGE, Said, plainly_merged, re
 
 from millstream.crdt.columns import ranked, unions
 from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_of
-from millstream.crdt.lattice import Kind, opened, seal
+from millstream.crdt.lattice import StateKind, opened, seal
 from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
 from millstream.crdt.tables import fold, lift, merged, state_schema
 from millstream.errors import InvalidValue, MergeStateUnreadable, OtherStream, ReplicationError, UsageError
@@ -216,13 +216,13 @@ def test_a_state_of_before_ends_were_noted_is_read_and_ends_that_make_no_sense_a
     again = ENGINE.decode(data)
     assert again is not None
     assert again.ends == {RegionId(1): end}
-    body = bytes(opened(Kind.TABLE, data))
+    body = bytes(opened(StateKind.TABLE, data))
     size = int.from_bytes(body[:4], "big")
     head, rows = json.loads(body[4 : 4 + size]), body[4 + size :]
 
     def with_ends(**ends: Any) -> bytes:
         text = json.dumps({name: value for name, value in head.items() if name != "ends"} | ends).encode()
-        return seal(Kind.TABLE, len(text).to_bytes(4, "big") + text + rows)
+        return seal(StateKind.TABLE, len(text).to_bytes(4, "big") + text + rows)
 
     older = ENGINE.decode(with_ends())
     assert older is not None

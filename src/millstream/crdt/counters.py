@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from millstream.crdt.lattice import Kind, decoded, seal
+from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, counted, encode_value
 from millstream.errors import InvalidValue
 
@@ -72,11 +72,11 @@ class GrowCounters:
     def encode(self, state: GrowState) -> bytes:
         """Return the canonical bytes."""
         entries = (actor.encode() + encode_value(_positive(count)) for actor, count in sorted(state.items()) if count)
-        return seal(Kind.GROW_COUNTER, counted(entries))
+        return seal(StateKind.GROW_COUNTER, counted(entries))
 
     def decode(self, data: bytes) -> GrowState:
         """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(Kind.GROW_COUNTER, data, _read_grow, self.encode)
+        return decoded(StateKind.GROW_COUNTER, data, _read_grow, self.encode)
 
 
 class PnCounters:
@@ -110,11 +110,11 @@ class PnCounters:
             for actor, (plus, minus) in sorted(state.items())
             if plus or minus
         )
-        return seal(Kind.PN_COUNTER, counted(entries))
+        return seal(StateKind.PN_COUNTER, counted(entries))
 
     def decode(self, data: bytes) -> PnState:
         """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(Kind.PN_COUNTER, data, _read_pn, self.encode)
+        return decoded(StateKind.PN_COUNTER, data, _read_pn, self.encode)
 
 
 def _positive(count: int) -> int:

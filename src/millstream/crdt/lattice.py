@@ -24,7 +24,7 @@ _CRC: Final = struct.Struct(">I")
 _CHECKED_BYTES: Final = 1 << 20
 
 
-class Kind(IntEnum):
+class StateKind(IntEnum):
     """The kind of a state, in its bytes."""
 
     GROW_COUNTER = 1
@@ -65,7 +65,7 @@ class Lattice(Protocol[S, V_co]):
         ...
 
 
-def seal(kind: Kind, body: bytes) -> bytes:
+def seal(kind: StateKind, body: bytes) -> bytes:
     """Return a body in its frame."""
     framed = _HEAD.pack(_MAGIC, kind, VERSION) + body
     return framed + _CRC.pack(google_crc32c.value(framed))
@@ -79,7 +79,7 @@ class Sealing:
         write: called with the bytes.
     """
 
-    def __init__(self, kind: Kind, write: Callable[[bytes], object]) -> None:
+    def __init__(self, kind: StateKind, write: Callable[[bytes], object]) -> None:
         self._write = write
         self._crc = 0
         self.closed = False
@@ -101,7 +101,7 @@ class Sealing:
         self._write(_CRC.pack(self._crc))
 
 
-def opened(kind: Kind, data: bytes | memoryview) -> memoryview:
+def opened(kind: StateKind, data: bytes | memoryview) -> memoryview:
     """Return the body that `seal` framed, without a copy.
 
     `MergeStateUnreadable` if it is damaged, or of another kind or version.
@@ -125,7 +125,7 @@ def opened(kind: Kind, data: bytes | memoryview) -> memoryview:
     return framed[_HEAD.size :]
 
 
-def decoded(kind: Kind, data: bytes, parse: Callable[[bytes], S], encode: Callable[[S], bytes]) -> S:
+def decoded(kind: StateKind, data: bytes, parse: Callable[[bytes], S], encode: Callable[[S], bytes]) -> S:
     """Return a state by its parser, which may raise any exception on wrong bytes; only canonical bytes are accepted."""
     body = bytes(opened(kind, data))
     try:

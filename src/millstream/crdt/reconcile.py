@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from millstream.crdt.columns import codes_of, whole_column
 from millstream.crdt.declared import MergeKind, TableMerge, union_of
-from millstream.crdt.lattice import Kind, Sealing, opened
+from millstream.crdt.lattice import Sealing, StateKind, opened
 from millstream.crdt.tables import REGION, SEQ, fold, merged, own_columns, state_schema
 from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
 from millstream.model.ids import Epoch, GroupNumber, RegionId
@@ -264,7 +264,7 @@ class ReconciliationEngine:
             sort_keys=True,
             separators=(",", ":"),
         ).encode()
-        sealing = Sealing(Kind.TABLE, write)
+        sealing = Sealing(StateKind.TABLE, write)
         sealing.write(len(head).to_bytes(4, "big") + head)
         with pa.ipc.new_stream(pa.PythonFile(sealing, "w"), state.rows.schema) as stream:
             for begin in range(0, max(state.rows.num_rows, 1), _BATCH_ROWS):
@@ -334,7 +334,7 @@ def table_in(data: bytes | memoryview) -> tuple[tuple[str, ...], pa.Schema]:
 
 def _head_of(data: bytes | memoryview) -> tuple[dict[str, Any], Vector, memoryview]:
     """Return the head in front of a state's rows, its vector, and the rows' bytes."""
-    body = opened(Kind.TABLE, data)
+    body = opened(StateKind.TABLE, data)
     size = int.from_bytes(body[:4], "big")
     try:
         head = json.loads(bytes(body[4 : 4 + size]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millstream.crdt.hlc import ENCODED_SIZE, NEVER, HybridTime
-from millstream.crdt.lattice import Kind, decoded, seal
+from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, encode_value, order_of
 
 
@@ -41,11 +41,11 @@ class LastWriteWins:
 
     def encode(self, state: Register) -> bytes:
         """Return the canonical bytes."""
-        return seal(Kind.REGISTER, state.time.encode() + encode_value(state.value))
+        return seal(StateKind.REGISTER, state.time.encode() + encode_value(state.value))
 
     def decode(self, data: bytes) -> Register:
         """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(Kind.REGISTER, data, _read_register, self.encode)
+        return decoded(StateKind.REGISTER, data, _read_register, self.encode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class HardNegatives:
 
     def encode(self, state: Hiding) -> bytes:
         """Return the canonical bytes."""
-        return seal(Kind.HIDE, state.hidden.encode() + state.shown.encode())
+        return seal(StateKind.HIDE, state.hidden.encode() + state.shown.encode())
 
     def decode(self, data: bytes) -> Hiding:
         """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(Kind.HIDE, data, _read_hiding, self.encode)
+        return decoded(StateKind.HIDE, data, _read_hiding, self.encode)
 
 
 def _read_register(body: bytes) -> Register:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from millstream.crdt.counters import Actor, read_actor
-from millstream.crdt.lattice import Kind, decoded, seal
+from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, canonical, counted, encode_value, order_of, whole
 from millstream.errors import InvalidValue
 
@@ -43,11 +43,11 @@ class UnionSets:
 
     def encode(self, state: Mapping[bytes, Any]) -> bytes:
         """Return the canonical bytes."""
-        return seal(Kind.UNION_SET, counted(encode_value(value) for value in self.value(state)))
+        return seal(StateKind.UNION_SET, counted(encode_value(value) for value in self.value(state)))
 
     def decode(self, data: bytes) -> Mapping[bytes, Any]:
         """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(Kind.UNION_SET, data, _read_union, self.encode)
+        return decoded(StateKind.UNION_SET, data, _read_union, self.encode)
 
 
 class Dot(NamedTuple):
@@ -118,11 +118,11 @@ class ObservedSets:
         seen = counted(actor.encode() + whole(count) for actor, count in state.seen.items())
         cloud = counted(_encode_dot(dot) for dot in sorted(state.cloud))
         dots = counted(_encode_dot(dot) + encode_value(value) for dot, value in state.dots.items())
-        return seal(Kind.OBSERVED_SET, seen + cloud + dots)
+        return seal(StateKind.OBSERVED_SET, seen + cloud + dots)
 
     def decode(self, data: bytes) -> ObservedSet:
         """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(Kind.OBSERVED_SET, data, _read_observed, self.encode)
+        return decoded(StateKind.OBSERVED_SET, data, _read_observed, self.encode)
 
 
 def compact(state: ObservedSet) -> ObservedSet:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.crdt.lattice import Kind, decoded, seal
+from millstream.crdt.lattice import StateKind, decoded, seal
 from millstream.crdt.scalars import Cursor, canonical, counted, order_of
 from millstream.errors import InvalidValue
 
@@ -78,11 +78,11 @@ class DecayedSignals:
             entries = [_ENTRY.pack(n, s.position, s.time_ns, canonical(s.score)) for n, s in sorted(state.items())]
         except struct.error as error:
             raise InvalidValue(f"a signal is out of range: {error}") from error
-        return seal(Kind.SIGNAL, counted(entries))
+        return seal(StateKind.SIGNAL, counted(entries))
 
     def decode(self, data: bytes) -> CrdtSignalState:
         """Return the state of its bytes; raise `MergeStateUnreadable`."""
-        return decoded(Kind.SIGNAL, data, _read, self.encode)
+        return decoded(StateKind.SIGNAL, data, _read, self.encode)
 
 
 def decay(age_ns: int, half_life_ns: int) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.line_protocol.grammar import REASONS, Fault, Kind, Refusal
+from millstream.codec.line_protocol.grammar import REASONS, Fault, Refusal, ValueKind
 from millstream.codec.line_protocol.vectorised import (
     BODY_BYTES_MAX,
     FoundTable,
@@ -246,7 +246,7 @@ class _Names:
         name = self.columns[line.column]
         if line.why is Refusal.OTHER_CASE:
             return other_case(name, self.columns[line.other])
-        return other_kind(name, line.kind, Kind(line.other))
+        return other_kind(name, line.kind, ValueKind(line.other))
 
 
 def excerpt(body: bytes, start: int, end: int) -> str:
@@ -278,10 +278,10 @@ def other_case(name: str, other: str) -> str:
     return f"the key {name!r} differs from {other!r} by its case alone: they would be one column in the lake"
 
 
-def other_kind(name: str, kind: Kind, other: Kind) -> str:
+def other_kind(name: str, kind: ValueKind, other: ValueKind) -> str:
     """Return why a value conflicts with those of earlier lines."""
-    if Kind.TAG in (kind, other):
-        here, before = ("tag", "field") if kind is Kind.TAG else ("field", "tag")
+    if ValueKind.TAG in (kind, other):
+        here, before = ("tag", "field") if kind is ValueKind.TAG else ("field", "tag")
         return f"{name!r} is a {here} here and a {before} in a line before, or in this one"
     return f"the field {name!r} is of type {kind.name.lower()} here, and {other.name.lower()} in a line before, or in this one"
 

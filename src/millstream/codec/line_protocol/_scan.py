@@ -38,7 +38,7 @@ from millstream.codec.line_protocol._values import (
     read_string,
     read_timestamp,
 )
-from millstream.codec.line_protocol.grammar import Fault, Kind
+from millstream.codec.line_protocol.grammar import Fault, ValueKind
 from millstream.codec.machine_code import compiled
 
 Array = Any  # numba knows the element types better than a type checker could
@@ -61,7 +61,7 @@ LINE_FACTS: Final = 6
 # An invalid line's facts.
 WRONG_NUMBER, WRONG_START, WRONG_END, WRONG_FAULT = range(4)
 
-_STRING, _FLOAT, _TAG = int(Kind.STRING), int(Kind.FLOAT), int(Kind.TAG)
+_STRING, _FLOAT, _TAG = int(ValueKind.STRING), int(ValueKind.FLOAT), int(ValueKind.TAG)
 _NO_MEASUREMENT, _NO_FIELDS = int(Fault.NO_MEASUREMENT), int(Fault.NO_FIELDS)
 _TAG_WITHOUT_KEY, _TAG_WITHOUT_VALUE = int(Fault.TAG_WITHOUT_KEY), int(Fault.TAG_WITHOUT_VALUE)
 _TAG_WITH_EQUALS, _TAG_TWICE = int(Fault.TAG_WITH_EQUALS), int(Fault.TAG_TWICE)

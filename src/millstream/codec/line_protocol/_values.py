@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from millstream.codec.line_protocol._floats import INFINITE, UNSURE, double_bits, small_double
-from millstream.codec.line_protocol.grammar import Fault, Kind
+from millstream.codec.line_protocol.grammar import Fault, ValueKind
 from millstream.codec.machine_code import compiled, inlined
 from millstream.codec.words import are_digits, eight_digits, load_word, trailing_zeros, zero_bytes
 
@@ -21,7 +21,12 @@ UNSURE_FLOAT: Final = 64
 """Instead of a kind: Python has to read the number's text."""
 
 
-_FLOAT, _INTEGER, _UNSIGNED, _BOOLEAN = int(Kind.FLOAT), int(Kind.INTEGER), int(Kind.UNSIGNED), int(Kind.BOOLEAN)
+_FLOAT, _INTEGER, _UNSIGNED, _BOOLEAN = (
+    int(ValueKind.FLOAT),
+    int(ValueKind.INTEGER),
+    int(ValueKind.UNSIGNED),
+    int(ValueKind.BOOLEAN),
+)
 _FIELD_WITHOUT_VALUE = int(Fault.FIELD_WITHOUT_VALUE)
 _NO_VALUE, _NOT_FINITE, _FLOAT_TOO_LARGE = int(Fault.NO_VALUE), int(Fault.NOT_FINITE), int(Fault.FLOAT_TOO_LARGE)
 _INTEGER_TOO_LARGE, _UNSIGNED_TOO_LARGE = int(Fault.INTEGER_TOO_LARGE), int(Fault.UNSIGNED_TOO_LARGE)

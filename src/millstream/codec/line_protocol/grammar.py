@@ -22,7 +22,7 @@ from enum import IntEnum
 from typing import Final
 
 
-class Kind(IntEnum):
+class ValueKind(IntEnum):
     """The kind of a value."""
 
     FLOAT = 0

@@ -21,7 +21,7 @@ from millstream.codec.line_protocol import _arrange as arrange
 from millstream.codec.line_protocol import _names as known
 from millstream.codec.line_protocol import _scan as machine
 from millstream.codec.line_protocol import _values as reading
-from millstream.codec.line_protocol.grammar import Fault, Kind, Refusal
+from millstream.codec.line_protocol.grammar import Fault, Refusal, ValueKind
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -35,8 +35,8 @@ _LEAST_LINE_BYTES: Final = 6
 _NAMES_AT_FIRST: Final = 64
 _COMMA_OR_SPACE: Final = re.compile(r"\\([, ])")
 _COMMA_EQUALS_OR_SPACE: Final = re.compile(r"\\([,= ])")
-_TEXTS: Final = frozenset({Kind.STRING, Kind.TAG})
-_PLAIN: Final = {Kind.FLOAT: pa.float64(), Kind.INTEGER: pa.int64()}
+_TEXTS: Final = frozenset({ValueKind.STRING, ValueKind.TAG})
+_PLAIN: Final = {ValueKind.FLOAT: pa.float64(), ValueKind.INTEGER: pa.int64()}
 UNSIGNED: Final = pa.decimal128(20, 0)
 """Arrow's `uint64` as the log stores it."""
 
@@ -74,7 +74,7 @@ class RefusedLine:
     """Index of the column at fault."""
     other: int
     """Index of the column that differs from this one only in case, or the kind that the column has."""
-    kind: Kind
+    kind: ValueKind
     """Kind of the value at fault."""
     span: tuple[int, int]
 
@@ -84,7 +84,7 @@ class FoundColumn:
     """A column of a measurement."""
 
     name: str
-    kind: Kind
+    kind: ValueKind
     values: pa.Array
 
 
@@ -303,7 +303,7 @@ class Walk:
             measurement=measurement,
             column=column,
             other=other,
-            kind=Kind(kind),
+            kind=ValueKind(kind),
             span=(start, reading.line_end(self._buffer, start, len(self._body))),
         )
 
@@ -377,7 +377,7 @@ class Walk:
         }
         size += sum(8 * rows[place] for place in pieces if is_odd[place])
         found = [
-            (place, Kind(kind), value_at[place] + row_at[of := columns[place][known.OF_MEASUREMENT]], rows[of])
+            (place, ValueKind(kind), value_at[place] + row_at[of := columns[place][known.OF_MEASUREMENT]], rows[of])
             for (_, place), kind in zip(used, room.kinds[[first for first, _ in used]].tolist(), strict=True)
         ]
         texts = self._texts(values, [found_column[1:] for found_column in found], bytes_max - size)
@@ -392,13 +392,13 @@ class Walk:
         return list(tables.values())
 
     def _texts(
-        self, values: Ints, columns: list[tuple[Kind, int, int]], bytes_max: int
+        self, values: Ints, columns: list[tuple[ValueKind, int, int]], bytes_max: int
     ) -> Iterator[tuple[pa.Buffer, pa.Buffer]]:
         """Return the offsets and the bytes of each text column among columns given by kind, start and row count."""
         texts = [facts for facts in columns if facts[0] in _TEXTS]
         if not texts:
             return iter(())
-        are_strings = np.array([kind is Kind.STRING for kind, _, _ in texts], np.uint8)
+        are_strings = np.array([kind is ValueKind.STRING for kind, _, _ in texts], np.uint8)
         begins, counts = (np.array(facts, np.int64) for facts in list(zip(*texts, strict=True))[1:])
         offsets = np.empty(int(counts.sum()) + len(texts), np.int32)
         starts = np.empty(len(texts) + 1, np.int64)
@@ -416,15 +416,17 @@ class Walk:
         )
 
 
-def _array(kind: Kind, values: Ints, valid: pa.Buffer | None, texts: Iterator[tuple[pa.Buffer, pa.Buffer]]) -> pa.Array:
+def _array(
+    kind: ValueKind, values: Ints, valid: pa.Buffer | None, texts: Iterator[tuple[pa.Buffer, pa.Buffer]]
+) -> pa.Array:
     """Return a column of its kind's type; a text column takes the next of the texts."""
     count = len(values)
     if kind in _TEXTS:
         return pa.Array.from_buffers(pa.string(), count, [valid, *next(texts)])
-    if kind is Kind.BOOLEAN:
+    if kind is ValueKind.BOOLEAN:
         bits = np.packbits(values.astype(np.uint8), bitorder="little")
         return pa.Array.from_buffers(pa.bool_(), count, [valid, pa.py_buffer(bits)])
-    if kind is Kind.UNSIGNED:
+    if kind is ValueKind.UNSIGNED:
         words = np.zeros(2 * count, np.int64)
         words[::2] = values
         return pa.Array.from_buffers(UNSIGNED, count, [valid, pa.py_buffer(words)])

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from millstream.codec.line_protocol.grammar import REASONS, Fault, Kind
+from millstream.codec.line_protocol.grammar import REASONS, Fault, ValueKind
 from millstream.ingest.lines import (
     PRECISIONS,
     TIME,
@@ -38,7 +38,7 @@ class Field(NamedTuple):
     """One field of a line."""
 
     key: str
-    kind: Kind
+    kind: ValueKind
     value: Value
 
 
@@ -184,8 +184,8 @@ def _key(body: bytes, at: int) -> tuple[bytes, int]:
     return body[at:end], end
 
 
-def _fields(body: bytes, at: int) -> tuple[list[tuple[bytes, Kind, Value]], int]:
-    fields: list[tuple[bytes, Kind, Value]] = []
+def _fields(body: bytes, at: int) -> tuple[list[tuple[bytes, ValueKind, Value]], int]:
+    fields: list[tuple[bytes, ValueKind, Value]] = []
     while True:
         key, at = _key(body, at)
         if not key:
@@ -199,7 +199,7 @@ def _fields(body: bytes, at: int) -> tuple[list[tuple[bytes, Kind, Value]], int]
         at += 1
 
 
-def _value(body: bytes, at: int) -> tuple[Kind, Value, int]:
+def _value(body: bytes, at: int) -> tuple[ValueKind, Value, int]:
     if body.startswith(b'"', at):
         found = _STRING.match(body, at)
         if found is None:
@@ -208,7 +208,7 @@ def _value(body: bytes, at: int) -> tuple[Kind, Value, int]:
         if end < len(body) and body[end] not in b", " and not _LINE_END.match(body, end):
             raise _WrongError(Fault.BEHIND_A_STRING)
         # Invalid UTF-8 is reported for the whole line.
-        return Kind.STRING, _UNESCAPE_STRING.sub(rb"\1", found[1]).decode("utf-8", "replace"), end
+        return ValueKind.STRING, _UNESCAPE_STRING.sub(rb"\1", found[1]).decode("utf-8", "replace"), end
     end = _end(_WORD, body, at)
     if body.endswith(b"\r", at, end) and _LINE_END.match(body, end - 1):
         end -= 1
@@ -216,22 +216,22 @@ def _value(body: bytes, at: int) -> tuple[Kind, Value, int]:
     if not word:
         raise _WrongError(Fault.FIELD_WITHOUT_VALUE)
     if word in _BOOLEANS:
-        return Kind.BOOLEAN, _BOOLEANS[word], end
+        return ValueKind.BOOLEAN, _BOOLEANS[word], end
     if _NUMBER.fullmatch(word):
         number = float(word)
         if number in (float("inf"), float("-inf")):
             raise _WrongError(Fault.FLOAT_TOO_LARGE)
-        return Kind.FLOAT, number, end
+        return ValueKind.FLOAT, number, end
     if whole := _WHOLE.fullmatch(word):
         if whole[2] == b"u":
             if whole[1].startswith(b"-"):
                 raise _WrongError(Fault.NO_VALUE)
             if _whole(whole[1]) >= 2**64:
                 raise _WrongError(Fault.UNSIGNED_TOO_LARGE)
-            return Kind.UNSIGNED, _whole(whole[1]), end
+            return ValueKind.UNSIGNED, _whole(whole[1]), end
         if not -(2**63) <= _whole(whole[1]) < 2**63:
             raise _WrongError(Fault.INTEGER_TOO_LARGE)
-        return Kind.INTEGER, _whole(whole[1]), end
+        return ValueKind.INTEGER, _whole(whole[1]), end
     raise _WrongError(Fault.NOT_FINITE if _ENDLESS.fullmatch(word) else Fault.NO_VALUE)
 
 
@@ -272,12 +272,12 @@ def line_end(body: bytes, start: int) -> int:
 
 
 _TYPES: Final = {
-    Kind.FLOAT: pa.float64(),
-    Kind.INTEGER: pa.int64(),
-    Kind.UNSIGNED: pa.decimal128(20, 0),
-    Kind.STRING: pa.string(),
-    Kind.BOOLEAN: pa.bool_(),
-    Kind.TAG: pa.string(),
+    ValueKind.FLOAT: pa.float64(),
+    ValueKind.INTEGER: pa.int64(),
+    ValueKind.UNSIGNED: pa.decimal128(20, 0),
+    ValueKind.STRING: pa.string(),
+    ValueKind.BOOLEAN: pa.bool_(),
+    ValueKind.TAG: pa.string(),
 }
 
 
@@ -304,7 +304,7 @@ def tables_of_lines_plain(body: bytes, *, precision: str, now_ns: int, columns_m
 class _Table:
     def __init__(self, measurement: str) -> None:
         self.measurement = measurement
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, ValueKind] = {}
         self.lower: dict[str, str] = {}
         self.rows: list[tuple[int, int | None, dict[str, Any]]] = []
 
@@ -314,7 +314,7 @@ class _Table:
         if why is not None:
             return why
         kinds, lower, row = dict(self.kinds), dict(self.lower), {}
-        for key, kind, value in [*((k, Kind.TAG, v) for k, v in line.tags), *line.fields]:
+        for key, kind, value in [*((k, ValueKind.TAG, v) for k, v in line.tags), *line.fields]:
             why = column_fault(key)
             if why is not None:
                 return why
