@@ -24,7 +24,7 @@ from uuid import uuid4
 
 from millstream.buffers.answers import answered, no_answer
 from millstream.buffers.redis_reader import RedisReader
-from millstream.buffers.redis_server import Keys, check_durable, connect, error_of_redis, translated
+from millstream.buffers.redis_server import RedisKeys, check_durable, connect, error_of_redis, translated
 from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
@@ -124,7 +124,7 @@ class RedisBuffer:
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
-        self._keys = Keys(options.name)
+        self._keys = RedisKeys(options.name)
         self._client = connect(options.url, options.name, timeout_s=options.timeout_s)
         check_durable(self._client, options.name, accept_loss=options.accept_loss)
         if options.create_shards is not None:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.buffers.redis_server import Keys, translated
+from millstream.buffers.redis_server import RedisKeys, translated
 from millstream.codec.buffer_reading import BufferItem, PlacedReader, replaced
 from millstream.errors import BufferMissing, BufferRefused
 from millstream.model.buffers import BufferOffset
@@ -32,7 +32,7 @@ class RedisReader(PlacedReader):
         identity: the buffer's; a buffer made again under its name is reported.
     """
 
-    def __init__(self, client: Redis, name: str, shard: ShardId, keys: Keys, *, identity: str) -> None:
+    def __init__(self, client: Redis, name: str, shard: ShardId, keys: RedisKeys, *, identity: str) -> None:
         super().__init__(name, shard)
         self._client = client
         self._keys = keys

@@ -25,7 +25,7 @@ _EVICTS: Final = "allkeys-"
 logger = logging.getLogger("millstream.buffers.redis")
 
 
-class Keys:
+class RedisKeys:
     """Names of a buffer's keys; the part in braces makes a cluster keep them together."""
 
     def __init__(self, name: str) -> None:
