@@ -36,7 +36,7 @@ from millstream.capture.slot import (
 )
 from millstream.capture.source import (
     Connection,
-    Identity,
+    SourceIdentity,
     check_end,
     check_origin,
     check_same,
@@ -410,7 +410,7 @@ class _Capture:
     # --- before streaming --------------------------------------------------------------------------------------
 
     def _source_to_follow(
-        self, identity: Identity, replication: Connection, control: Connection, slot: SlotState | None
+        self, identity: SourceIdentity, replication: Connection, control: Connection, slot: SlotState | None
     ) -> SourceId:
         """Return the source with which the log goes on without a gap, or begins again after `slot drop`.
 
@@ -463,7 +463,7 @@ class _Capture:
             if row.is_captured and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "the slot was made anew")
 
-    def _begin_slot(self, dsn: str, replication: Connection, identity: Identity, source: SourceId) -> Lsn:
+    def _begin_slot(self, dsn: str, replication: Connection, identity: SourceIdentity, source: SourceId) -> Lsn:
         """Create the slot, and let the stream begin there."""
         self._request_copies()
         told = False
@@ -489,7 +489,7 @@ class _Capture:
         return reached
 
     def _open_chunks(
-        self, dsn: str, identity: Identity, reached: Lsn, confirmed: Lsn, tables: Tables
+        self, dsn: str, identity: SourceIdentity, reached: Lsn, confirmed: Lsn, tables: Tables
     ) -> ChunkWire | None:
         """Begin to read chunks; None if the source refuses, which then isn't asked again."""
         config, choice = self._config, self._choice

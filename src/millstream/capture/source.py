@@ -28,7 +28,7 @@ _PAGE_HEADER_BYTES_MAX: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class SourceIdentity:
     """The server and database behind a DSN: one history of one database."""
 
     system_identifier: int
@@ -250,14 +250,14 @@ def identify(connection: Connection) -> tuple[int, str, int | None]:
     return int(row[0]) & (2**64 - 1), str(row[1]), None if row[2] is None else int(row[2][:8], 16)
 
 
-def identify_replication(connection: Connection) -> Identity:
+def identify_replication(connection: Connection) -> SourceIdentity:
     """Return the identity of the server that this replication connection streams from (IDENTIFY_SYSTEM)."""
     with translated():
         row = connection.execute("IDENTIFY_SYSTEM").fetchone()
         assert row is not None
         recovery = connection.execute("SELECT pg_is_in_recovery()").fetchone()
         assert recovery is not None
-    return Identity(
+    return SourceIdentity(
         system_identifier=int(row[0]),
         timeline=int(row[1]),
         database=str(row[3]),
@@ -266,7 +266,7 @@ def identify_replication(connection: Connection) -> Identity:
     )
 
 
-def connect_same(dsn: str, identity: Identity, *, purpose: str) -> Connection:
+def connect_same(dsn: str, identity: SourceIdentity, *, purpose: str) -> Connection:
     """Open an ordinary connection to the server that a session streams from; the caller closes it.
 
     The address may lead by now to a standby that lags, or to a primary on another timeline. Data read
@@ -334,7 +334,7 @@ def check_same(known: KnownSource, found: KnownSource) -> None:
     )
 
 
-def check_standby(identity: Identity) -> None:
+def check_standby(identity: SourceIdentity) -> None:
     """Raise `source_on_standby` if the server is a standby that can't decode its WAL."""
     if identity.on_standby and identity.server_version < STANDBY_VERSION_MIN:
         raise SourceError(
@@ -344,7 +344,7 @@ def check_standby(identity: Identity) -> None:
         )
 
 
-def check_origin(identity: Identity, origin: str) -> None:
+def check_origin(identity: SourceIdentity, origin: str) -> None:
     """Raise `source_version_unsupported` if the server is too old to leave out changes that have an origin."""
     if origin != "any" and identity.server_version < ORIGIN_VERSION_MIN:
         raise SourceError(
@@ -354,7 +354,7 @@ def check_origin(identity: Identity, origin: str) -> None:
         )
 
 
-def check_end(connection: Connection, identity: Identity, reached: Lsn) -> None:
+def check_end(connection: Connection, identity: SourceIdentity, reached: Lsn) -> None:
     """Check that the server's WAL reaches at least as far as the log.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import Final
 from psycopg import errors
 
 from millstream.capture.connection import connect_replication, translated
-from millstream.capture.source import Connection, Identity, check_same
+from millstream.capture.source import Connection, SourceIdentity, check_same
 from millstream.catalog import SourceRow
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
@@ -102,7 +102,7 @@ class TimelineWatch:
     Not thread-safe.
     """
 
-    def __init__(self, dsn: str, identity: Identity) -> None:
+    def __init__(self, dsn: str, identity: SourceIdentity) -> None:
         self._connection = connect_replication(dsn)
         self._identity = identity
 
@@ -123,7 +123,7 @@ class TimelineWatch:
 
 
 def follows(
-    followed: SourceRow, ours: History | None, found: Identity, theirs: History | None, *, reached: Lsn
+    followed: SourceRow, ours: History | None, found: SourceIdentity, theirs: History | None, *, reached: Lsn
 ) -> bool:
     """Check that the log can go on with a history without a gap; return whether it is a new branch.
 

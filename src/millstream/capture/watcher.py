@@ -35,7 +35,7 @@ from millstream.capture.publication import (
 from millstream.capture.rewrite_detection import KnownLayouts
 from millstream.capture.schema_registry import NO_IDENTITY, CatalogDirectory
 from millstream.capture.slot import read_slot
-from millstream.capture.source import Connection, Identity, SourceTable, connect_same, insert_lsn
+from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError, PublicationMissing, SourceError
@@ -195,7 +195,7 @@ class Watcher:
     def __init__(
         self,
         config: CaptureConfig,
-        identity: Identity,
+        identity: SourceIdentity,
         tables: Tables,
         directory: CatalogDirectory,
         *,

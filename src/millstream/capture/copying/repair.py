@@ -30,7 +30,7 @@ from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.text import chunk_operation
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import CatalogDirectory
-from millstream.capture.source import Connection, Identity, SourceTable, connect_same
+from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import MillstreamError
@@ -109,7 +109,7 @@ class Repairs:
     def __init__(
         self,
         config: CaptureConfig,
-        identity: Identity,
+        identity: SourceIdentity,
         catalog: Catalog,
         directory: CatalogDirectory,
         tables: Tables,

@@ -18,7 +18,7 @@ from psycopg import sql
 
 from millstream.capture.connection import connect, connect_replication, pinned, translated
 from millstream.capture.slot import ask_for_slot, who_is_waited_for
-from millstream.capture.source import Connection, Identity, identify_replication
+from millstream.capture.source import Connection, SourceIdentity, identify_replication
 from millstream.errors import SnapshotWaits, SourceError
 from millstream.model.positions import Lsn
 
@@ -43,7 +43,7 @@ class SourceSnapshot:
         dsn: str,
         *,
         patience_s: float,
-        check: Callable[[Identity], None] | None = None,
+        check: Callable[[SourceIdentity], None] | None = None,
         purpose: str = "diff",
         stopped: Callable[[], bool] = lambda: False,
     ) -> Self:

@@ -32,7 +32,7 @@ from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, C
 from millstream.capture.copying.whole import STANDBY_PATIENCE_S, WholeReads
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import CatalogDirectory
-from millstream.capture.source import Connection, Identity, SourceTable, connect_same
+from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamHold
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.watcher import Tables
@@ -70,7 +70,7 @@ class TableCopies:
     def __init__(
         self,
         config: CaptureConfig,
-        identity: Identity,
+        identity: SourceIdentity,
         catalog: Catalog,
         directory: CatalogDirectory,
         tables: Tables,

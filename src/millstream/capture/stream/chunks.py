@@ -24,7 +24,7 @@ import psycopg
 from psycopg import pq, sql
 
 from millstream.capture.connection import take_bytes_as_they_are, translate, translate_result, translated
-from millstream.capture.source import Identity, connect_same
+from millstream.capture.source import SourceIdentity, connect_same
 from millstream.capture.stream.frames import KEEPALIVE, Block, Connection, Frames, pass_over
 from millstream.capture.stream.wire import has_machine_code
 from millstream.codec.pgoutput import MessageRun
@@ -235,7 +235,7 @@ class ChunkWire:
 
 def open_chunks(
     dsn: str,
-    identity: Identity,
+    identity: SourceIdentity,
     *,
     slot: str,
     options: dict[str, str],
