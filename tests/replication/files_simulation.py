@@ -31,10 +31,10 @@ from millstream.protocol.replication import (
     LINEAGE,
     Follower,
     Greeting,
-    Holding,
     Leader,
     LinkId,
     NodeReport,
+    OwnHolding,
     Promise,
     Promotion,
     Role,
@@ -259,10 +259,10 @@ class MachinesLife(ReplicaLife):
         )
         return True
 
-    def _holding(self, replica: Replica) -> Holding:
+    def _holding(self, replica: Replica) -> OwnHolding:
         assert replica.log is not None
         end = replica.log.end()
-        return Holding(replica.log.position(), end.group, end.persisted_upto)
+        return OwnHolding(replica.log.position(), end.group, end.persisted_upto)
 
     def _end_side(self, side: Side) -> None:
         self._cut_link(side)

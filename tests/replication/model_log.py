@@ -18,7 +18,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart
-from millstream.protocol.replication import Holding
+from millstream.protocol.replication import OwnHolding
 
 HEADER = b"SEGMENT."
 _FOOTER = struct.Struct("<4sI")
@@ -237,9 +237,9 @@ class ModelLog:
         if is_synced:
             self.synced_group = self.group
 
-    def holding(self) -> Holding:
+    def holding(self) -> OwnHolding:
         """Return what a follower reports as held."""
-        return Holding(self.position(), GroupNumber(self.group), Seq(self.group))
+        return OwnHolding(self.position(), GroupNumber(self.group), Seq(self.group))
 
     def position(self) -> ReplicaPosition:
         """Return the end of every shard."""

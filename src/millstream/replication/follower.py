@@ -31,9 +31,9 @@ from millstream.protocol.replication.follower import (
     Effect,
     Event,
     Follower,
-    Holding,
     Lag,
     LinkGone,
+    OwnHolding,
     PersistDocuments,
     Received,
     Say,
@@ -317,9 +317,9 @@ class WalFollower:
         if link is not None:
             link.close()
 
-    def _holding(self) -> Holding:
+    def _holding(self) -> OwnHolding:
         end = self._log.end()
-        return Holding(self._log.position(), end.group, end.persisted_upto)
+        return OwnHolding(self._log.position(), end.group, end.persisted_upto)
 
     def _tell_lag(self) -> None:
         now_s = time.monotonic()

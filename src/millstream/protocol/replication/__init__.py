@@ -24,7 +24,7 @@ leader. Two nodes' logs are the same wherever both have shown something at that 
 
 from __future__ import annotations
 
-from millstream.protocol.replication.follower import Follower, Holding, Lag
+from millstream.protocol.replication.follower import Follower, Lag, OwnHolding
 from millstream.protocol.replication.leader import Leader, is_covered
 from millstream.protocol.replication.levels import level_kept, promises_wanted
 from millstream.protocol.replication.promises import (
@@ -49,12 +49,12 @@ __all__ = [
     "UNPROMISED",
     "Follower",
     "Greeting",
-    "Holding",
     "Lag",
     "Leader",
     "Lineage",
     "LinkId",
     "NodeReport",
+    "OwnHolding",
     "Promise",
     "Promotion",
     "Rank",

@@ -87,7 +87,7 @@ CLOCK_OFF_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class OwnHolding:
     """The part of the log that a follower has, durable and verified, as its log reports it."""
 
     position: ReplicaPosition = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Received:
 class Applied:
     """`Apply` was carried out."""
 
-    holding: Holding
+    holding: OwnHolding
     wall_ns: int
 
 
@@ -133,7 +133,7 @@ class ApplyFailed:
 class WasSetAside:
     """`SetAside` was carried out, even if there was nothing to set aside."""
 
-    holding: Holding
+    holding: OwnHolding
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Follower:
         node: NodeName,
         fact: RoleFact,
         stream: StreamId | None,
-        holding: Holding | None = None,
+        holding: OwnHolding | None = None,
         documents: Mapping[str, int] | None = None,
         *,
         home: str = "",
@@ -278,7 +278,7 @@ class Follower:
         self._heard_at = -math.inf
         self.fact = fact
         self.stream = stream
-        self.holding = Holding() if holding is None else holding
+        self.holding = OwnHolding() if holding is None else holding
         self.phase = FollowerPhase.APART
         self.stopped_by: MillstreamError | None = None
         self.trouble: MillstreamError | None = None
@@ -454,7 +454,7 @@ class Follower:
         kept = self._keep(shipment)
         return [*kept, *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
 
-    def _was_set_aside(self, holding: Holding) -> list[Effect]:
+    def _was_set_aside(self, holding: OwnHolding) -> list[Effect]:
         self.holding = holding
         if self.phase is not FollowerPhase.CUTTING or self._greeting is None:
             return []  # the link has gone
@@ -462,7 +462,7 @@ class Follower:
         # Noted durably after the cut: until then the older lineage claims only what is true of the rest.
         return [*self._note_reigns(), *self._say_hello()]
 
-    def _applied(self, holding: Holding, now_s: float, wall_ns: int) -> list[Effect]:
+    def _applied(self, holding: OwnHolding, now_s: float, wall_ns: int) -> list[Effect]:
         shipment, self._taken, self.holding = self._taken, None, holding
         if self.phase is not FollowerPhase.FOLLOWING or shipment is None:
             return []  # the link has gone
