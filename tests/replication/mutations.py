@@ -28,7 +28,7 @@ from millstream.protocol.replication import (
     shipping,
 )
 from millstream.protocol.replication import follower as following
-from millstream.protocol.replication.leader import Follower as Followed
+from millstream.protocol.replication.leader import FollowerLink as Followed
 
 SEEDS_MAX = 3000
 SCRIPT_SEED = 17
