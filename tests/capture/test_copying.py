@@ -15,7 +15,7 @@ import pytest
 from tests.capture.beside import DEADLINE_S, Beside, until_done, wait_until
 from tests.capture.capture_stage import Stage
 
-from millstream.capture.copying.reader import ChunkBounds, ChunkReader, Fetched
+from millstream.capture.copying.reader import ChunkBounds, ChunkReader, FetchedRows
 from millstream.capture.copying.table_copies import TableCopies
 from millstream.catalog import TableState
 from millstream.errors import CatalogError
@@ -379,7 +379,7 @@ def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
     fetch, go_back, decode = ChunkReader.fetch, TableCopies._go_back, TableCopies._decode
     fetched: list[ChunkBounds] = []
 
-    def slow_fetch(reader: ChunkReader, table: Any, table_id: Any, bounds: ChunkBounds, **more: Any) -> Fetched:
+    def slow_fetch(reader: ChunkReader, table: Any, table_id: Any, bounds: ChunkBounds, **more: Any) -> FetchedRows:
         fetched.append(bounds)
         if len(fetched) == 3:
             stage.sql("UPDATE docs SET body = repeat('y', 3000) WHERE id > 300")

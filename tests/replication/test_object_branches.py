@@ -21,7 +21,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName
 from millstream.nodes.restoring import restore_stream
-from millstream.nodes.stores import Fetched, fetch, lineage_document, stored_lineage
+from millstream.nodes.stores import FetchedStream, fetch, lineage_document, stored_lineage
 from millstream.protocol.replication.promises import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.protocol.replication.shipping import Heard, StoredUpto
 from millstream.replication.archiver import WalArchiver
@@ -100,7 +100,7 @@ class Scene:
         archiver.stop(10.0)
         return archiver
 
-    def restored(self, name: str, store: Path | None = None) -> tuple[Fetched, StreamReader]:
+    def restored(self, name: str, store: Path | None = None) -> tuple[FetchedStream, StreamReader]:
         """Restore a log from the store alone."""
         folder = self.folder / name
         with closing(self.transport("restore", store)) as transport:

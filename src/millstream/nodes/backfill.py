@@ -16,7 +16,7 @@ from millstream.leadership.role_files import Roles
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
 from millstream.nodes.follower_state import FollowingNotes
-from millstream.nodes.stores import Fetched, fetch, stored_lineage
+from millstream.nodes.stores import FetchedStream, fetch, stored_lineage
 from millstream.protocol.replication.promises import LINEAGE, SESSIONS, Role, RoleFact
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.writing.session_file import covered_in
@@ -39,7 +39,7 @@ def fill(
     *,
     stop: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda _: None,
-) -> Fetched | None:
+) -> FetchedStream | None:
     """Fetch the acknowledged part that a store has and this node lacks.
 
     The part of this node's log that the store's history doesn't have is set aside first.
@@ -88,7 +88,7 @@ def fill(
     return found
 
 
-def _with_lineage(fact: RoleFact, found: Fetched) -> RoleFact:
+def _with_lineage(fact: RoleFact, found: FetchedStream) -> RoleFact:
     """Add the terms whose log is here now; the last leader may be newer than this node has heard of."""
     last = found.lineage.last.promise
     if last > fact.promise:

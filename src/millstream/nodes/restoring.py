@@ -18,7 +18,7 @@ from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
-from millstream.nodes.stores import Fetched, fetch
+from millstream.nodes.stores import FetchedStream, fetch
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.promises import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
@@ -169,7 +169,7 @@ def _home_at(folder: Path, begun: Path, stream: str, region: RegionId) -> Home:
     return home
 
 
-def _last_number(asked: datetime | StreamToken, wal: Path, found: Fetched) -> Seq:
+def _last_number(asked: datetime | StreamToken, wal: Path, found: FetchedStream) -> Seq:
     """Return the last number to restore.
 
     `store_damaged` and `TokenFromFuture` if it isn't there, `UsageError` if nothing is.
@@ -194,7 +194,7 @@ def _last_number(asked: datetime | StreamToken, wal: Path, found: Fetched) -> Se
     return token
 
 
-def _damaged(found: Fetched, wal: Path) -> ShipmentUnreadable:
+def _damaged(found: FetchedStream, wal: Path) -> ShipmentUnreadable:
     """Return the error if damage prevents a requested restore: it names what is damaged, what isn't, and what to do."""
     first, *others = found.damage
     more = f" (and {len(others)} more)" if others else ""

@@ -38,7 +38,7 @@ _LOOKS_FOR_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedStream:
     """The result of a fetch from a store."""
 
     end: ReplicaEnd
@@ -95,7 +95,7 @@ def fetch(
     past_damage: bool = False,
     stop: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda _: None,
-) -> Fetched:
+) -> FetchedStream:
     """Fetch everything that a store has of a stream and a log lacks into that log.
 
     Args:
@@ -149,7 +149,7 @@ def fetch(
         log.close()
     if damage:
         end = _show_in_front(folder, marks)
-    return Fetched(end, taking.documents, taking.size_bytes, tuple(one.error for one in damage.values()))
+    return FetchedStream(end, taking.documents, taking.size_bytes, tuple(one.error for one in damage.values()))
 
 
 class _Taking:

@@ -74,7 +74,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fetched:
+class FetchedRows:
     """The rows of a read, still as text. Any thread may decode them, once."""
 
     text: Text
@@ -188,7 +188,7 @@ class ChunkReader:
         *,
         rows_max: int | None = None,
         bytes_max: int = CHUNK_BYTES_MAX,
-    ) -> Fetched:
+    ) -> FetchedRows:
         """Read the rows in the bounds, from the lowest key on.
 
         Args:
@@ -209,7 +209,7 @@ class ChunkReader:
             query = _copy_query(found, schema.key, bounds, condition, rows_max)
             self._take_any_bytes()
             copied = copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max)
-        return Fetched(
+        return FetchedRows(
             text=copied.text,
             row_count=copied.row_count,
             schema=schema,

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from millstream.capture.config import CHUNK_ROWS
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.reader import ChunkBounds, Fetched, decode_key, encode_key
+from millstream.capture.copying.reader import ChunkBounds, FetchedRows, decode_key, encode_key
 from millstream.capture.copying.text import CopiedRows
 from millstream.capture.copying.throttle import ChunkSizes
 from millstream.capture.source import SourceTable
@@ -53,7 +53,7 @@ class OpenChunk:
     ticket: int
     bounds: ChunkBounds
     """The keys that it covers; when read again, it covers the same."""
-    read: Fetched | CopiedFile
+    read: FetchedRows | CopiedFile
     rows: CopiedRows | None = None
     """None: not decoded so far. Rows of a file never are."""
     durable: bool = False
@@ -62,7 +62,7 @@ class OpenChunk:
     @property
     def memory_bytes(self) -> int:
         """Size of the text that it holds."""
-        return len(self.read.text) if isinstance(self.read, Fetched) else 0
+        return len(self.read.text) if isinstance(self.read, FetchedRows) else 0
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ import structlog
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.reader import ChunkBounds, ChunkReader, Fetched, TableChanged, TableGone
+from millstream.capture.copying.reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
@@ -324,7 +324,7 @@ class TableCopies:
         else:
             yield operation, lambda: self._chunk_durable(copy, chunk)
 
-    def _enter(self, copy: Copy, chunk: OpenChunk, read: Fetched, rows: CopiedRows) -> Iterator[Entry]:
+    def _enter(self, copy: Copy, chunk: OpenChunk, read: FetchedRows, rows: CopiedRows) -> Iterator[Entry]:
         verdict = copy.tracker.judge(chunk.ticket, chunk.bounds.keys)
         if verdict.again:
             self._go_back(copy, chunk)
@@ -526,7 +526,7 @@ class TableCopies:
         with self._lock:
             return self._rate.aim_bytes(max(1, self._config.copy_workers))
 
-    def _decode(self, copy: Copy, chunk: OpenChunk, read: Fetched, schema: TableSchema) -> None:
+    def _decode(self, copy: Copy, chunk: OpenChunk, read: FetchedRows, schema: TableSchema) -> None:
         """Decode a chunk from text to columns, on a thread of its own."""
         if self._copies.get(copy.row.id) is not copy:
             return
