@@ -105,7 +105,7 @@ def truncate_to(
         marks = lock_shards(files, folder, list_shards(files, folder))
         for mark in marks.values():
             held.callback(mark.close)
-        cuts = {shard: Cut.at(files, folder, shard, common.get(shard)) for shard in marks}
+        cuts = {shard: ShardCut.at(files, folder, shard, common.get(shard)) for shard in marks}
         beyond = sum(cut.beyond_bytes for cut in cuts.values())
         if not beyond:
             _forget_dropped(files, cuts, marks)
@@ -170,7 +170,7 @@ def _frames(files: Files, segment: SegmentFile, *, payload: bool = True) -> Iter
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardCut:
     """The end that a shard is cut to."""
 
     shard: ShardId
@@ -185,7 +185,7 @@ class Cut:
     beyond_bytes: int
 
     @classmethod
-    def at(cls, files: Files, folder: str, shard: ShardId, end: ByteEnd | None) -> Cut:
+    def at(cls, files: Files, folder: str, shard: ShardId, end: ByteEnd | None) -> ShardCut:
         """Read a shard on both sides of an end; None: nothing stays. Raises `LogError` if no frame ends there."""
         shard_dir = shard_folder(folder, shard)
         segments = tuple(list_segments(files, shard_dir))
@@ -236,7 +236,7 @@ class Cut:
         files.sync_dir(self.folder)
 
 
-def _lowered(cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
+def _lowered(cuts: Mapping[ShardId, ShardCut]) -> dict[ShardId, DurableMark]:
     """Return the marks of what stays, if shown records go: a new leader's history ends with a whole group."""
     if not any(cut.is_below_mark for cut in cuts.values()):
         return {}
@@ -258,7 +258,7 @@ def _lowered(cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
     return lowered
 
 
-def _gone(files: Files, cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
+def _gone(files: Files, cuts: Mapping[ShardId, ShardCut]) -> dict[ShardId, DurableMark]:
     """Return the marks of shards with no remaining record."""
     newest = _newest_that_stays(cuts)
     gone = {}
@@ -272,12 +272,12 @@ def _gone(files: Files, cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMar
     return gone
 
 
-def _newest_that_stays(cuts: Mapping[ShardId, Cut]) -> FrameHeader | None:
+def _newest_that_stays(cuts: Mapping[ShardId, ShardCut]) -> FrameHeader | None:
     lasts = [cut.last for cut in cuts.values() if cut.last is not None]
     return max(lasts, key=lambda header: header.group, default=None)
 
 
-def _forget_dropped(files: Files, cuts: Mapping[ShardId, Cut], marks: Mapping[ShardId, MarkFile]) -> None:
+def _forget_dropped(files: Files, cuts: Mapping[ShardId, ShardCut], marks: Mapping[ShardId, MarkFile]) -> None:
     """Reset empty shards to begin as on the new leader: it is unknown whether the records dropped here were common."""
     for shard, cut in cuts.items():
         mark, dropped = read_mark(files, cut.folder), read_dropped(files, cut.folder)
@@ -299,11 +299,11 @@ def _last_sealed(files: Files, segments: Sequence[SegmentFile]) -> FrameHeader |
 # --- setting aside --------------------------------------------------------------------------------------------------
 
 
-def _is_whole(files: Files, aside: str, cuts: Mapping[ShardId, Cut]) -> bool:
+def _is_whole(files: Files, aside: str, cuts: Mapping[ShardId, ShardCut]) -> bool:
     return all(read_mark(files, shard_folder(aside, shard)) for shard, cut in cuts.items() if cut.has_frames_beyond)
 
 
-def _copy(files: Files, aside: str, cuts: Mapping[ShardId, Cut], common: Seq) -> None:
+def _copy(files: Files, aside: str, cuts: Mapping[ShardId, ShardCut], common: Seq) -> None:
     files.makedirs(aside)
     copied = [cut for cut in cuts.values() if cut.has_frames_beyond]
     for cut in copied:

@@ -16,7 +16,7 @@ from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import MARK_NAME, list_shards, shard_folder
 from millstream.wal.mark import read_mark
-from millstream.wal.replica.divergence import Cut
+from millstream.wal.replica.divergence import ShardCut
 from millstream.wal.replica.log import ReplicaEnd, ReplicaLog
 from millstream.wal.replica.marks import NOBODY
 from millstream.wal.shard_locks import lock_shards
@@ -45,10 +45,10 @@ def prepare_promotion(folder: str, *, files: Files | None = None) -> ReplicaEnd:
             shard_dir = shard_folder(folder, shard)
             shown = read_mark(files, shard_dir)
             if shown is None or shown.writer == NOBODY:
-                Cut.at(files, folder, shard, None).apply(files)
+                ShardCut.at(files, folder, shard, None).apply(files)
                 files.remove(f"{shard_dir}/{MARK_NAME}")
                 files.sync_dir(shard_dir)
                 continue
             position = 0 if shown.byte_end == SEGMENT_HEADER_SIZE else shown.byte_end
-            Cut.at(files, folder, shard, ByteEnd(shown.base_offset, position)).apply(files)
+            ShardCut.at(files, folder, shard, ByteEnd(shown.base_offset, position)).apply(files)
     return end
