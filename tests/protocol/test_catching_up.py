@@ -10,8 +10,8 @@ from millstream.protocol.catching_up import (
     CHUNK_CHANGES,
     CHUNK_WAL_BYTES,
     START_BYTES,
+    BacklogChunk,
     CatchUp,
-    Chunk,
     Mode,
     ModeChoice,
 )
@@ -19,8 +19,8 @@ from millstream.protocol.catching_up import (
 MIB = 1 << 20
 
 
-def chunk(begin: int, end: int, source_end: int, *, messages: int = 1000, size_bytes: int = MIB) -> Chunk:
-    return Chunk(Lsn(begin), Lsn(end), Lsn(source_end), messages, size_bytes)
+def chunk(begin: int, end: int, source_end: int, *, messages: int = 1000, size_bytes: int = MIB) -> BacklogChunk:
+    return BacklogChunk(Lsn(begin), Lsn(end), Lsn(source_end), messages, size_bytes)
 
 
 def begun(setting: CatchUp = CatchUp.AUTO, *, backlog: int = 100_000 * MIB, now: float = 0.0) -> ModeChoice:
@@ -161,7 +161,7 @@ def test_whatever_the_rates_the_end_is_reached_and_the_faster_way_does_most(
             spent[mode] += step
             ends = Lsn(int(passed * MIB)), Lsn(int(end * MIB))
             if mode is Mode.CATCHING_UP:
-                goes_on = choice.after_chunk(Chunk(Lsn(int(begin * MIB)), *ends, 1000, MIB), now)
+                goes_on = choice.after_chunk(BacklogChunk(Lsn(int(begin * MIB)), *ends, 1000, MIB), now)
             else:
                 goes_on = not choice.while_streaming(passed=ends[0], source_end=ends[1], now=now)
             assert now < 20 * (backlog + 100) / (best - writes) + 1000, "it never comes to an end"

@@ -66,7 +66,7 @@ from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import Clock, LogAppender
-from millstream.protocol.catching_up import Chunk, Mode, ModeChoice
+from millstream.protocol.catching_up import BacklogChunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
 
@@ -494,7 +494,7 @@ class _Capture:
         """Begin to read chunks; None if the source refuses, which then isn't asked again."""
         config, choice = self._config, self._choice
 
-        def go_on(chunk: Chunk) -> bool:
+        def go_on(chunk: BacklogChunk) -> bool:
             goes_on = choice.after_chunk(chunk, time.monotonic())
             logger.debug("chunk read", end=format_lsn(chunk.end), messages=chunk.messages, goes_on=goes_on)
             return goes_on

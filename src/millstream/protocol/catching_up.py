@@ -66,7 +66,7 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class BacklogChunk:
     """The result of reading one chunk."""
 
     begin: Lsn
@@ -141,7 +141,7 @@ class ModeChoice:
         self._began = (now, reached) if self.mode is Mode.CATCHING_UP else None
         return self.mode
 
-    def after_chunk(self, chunk: Chunk, now: float) -> bool:
+    def after_chunk(self, chunk: BacklogChunk, now: float) -> bool:
         """Return whether to read another chunk; else the stream is read next."""
         assert self._began is not None, "chunks are read in sessions that began so"
         self._broken = 0

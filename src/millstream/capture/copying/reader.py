@@ -119,7 +119,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class RowChunk:
     """The decoded rows of a read."""
 
     rows: CopiedRows
@@ -175,10 +175,10 @@ class ChunkReader:
         assert row is not None
         return Snapshot.parse(row[0])
 
-    def read(self, table: SourceTable, table_id: TableId, bounds: ChunkBounds) -> Chunk:
+    def read(self, table: SourceTable, table_id: TableId, bounds: ChunkBounds) -> RowChunk:
         """Read and decode all rows in the bounds; raises as `fetch`, and `TableUndecodable`."""
         found = self.fetch(table, table_id, bounds)
-        return Chunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last)
+        return RowChunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last)
 
     def fetch(
         self,

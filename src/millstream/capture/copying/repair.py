@@ -22,7 +22,7 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
-from millstream.capture.copying.reader import Chunk, ChunkBounds, ChunkReader, TableChanged, TableGone, table_of
+from millstream.capture.copying.reader import ChunkBounds, ChunkReader, RowChunk, TableChanged, TableGone, table_of
 from millstream.capture.copying.repair_request import RepairChunk, repair_chunks, repair_scope
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import Stage
@@ -61,7 +61,7 @@ class _Keys:
     """The chunk, its keys in the schema's order of columns."""
     all_keys: frozenset[Key]
     ticket: int = 0
-    read: Chunk | None = None
+    read: RowChunk | None = None
     entered: bool = False
 
     @classmethod
@@ -245,7 +245,7 @@ class Repairs:
             if found.ticket and found.read is not None and found.read.lsn <= self._passed:
                 yield from self._enter(repair, found, found.read)
 
-    def _enter(self, repair: _Repair, found: _Keys, read: Chunk) -> Iterator[Entry]:
+    def _enter(self, repair: _Repair, found: _Keys, read: RowChunk) -> Iterator[Entry]:
         verdict = repair.tracker.judge(found.ticket, found.all_keys)
         repair.tracker.end(found.ticket)
         found.ticket = 0

@@ -31,7 +31,7 @@ from millstream.codec.pgoutput import MessageRun
 from millstream.errors import MillstreamError, ProtocolViolation
 from millstream.failpoints import hit
 from millstream.model.positions import Lsn, format_lsn
-from millstream.protocol.catching_up import Chunk
+from millstream.protocol.catching_up import BacklogChunk
 
 _SMALLEST_FRAME: Final = 1 + 4 + 6 + 1
 _ROW_BYTES: Final = 6
@@ -148,7 +148,7 @@ class ChunkWire:
         *,
         begin: Lsn,
         advance: SlotAdvance,
-        go_on: Callable[[Chunk], bool],
+        go_on: Callable[[BacklogChunk], bool],
     ) -> None:
         self._connection = connection
         self._command = command
@@ -225,7 +225,7 @@ class ChunkWire:
 
     def _finish_chunk(self) -> None:
         hit("capture.after_chunk")
-        chunk = Chunk(self._begin, self._end, self._source_end, self._messages - 1, self._size_bytes)
+        chunk = BacklogChunk(self._begin, self._end, self._source_end, self._messages - 1, self._size_bytes)
         self._begin, self._messages, self._size_bytes, self._anew = self._end, 0, 0, True
         if self._go_on(chunk):
             self._rows.ask(self._command)
@@ -243,7 +243,7 @@ def open_chunks(
     confirmed: Lsn,
     changes_max: int,
     wal_bytes_max: int,
-    go_on: Callable[[Chunk], bool],
+    go_on: Callable[[BacklogChunk], bool],
 ) -> ChunkWire:
     """Copy a slot, and begin to read the WAL after `reached` in chunks.
 
