@@ -29,7 +29,7 @@ from bench.source import (
     recvlogical_rows_s,
 )
 from millstream.codec.pgoutput import warm
-from millstream.protocol.catching_up import CatchUp
+from millstream.protocol.catching_up import CatchUpMode
 from millstream.testing.postgres import EmbeddedPostgres
 
 COPY_ROWS = 2_000_000
@@ -45,7 +45,7 @@ _LIKE_WITH_LIKE = (
 )
 
 
-def _captured_rows_s(backlog: Backlog, *, tcp: bool = False, catch_up: CatchUp = CatchUp.NEVER) -> float:
+def _captured_rows_s(backlog: Backlog, *, tcp: bool = False, catch_up: CatchUpMode = CatchUpMode.NEVER) -> float:
     with (
         backlog.copied_slot() as slot,
         folder("capture") as path,
@@ -186,7 +186,7 @@ def catch_up() -> Iterator[Figure]:
         backlog = make_backlog(server, "backlog", transactions=transactions, rows_each=rows_each)
         yield compared(
             name,
-            lambda: _captured_rows_s(backlog, catch_up=CatchUp.AUTO),
+            lambda: _captured_rows_s(backlog, catch_up=CatchUpMode.AUTO),
             lambda: recvlogical_rows_s(backlog, options=PGOUTPUT),
             unit="rows/s",
             goal=">= 2",

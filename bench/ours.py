@@ -20,7 +20,7 @@ from millstream.errors import MillstreamError
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn, parse_lsn
-from millstream.protocol.catching_up import CatchUp
+from millstream.protocol.catching_up import CatchUpMode
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.writing.writer import LogWriter
 
@@ -81,7 +81,7 @@ def captured(
     copy: bool = False,
     copy_workers: int = 1,
     tcp: bool = False,
-    catch_up: CatchUp = CatchUp.NEVER,
+    catch_up: CatchUpMode = CatchUpMode.NEVER,
 ) -> Iterator[Capture]:
     """Capture one table over a slot into a new log under `path`.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from millstream.capture import CaptureConfig, run_capture
 from millstream.catalog import Catalog
 from millstream.model.operations import FIRST_SHARD
-from millstream.protocol.catching_up import CatchUp
+from millstream.protocol.catching_up import CatchUpMode
 from millstream.wal.writing.writer import LogWriter
 
 
@@ -33,7 +33,7 @@ def main(folder: Path, facts: dict[str, object]) -> None:
             reservations=catalog.reservations(stream),
             writer=writer_id,
         )
-        config = CaptureConfig(**facts | {"catch_up": CatchUp(str(facts["catch_up"]))})  # type: ignore[arg-type]
+        config = CaptureConfig(**facts | {"catch_up": CatchUpMode(str(facts["catch_up"]))})  # type: ignore[arg-type]
         with closing(writer):
             outcome = run_capture(config, catalog, writer, stop=threading.Event(), until_caught_up=True)
         assert outcome.caught_up

@@ -30,7 +30,7 @@ from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Lsn, Seq
-from millstream.protocol.catching_up import CatchUp, Mode
+from millstream.protocol.catching_up import CatchUpMode, Mode
 from millstream.testing.workloads.workload import Workload
 from millstream.wal.reader import StreamReader
 
@@ -42,7 +42,7 @@ Said = list[MutableMapping[str, Any]]
 
 def in_chunks(stage: Stage, **more: Any) -> None:
     """Let the stage's captures read small chunks, whatever the backlog, up to the end."""
-    facts: dict[str, Any] = {"catch_up": CatchUp.ALWAYS, "catch_up_bytes": 4096} | SMALL_CHUNKS
+    facts: dict[str, Any] = {"catch_up": CatchUpMode.ALWAYS, "catch_up_bytes": 4096} | SMALL_CHUNKS
     stage.config = replace(stage.config, **facts | more)
 
 
@@ -102,7 +102,7 @@ def test_both_modes_give_the_same_records(stage: Stage, seed: int, way: str, mon
     if way == "libpq":
         monkeypatch.setattr(chunks, "has_machine_code", lambda: False)
     workload = Workload(seed, transaction_rows_max=3000, add_defaults=False)
-    stage.config = replace(stage.config, tables=("*.*",), catch_up=CatchUp.NEVER)
+    stage.config = replace(stage.config, tables=("*.*",), catch_up=CatchUpMode.NEVER)
     with stage.connect() as connection:
         workload.setup(connection)
         stage.catch_up()
@@ -140,7 +140,7 @@ def test_a_large_backlog_is_read_in_chunks_and_a_small_one_is_not(stage: Stage) 
     with capture_logs() as said:
         stage.catch_up()
     assert modes(said)[0] == "catching up"
-    stage.config = replace(stage.config, catch_up=CatchUp.NEVER)
+    stage.config = replace(stage.config, catch_up=CatchUpMode.NEVER)
     stage.sql(orders(5001, 10000))
     with capture_logs() as said:
         stage.catch_up()

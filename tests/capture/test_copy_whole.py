@@ -30,7 +30,7 @@ from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceError
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Seq
-from millstream.protocol.catching_up import CatchUp, Mode
+from millstream.protocol.catching_up import CatchUpMode, Mode
 from millstream.wal.reader import StreamReader
 
 pytestmark = pytest.mark.siege
@@ -343,7 +343,7 @@ def test_a_backlog_that_grows_meanwhile_ends_no_reading(stage: Stage) -> None:
     """A change to chunks would begin the session again, and with it the copy."""
     filled(stage, 2000)
     told: list[CaptureProgress] = []
-    stage.config = replace(stage.config, copy_rate=lambda: 1 << 19, catch_up_bytes=1 << 16, catch_up=CatchUp.ALWAYS)
+    stage.config = replace(stage.config, copy_rate=lambda: 1 << 19, catch_up_bytes=1 << 16, catch_up=CatchUpMode.ALWAYS)
     with written_without_a_pause(stage, "bag"):
         running = stage.start(on_progress=told.append)
         wait_until(lambda: streams(stage), "the copy is whole")

@@ -11,7 +11,7 @@ from millstream.protocol.catching_up import (
     CHUNK_WAL_BYTES,
     START_BYTES,
     BacklogChunk,
-    CatchUp,
+    CatchUpMode,
     Mode,
     ModeChoice,
 )
@@ -23,7 +23,7 @@ def chunk(begin: int, end: int, source_end: int, *, messages: int = 1000, size_b
     return BacklogChunk(Lsn(begin), Lsn(end), Lsn(source_end), messages, size_bytes)
 
 
-def begun(setting: CatchUp = CatchUp.AUTO, *, backlog: int = 100_000 * MIB, now: float = 0.0) -> ModeChoice:
+def begun(setting: CatchUpMode = CatchUpMode.AUTO, *, backlog: int = 100_000 * MIB, now: float = 0.0) -> ModeChoice:
     choice = ModeChoice(setting)
     choice.begin(reached=Lsn(0), source_end=Lsn(backlog), now=now)
     return choice
@@ -41,9 +41,9 @@ def streams(choice: ModeChoice, *, first: int, last: int, seconds: float, source
 def test_a_small_backlog_is_streamed_and_a_large_one_read_in_chunks() -> None:
     assert begun(backlog=START_BYTES - 1).mode is Mode.STREAMING
     assert begun(backlog=START_BYTES).mode is Mode.CATCHING_UP
-    assert begun(CatchUp.NEVER).mode is Mode.STREAMING
-    assert begun(CatchUp.ALWAYS, backlog=1).mode is Mode.CATCHING_UP
-    assert begun(CatchUp.ALWAYS, backlog=0).mode is Mode.STREAMING
+    assert begun(CatchUpMode.NEVER).mode is Mode.STREAMING
+    assert begun(CatchUpMode.ALWAYS, backlog=1).mode is Mode.CATCHING_UP
+    assert begun(CatchUpMode.ALWAYS, backlog=0).mode is Mode.STREAMING
 
 
 def test_the_stream_is_read_once_the_rest_is_small() -> None:
@@ -55,7 +55,7 @@ def test_the_stream_is_read_once_the_rest_is_small() -> None:
 
 
 def test_always_goes_over_to_the_stream_too() -> None:
-    choice = begun(CatchUp.ALWAYS, backlog=10)
+    choice = begun(CatchUpMode.ALWAYS, backlog=10)
     assert not choice.after_chunk(chunk(0, 10, 10), 1.0)
     assert choice.begin(reached=Lsn(10), source_end=Lsn(20), now=2.0) is Mode.STREAMING
 
@@ -110,7 +110,7 @@ def test_a_large_transaction_is_streamed_until_it_is_passed() -> None:
         chunk(0, MIB, 1000 * MIB, messages=CHUNK_CHANGES),
         chunk(0, 128 * MIB, 1000 * MIB, size_bytes=3 * CHUNK_WAL_BYTES + 1),
     ):
-        for setting in (CatchUp.AUTO, CatchUp.ALWAYS):
+        for setting in (CatchUpMode.AUTO, CatchUpMode.ALWAYS):
             choice = begun(setting)
             assert not choice.after_chunk(stuck, 1.0)
             for reached, mode in ((128, Mode.STREAMING), (999, Mode.STREAMING), (1000, Mode.CATCHING_UP)):
@@ -120,7 +120,7 @@ def test_a_large_transaction_is_streamed_until_it_is_passed() -> None:
 
 
 def test_what_was_refused_is_not_asked_for_again() -> None:
-    choice = begun(CatchUp.ALWAYS)
+    choice = begun(CatchUpMode.ALWAYS)
     choice.give_up("no slot is free")
     assert choice.begin(reached=Lsn(0), source_end=Lsn(1000 * MIB), now=1000.0) is Mode.STREAMING
     assert not streams(choice, first=0, last=MIB, seconds=10, source_end=1000 * MIB, now=1001.0)
@@ -142,7 +142,7 @@ def test_whatever_the_rates_the_end_is_reached_and_the_faster_way_does_most(
     stream: float, chunks: float, writes: float, backlog: int
 ) -> None:
     """A simulated source: both ways pass so many MiB a second, and the source writes more during it."""
-    choice = ModeChoice(CatchUp.AUTO)
+    choice = ModeChoice(CatchUpMode.AUTO)
     now, passed, end = 0.0, 0.0, float(backlog)
     best = max(stream, chunks)
     if best < 2 * writes + 1:

@@ -10,7 +10,7 @@ from millstream.errors import MillstreamError
 from millstream.model.ids import ShardId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn
-from millstream.protocol.catching_up import CHUNK_CHANGES, CHUNK_WAL_BYTES, START_BYTES, CatchUp, Mode
+from millstream.protocol.catching_up import CHUNK_CHANGES, CHUNK_WAL_BYTES, START_BYTES, CatchUpMode, Mode
 
 
 def one_shard(table: str) -> ShardId:
@@ -83,7 +83,7 @@ class CaptureConfig:
     free_patience_s: float = 120.0
     held_patience_s: float = 2.0
     put_off_s: float = 10.0
-    catch_up: CatchUp = CatchUp.AUTO
+    catch_up: CatchUpMode = CatchUpMode.AUTO
     catch_up_bytes: int = START_BYTES
     catch_up_changes: int = CHUNK_CHANGES
     catch_up_chunk_bytes: int = CHUNK_WAL_BYTES

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
     """Return capture's parameters; `first_shard` is the writer's. `ConfigError` for a stream without a source."""
     from millstream.capture import CaptureConfig
-    from millstream.protocol.catching_up import CatchUp
+    from millstream.protocol.catching_up import CatchUpMode
 
     source = stream.source
     if source is None:
@@ -58,7 +58,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         copy_rate=copy_rate(home, name, source.copy_rate),
         buffer_bytes_max=size_bytes(source.memory),
         heartbeat_s=duration_s(source.heartbeat_interval),
-        catch_up=CatchUp(source.catch_up),
+        catch_up=CatchUpMode(source.catch_up),
         failover=source.failover,
         origin=source.origin,
     )

@@ -50,7 +50,7 @@ _FASTER: Final = 1.1
 _BROKEN_MAX: Final = 2
 
 
-class CatchUp(StrEnum):
+class CatchUpMode(StrEnum):
     """Whether a backlog may be read in chunks."""
 
     AUTO = "auto"
@@ -97,7 +97,7 @@ class ModeChoice:
 
     def __init__(
         self,
-        setting: CatchUp,
+        setting: CatchUpMode,
         *,
         start_bytes: int = START_BYTES,
         chunk_changes: int = CHUNK_CHANGES,
@@ -133,7 +133,7 @@ class ModeChoice:
         backlog = source_end - reached
         if asked or not self._allowed(reached):
             self.mode = Mode.STREAMING
-        elif self._setting is CatchUp.ALWAYS:
+        elif self._setting is CatchUpMode.ALWAYS:
             self.mode = Mode.CATCHING_UP if backlog > 0 else Mode.STREAMING
         else:
             pays = backlog >= self._start_bytes and not self._stream_is_faster(now)
@@ -157,7 +157,7 @@ class ModeChoice:
         if is_stuck or chunk.size_bytes > _STUCK_TIMES * self._chunk_wal_bytes:
             self._not_below = chunk.source_end
             return self._stream_next("a large transaction is read anew with every chunk")
-        if self._setting is CatchUp.ALWAYS or seconds < _CHUNKS_MEASURED_S:
+        if self._setting is CatchUpMode.ALWAYS or seconds < _CHUNKS_MEASURED_S:
             return True
         self._note(Mode.CATCHING_UP, moved, seconds, now)
         if self._rate(Mode.STREAMING, now) is not None:
@@ -183,7 +183,7 @@ class ModeChoice:
         if backlog < self._start_bytes:
             return False
         chunks, stream = self._rate(Mode.CATCHING_UP, now), self._rate(Mode.STREAMING, now)
-        pays = self._setting is CatchUp.ALWAYS or chunks is None or stream is None or chunks > _FASTER * stream
+        pays = self._setting is CatchUpMode.ALWAYS or chunks is None or stream is None or chunks > _FASTER * stream
         if pays:
             self.reason = "the backlog is large"
         return pays
@@ -201,7 +201,7 @@ class ModeChoice:
             self.give_up("connections broke before a chunk had come")
 
     def _allowed(self, reached: Lsn) -> bool:
-        wanted = self._setting is not CatchUp.NEVER and self._possible
+        wanted = self._setting is not CatchUpMode.NEVER and self._possible
         return wanted and not self.given_up and reached >= self._not_below
 
     def _stream_next(self, reason: str) -> bool:
