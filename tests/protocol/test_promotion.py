@@ -45,7 +45,7 @@ class Contest:
         )
         self.now = 0.0
         self.group = GroupNumber(group)
-        self.effects = self.step(promoting.Begin())
+        self.effects = self.step(promoting.BeginPromotion())
 
     def step(self, event: promoting.Event) -> list[promoting.Effect]:
         self.effects = self.one.step(event, self.now)
@@ -190,7 +190,7 @@ def test_one_of_two_gives_way_before_it_stands():
 @pytest.mark.parametrize(("node", "error"), [(C, PromotionLost), (B, NodeNameTaken)])
 def test_who_has_promised_something_since_it_began_doesnt_stand(node: NodeName, error: type[Exception]) -> None:
     one = Promotion(B, frozenset({A, B, C}), RoleFact(Role.FOLLOWS, leader=A), AckLevel.parse("durable(2)"))
-    one.step(promoting.Begin(), 0.0)
+    one.step(promoting.BeginPromotion(), 0.0)
     for other in (A, C):
         effects = one.step(promoting.Unanswered(other), 0.0)
     assert of(promoting.BecomeCandidate, effects)
@@ -226,13 +226,13 @@ def test_time_is_up_for_who_doesnt_answer_and_a_late_answer_to_the_survey_is_no_
 def test_who_leads_already_goes_on_leading():
     fact = RoleFact(Role.LEADS)
     one = Promotion(A, frozenset({A, B}), fact, AckLevel.parse("local"))
-    assert one.step(promoting.Begin(), 0.0) == [promoting.Lead(fact, ())]
+    assert one.step(promoting.BeginPromotion(), 0.0) == [promoting.Lead(fact, ())]
 
 
 def test_the_only_node_there_is_promotes_itself():
     fact = RoleFact(Role.FENCED, Promise(Epoch(3), B), B)
     one = Promotion(A, frozenset({A}), fact, AckLevel.parse("local"))
-    assert one.step(promoting.Begin(), 0.0) == [promoting.BecomeCandidate(Promise(Epoch(4), A))]
+    assert one.step(promoting.BeginPromotion(), 0.0) == [promoting.BecomeCandidate(Promise(Epoch(4), A))]
     stood = promoting.BecameCandidate(fact.candidate_for(Promise(Epoch(4), A)), GroupNumber(5))
     assert one.step(stood, 0.0) == [promoting.TakeOverLog(Promise(Epoch(4), A))]
 

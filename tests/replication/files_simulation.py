@@ -387,7 +387,7 @@ class MachinesLife(ReplicaLife):
         side = max(self.sides, key=lambda one: reports[one.node].rank)
         assert side.replica.log is not None
         promotion = Promotion(side.node, frozenset({LEADER, *NODES}), side.fact, AckLevel.parse("durable(1)"))
-        promotion.step(promoting.Begin(), self.now)
+        promotion.step(promoting.BeginPromotion(), self.now)
         promotion.step(promoting.Unanswered(LEADER), self.now)
         other = next(node for node in NODES if node != side.node)
         (stand,) = promotion.step(promoting.Answered(other, reports[other]), self.now)

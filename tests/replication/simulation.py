@@ -526,7 +526,7 @@ class Node:
             accept_loss=accept_loss, answer_s=1.0,
         )  # fmt: skip
         self.world.count("promotions begun")
-        self.promote_step(promoting.Begin())
+        self.promote_step(promoting.BeginPromotion())
 
     def promote_step(self, event: promoting.Event) -> None:
         promotion = self.promotion

@@ -45,7 +45,7 @@ from millstream.protocol.replication.promotion import (
     AskPromise,
     BecameCandidate,
     BecomeCandidate,
-    Begin,
+    BeginPromotion,
     CatchUp,
     CatchUpFailed,
     CaughtUp,
@@ -191,7 +191,7 @@ class _Attempt:
 
     def run(self) -> tuple[RoleFact, tuple[str, ...]]:
         try:
-            self._step(Begin())
+            self._step(BeginPromotion())
             while self._lead is None and self._error is None:
                 done, self._asked = wait(self._asked, timeout=_TICK_S, return_when="FIRST_COMPLETED")
                 for answer in done:

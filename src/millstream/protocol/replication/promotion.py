@@ -59,7 +59,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class BeginPromotion:
     """An operator requests the promotion."""
 
 
@@ -147,7 +147,7 @@ class Tick:
 
 
 Event = (
-    Begin
+    BeginPromotion
     | Answered
     | Unanswered
     | Refused
@@ -307,7 +307,7 @@ class Promotion:
         if isinstance(event, Refused):
             return [] if self.state in {PromotionState.LEADS, PromotionState.FAILED} else self._fail(event.error)
         match self.state, event:
-            case PromotionState.NEW, Begin():
+            case PromotionState.NEW, BeginPromotion():
                 if self.fact.role is Role.LEADS:
                     self.state = PromotionState.LEADS
                     return [Lead(self.fact, ())]
