@@ -25,7 +25,7 @@ from millstream.capture.source import check_same
 from millstream.catalog import TableState
 from millstream.diff.columns import HASH, ComparedColumn, HashName, RowTexts, ranges_for
 from millstream.diff.lake import LakeTable, row_texts
-from millstream.diff.position import Waiting, wait_for_lake
+from millstream.diff.position import PositionWait, wait_for_lake
 from millstream.diff.source import PublishedTable, Sums, TableSide, pick_hash, published_tables
 from millstream.errors import LakeBehind, LogError, MillstreamError
 from millstream.home.config_mapping import capture_config, lake_layout
@@ -218,7 +218,7 @@ def diff_stream(
         ) as snapshot:
             # If the address names several servers, one server gets all queries.
             capture = replace(capture, dsn=snapshot.dsn)
-            waiting = Waiting(
+            waiting = PositionWait(
                 home, name, capture, catalog, layout, last.id, deadline_s, lambda doing: on_progress(Progress(doing))
             )
             n = wait_for_lake(waiting, snapshot.lsn, before=before)

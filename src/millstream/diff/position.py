@@ -40,7 +40,7 @@ _PEEK_MAX: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PositionWait:
     """The parameters of a wait."""
 
     home: Home
@@ -63,7 +63,7 @@ class Waiting:
         return runs(self.home.run_folder, "owner" if role == "capture" else "pipeline")
 
 
-def wait_for_lake(waiting: Waiting, lsn: Lsn, *, before: Seq) -> Seq:
+def wait_for_lake(waiting: PositionWait, lsn: Lsn, *, before: Seq) -> Seq:
     """Return the number up to which the log holds exactly what a snapshot at `lsn` sees, once the lake has it all.
 
     Args:
@@ -96,7 +96,7 @@ def wait_for_lake(waiting: Waiting, lsn: Lsn, *, before: Seq) -> Seq:
         time.sleep(_POLL_S)
 
 
-def _wait_for_log(waiting: Waiting, lsn: Lsn) -> None:
+def _wait_for_log(waiting: PositionWait, lsn: Lsn) -> None:
     """Return once every transaction that committed below `lsn` is durable in the log."""
     beaten = float("-inf")
     waiting.tell("waiting for capture")
@@ -139,7 +139,7 @@ def _beat(dsn: str) -> None:
         connection.execute("SELECT pg_logical_emit_message(false, %s, '')", [HEARTBEAT_PREFIX])
 
 
-def _nothing_waits(waiting: Waiting, lsn: Lsn) -> bool:
+def _nothing_waits(waiting: PositionWait, lsn: Lsn) -> bool:
     """Return whether the unread slot has no change of a table below `lsn` to send."""
     names = (waiting.capture.publication, inserts_name(waiting.capture.publication))
     with connect(waiting.capture.dsn, purpose="diff") as connection, translated():
