@@ -98,7 +98,7 @@ def test_counting_again_reads_no_footer_twice(tmp_path: Path):
         assert files.bytes_read < first / 10, "marks alone"
 
 
-class FilesThatRetentionDeletes(RealFiles):
+class DeletedByRetention(RealFiles):
     """Deletes each segment but the newest between its listing and the question for its size."""
 
     def size(self, path: str) -> int:
@@ -108,9 +108,9 @@ class FilesThatRetentionDeletes(RealFiles):
         return super().size(path)
 
 
-def test_segments_that_retention_deletes_meanwhile_do_not_count(tmp_path: Path):
+def test_segments_that_retention_deletes_during_the_count_are_left_out(tmp_path: Path):
     with opened(tmp_path, segment_bytes=4096) as log:
         for xid in range(1, 21):
             log.append(plain_ops({xid: [(TABLE, 3, "x")]}))
         newest = max((tmp_path / "00000").glob("*.wal"))
-        assert log_size(str(tmp_path), files=FilesThatRetentionDeletes()) == (1, newest.stat().st_size)
+        assert log_size(str(tmp_path), files=DeletedByRetention()) == (1, newest.stat().st_size)

@@ -116,7 +116,7 @@ def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:
 
 
 def log_size(folder: str, *, files: Files | None = None) -> tuple[int, int]:
-    """Return (segments, bytes) of a stream's log. Segments that retention deletes meanwhile don't count."""
+    """Return (segments, bytes) of a stream's log. Segments that retention deletes during the count are left out."""
     files = RealFiles() if files is None else files
     segments = size_bytes = 0
     for shard in list_shards(files, folder):
