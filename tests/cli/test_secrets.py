@@ -94,6 +94,7 @@ def assert_unsaid(password: str, said: str) -> None:
 @example(("PASSWORD", "postgres!//app:PASSWORD@host/db"))
 @example(("PASS/WORD", "postgresql://app:PASS/WORD@host/db"))
 @example(("12/PASSWORD", "postgresql://app:12/PASSWORD@host/db"))
+@example(("PASSWORD", "s3://bucket/dbuser=app&password=PASSWORD"))
 @example(("PASSWORD", "host=hpassword=PASSWORD user=app"))
 @example(("PASS WORD", "host=h password=PASS WORD user=app"))
 @settings(max_examples=600, deadline=None)

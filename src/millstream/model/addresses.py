@@ -161,6 +161,8 @@ def _masked_url(text: str) -> str:
     parts = split_url(text)
     if parts is None or not re.fullmatch(_PATHS.get(parts.scheme.lower(), "[^@]*"), parts.path or "/"):
         return MASK
+    if _SECRET_WITHIN.search(parts.path):  # the `?` before the options is missing
+        return MASK
     pairs = query_pairs(parts.query)
     if pairs is None:
         return MASK
