@@ -215,3 +215,27 @@ def test_values_may_lie_in_each_other_so_deep_and_no_deeper() -> None:
         table_of([{"v": nested(100_000)}])
     found = table_of_valid([{"v": nested(2)}, {"v": nested(NESTING_MAX + 1)}, {"v": nested(4)}])
     assert ([row.row for row in found.rejected], found.table.num_rows) == ([1], 2)
+
+
+def of_lists(item: pa.DataType) -> TableSchema:
+    return TableSchema(
+        TableId(1), SchemaVersion(1), SourceId(0), "public", "users", (Column("tags", pa.list_(item)),), (), ()
+    )
+
+
+def test_a_slice_of_lists_is_judged_by_its_own_items() -> None:
+    rows = pa.table({"tags": pa.array([[0], None, [32768], [5]], pa.list_(pa.int64()))})
+    schema = of_lists(pa.int16())
+    taken = [fitted(schema, rows.slice(place, 1))[0].to_pylist() for place in (0, 1, 3)]
+    assert taken == [[[0]], [None], [[5]]]
+    with pytest.raises(InvalidValue, match="32768"):
+        fitted(schema, rows.slice(2, 1))
+    assert list(valid_part(schema, rows, WriteRules(SchemaOnWrite.CREATE, ())).clashes) == [2]
+
+
+def test_floats_in_lists_are_not_rounded() -> None:
+    rows = pa.table({"tags": pa.array([[0.5, None], [0.1], None, [float("nan")]], pa.list_(pa.float64()))})
+    schema = of_lists(pa.float32())
+    assert list(valid_part(schema, rows, WriteRules(SchemaOnWrite.CREATE, ())).clashes) == [1]
+    with pytest.raises(InvalidValue, match="more digits"):
+        fitted(schema, rows)

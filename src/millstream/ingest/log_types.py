@@ -64,11 +64,26 @@ def stored(name: str, column: pa.ChunkedArray, room: TextRoom | None = None) -> 
         elif pa.types.is_list(wanted) and _is_spelled(column.type.value_type):
             found = _spelled(name, column, wanted, _texts_of, room)
         else:
-            found = column if column.type == wanted else column.cast(wanted)
+            found = column if column.type == wanted else cast_checked(column, wanted)
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
     _check_years(name, found)
     return found
+
+
+def cast_checked(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
+    """Return the column in another type.
+
+    Raises:
+        pa.ArrowException: a value has no equal there. Values that a slice leaves out don't count.
+    """
+    try:
+        return column.cast(wanted)
+    except pa.ArrowException:
+        if not pa.types.is_nested(column.type):
+            raise
+    # Arrow's cast of a slice of lists also checks items behind the slice and items of null lists. A copy has neither.
+    return column.take(pa.array(range(len(column)), pa.int64())).cast(wanted)
 
 
 def _spelled(

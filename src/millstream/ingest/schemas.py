@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import IngestError, InvalidValue, UnknownTable
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, check_name, too_large
+from millstream.ingest.log_types import cast_checked
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows
 from millstream.model.schema import Column, TableSchema
@@ -189,11 +190,11 @@ def _cast(schema: TableSchema, column: Column, values: pa.ChunkedArray) -> pa.Ch
     why = "it is another kind of value"
     if _is_kin(values.type, column.arrow):
         try:
-            cast = values.cast(column.arrow)
+            cast = cast_checked(values, column.arrow)
         except pa.ArrowException as error:
             why = str(error)
         else:
-            if cast.type != pa.float32() or pc.all(_same(cast.cast(values.type), values)).as_py() is not False:
+            if _keeps_digits(cast, values):
                 return cast
             why = "a value has more digits"
     raise InvalidValue(
@@ -212,6 +213,15 @@ def fits(schema: TableSchema, column: Column, values: pa.Array) -> bool:
     except InvalidValue:
         return False
     return True
+
+
+def _keeps_digits(cast: pa.ChunkedArray, values: pa.ChunkedArray) -> bool:
+    """Return whether the floats of a cast equal those that were cast: Arrow rounds them silently."""
+    if pa.types.is_list(cast.type):
+        return pa.types.is_null(values.type.value_type) or _keeps_digits(
+            *(pc.list_flatten(lists) for lists in (cast, values))
+        )
+    return cast.type != pa.float32() or pc.all(_same(cast.cast(values.type), values)).as_py() is not False
 
 
 def _same(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
