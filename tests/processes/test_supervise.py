@@ -164,11 +164,11 @@ def test_a_program_that_is_not_there_is_given_up(tmp_path: Path) -> None:
 
 SUPERVISOR = """
 import sys
-from millstream.processes.supervise import Part, Supervisor
+from millstream.processes.supervise import SupervisedProcess, Supervisor
 worker = sys.argv[1]
 def tell(event):
     if event[1] in ("ready", "outcome"): print(event[1], event[2].get("pid"), flush=True)
-supervisor = Supervisor([Part("a", [sys.executable, "-c", worker]), Part("b", [sys.executable, "-c", worker])], on_event=tell)
+supervisor = Supervisor([SupervisedProcess("a", [sys.executable, "-c", worker]), SupervisedProcess("b", [sys.executable, "-c", worker])], on_event=tell)
 supervisor.run()
 print("end", supervisor.interruptions, flush=True)
 """
