@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from tests.app.homes import wait_for
 
 from millstream.serving.connections import ConnectionBounds
@@ -110,11 +111,15 @@ def serving(bounds: ConnectionBounds = BOUNDS, *, drain_s: float = 30.0) -> Iter
         end.set_result(lambda: loop.call_soon_threadsafe(ended.set))
         await found.server.serve(listener, ended)
 
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in `millstream serve`
+            runner.run(serve())
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         found.port = listener.getsockname()[1]
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread = threading.Thread(target=run)
         thread.start()
         stop = end.result(60)  # the server exists by then
         try:
@@ -331,3 +336,116 @@ def test_a_body_that_was_not_asked_for_ends_the_connection(served: Served) -> No
     """The next request was read as the body of the one before."""
     heard = served.answers(get("/unread", method="POST", more="Expect: 100-continue\r\nContent-Length: 100\r\n"))
     assert b"connection: close" in heard
+
+
+def status_of(heard: bytes) -> int:
+    return int(heard.split(maxsplit=2)[1])
+
+
+@pytest.mark.parametrize(
+    ("line", "hosts", "status"),
+    [
+        ("GET /x HTTP/1.1", "", 400),
+        ("GET /x HTTP/1.1", "Host: a\r\nHost: a\r\n", 400),
+        ("GET /x HTTP/1.1", "Host: a\r\nhost: b\r\n", 400),
+        ("GET /x HTTP/1.1", "Host: a/b\r\n", 400),
+        ("GET /x HTTP/1.1", "Host: a, b c\r\n", 400),
+        ("GET /x HTTP/1.0", "Host: a\r\nHost: b\r\n", 400),
+        ("GET /x", "", 400),
+        ("GET /x", "Host: a\r\n", 400),
+        ("GET /x HTTP/0.9", "Host: a\r\n", 400),
+        ("GET /x HTTP/2.0", "Host: a\r\n", 505),
+        ("GET /x HTTP/1.1", "Connection: upgrade\r\nUpgrade: h2c\r\n", 400),
+        ("GET /x HTTP/1.1", "Host: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\nHost: b\r\n", 400),
+    ],
+)
+def test_a_request_of_another_version_or_without_one_host_is_refused(
+    served: Served, line: str, hosts: str, status: int
+) -> None:
+    heard = served.answers(f"{line}\r\n{hosts}\r\n".encode() + get("/x", more=CLOSE))
+    assert status_of(heard) == status
+    assert b"application/problem+json" in heard
+    assert b"connection: close" in heard
+    assert b"x-path" not in heard, "the application got neither request"
+
+
+def test_hosts_of_every_form_are_taken(served: Served) -> None:
+    for host in ("", "h", "h:80", "a_b.example.com", "[::1]:80", "127.0.0.1:1", "h\t"):
+        heard = served.answers(f"GET /x HTTP/1.1\r\nHost: {host}\r\n{CLOSE}\r\n".encode())
+        assert heard.startswith(b"HTTP/1.1 200 "), host
+    assert served.answers(b"GET /x HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+SMUGGLED = {
+    "length and chunks": "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and length": "Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n",
+    "two lengths": "Content-Length: 1\r\nContent-Length: 2\r\n\r\na",
+    "a length twice": "Content-Length: 1\r\nContent-Length: 1\r\n\r\na",
+    "a list of lengths": "Content-Length: 1, 1\r\n\r\na",
+    "a negative length": "Content-Length: -1\r\n\r\n",
+    "a signed length": "Content-Length: +1\r\n\r\na",
+    "a hexadecimal length": "Content-Length: 0x1\r\n\r\na",
+    "no length": "Content-Length:\r\n\r\na",
+    "a huge length": f"Content-Length: {'9' * 40}\r\n\r\n",
+    "chunks not last": "Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "codings in two lines": "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+    "a folded line": "X-A: a\r\n b\r\n\r\n",
+    "a folded coding": "Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
+    "a bare line feed": "X-A: b\nContent-Length: 1\r\n\r\na",
+    "a header that ends with line feeds": "X-A: b\n\n",
+    "a bare carriage return": "X-A: b\rContent-Length: 1\r\n\r\n",
+    "a space before the colon": "Content-Length : 1\r\n\r\na",
+    "a tab before the colon": "Transfer-Encoding\t: chunked\r\n\r\n0\r\n\r\n",
+    "a space before the name": " Content-Length: 1\r\n\r\na",
+    "a control character": "X-A: b\0c\r\n\r\n",
+    "no colon": "Content-Length 1\r\n\r\na",
+    "length and chunks behind an upgrade": "Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 4\r\n"
+    "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("rest", SMUGGLED.values(), ids=SMUGGLED)
+def test_a_header_that_two_programs_may_read_differently_is_refused(served: Served, rest: str) -> None:
+    heard = served.answers(f"POST /x HTTP/1.1\r\nHost: h\r\n{rest}".encode() + get("/x", more=CLOSE))
+    assert status_of(heard) == 400
+    assert b"connection: close" in heard
+    assert b"x-path" not in heard, "the application got neither request"
+
+
+CHUNKS = {
+    "line feeds": "1\na\n0\n\n",
+    "a line feed in an extension": "1;a\nx\r\n0\r\n\r\n",
+    "a space": "1 \r\na\r\n0\r\n\r\n",
+    "a sign": "+1\r\na\r\n0\r\n\r\n",
+    "a prefix": "0x1\r\na\r\n0\r\n\r\n",
+    "a huge length": f"{'f' * 17}\r\n",
+    "data longer than its length": "1\r\nab0\r\n\r\n",
+    "a length in the trailer": "1\r\na\r\n0\r\nContent-Length: 5\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("body", CHUNKS.values(), ids=CHUNKS)
+def test_chunks_that_two_programs_may_read_differently_are_refused(served: Served, body: str) -> None:
+    chunked = get("/x", method="POST", more="Transfer-Encoding: chunked\r\n")
+    heard = served.answers(chunked + body.encode() + get("/x", more=CLOSE))
+    assert status_of(heard) == 400
+    assert b"x-path" not in heard
+
+
+@pytest.mark.parametrize(
+    ("version", "coding", "status"),
+    [
+        ("1.0", "chunked", 400),
+        ("1.1", "gzip, chunked", 501),
+        ("1.1", "xchunked", 501),
+        ("1.1", "Chunked", 200),
+    ],
+)
+def test_the_only_coding_of_a_body_is_chunks_in_http_1_1(
+    served: Served, version: str, coding: str, status: int
+) -> None:
+    """Compressed bytes were given to the application as the body."""
+    sent = get("/x", method="POST", version=version, more=f"Transfer-Encoding: {coding}\r\n{CLOSE}")
+    heard = served.answers(sent + b"1\r\na\r\n0\r\n\r\n")
+    assert status_of(heard) == status
+    assert (b"x-path" in heard) is (status == 200)

@@ -12,7 +12,7 @@ from tests.app.homes import make_home
 from tests.app.served import serving
 
 import millstream
-from millstream.errors import AccessError, UsageError
+from millstream.errors import AccessError
 from millstream.serving.origin_check import Origins
 from millstream.testing.errors import coded
 
@@ -129,8 +129,3 @@ def test_a_request_with_two_names_of_the_server_is_refused(url: str, path: str, 
         assert (answer.status, told["code"]) == (400, "usage"), told
         assert "2 Host headers" in told["detail"]
     assert httpx.get(f"{url}/v1/streams", timeout=60).status_code == 200
-
-
-def test_two_names_are_refused_where_callers_show_tokens() -> None:
-    with pytest.raises(UsageError, match="Host"):
-        Origins("0.0.0.0", [], any_host=True).check([(b"host", b"a"), (b"host", b"a")])

@@ -24,6 +24,7 @@ from millstream.errors import HttpError
 from millstream.serving.access import CERTIFICATE, name_in_certificate
 from millstream.serving.memory_budget import Receive
 from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of
+from millstream.serving.request_heads import HeadRefused, check_head
 from millstream.serving.requests import Scope, Send
 
 logger = structlog.get_logger("millstream.serve")
@@ -306,8 +307,12 @@ class Connection(asyncio.Protocol):
                 data = self._without_offer() + data[offered.args[0] :]
                 self._parser = self._new_parser()
                 continue
-            except httptools.HttpParserError:
-                self.refuse(plain_problem(400, "Invalid HTTP request received."))
+            except httptools.HttpParserError as error:
+                found = error.__context__  # raised by `on_headers_complete`
+                if isinstance(found, HeadRefused):
+                    self.refuse(found.document)
+                else:
+                    self.refuse(plain_problem(400, "Invalid HTTP request received."))
             return
 
     def _without_offer(self) -> bytes:
@@ -352,9 +357,11 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         if parser.should_upgrade():
             return  # see `_parse`
+        version = parser.get_http_version()
+        check_head(version, self._headers)
         self._head_bytes = self._idle_since = None
         self._beside_bytes = 0
-        url, version = httptools.parse_url(self._url), parser.get_http_version()
+        url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
         scope = self._base | {
             "http_version": version,

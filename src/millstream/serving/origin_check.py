@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-from millstream.errors import AccessError, UsageError
+from millstream.errors import AccessError
 
 _KNOWN_MAX: Final = 1000
 """Limit of cached names that were checked and accepted: the next request costs a look into a set."""
@@ -41,21 +41,18 @@ class Origins:
         """Refuse a request that another site's page may have made.
 
         Args:
-            headers: ASGI's.
+            headers: ASGI's, with one `Host` at most (see `request_heads`).
 
         Raises:
-            UsageError: it has several `Host` headers; a proxy may have checked another one of them.
             AccessError (`unknown_host`): it was sent to a name that isn't the server's.
             AccessError (`foreign_origin`): another server's page has made it.
         """
-        host, origin, hosts = b"", None, 0
+        host, origin = b"", None
         for name, value in headers:
             if name == b"host":
-                host, hosts = value, hosts + 1
+                host = value
             elif name == b"origin":
                 origin = value
-        if hosts > 1:
-            raise UsageError(f"the request has {hosts} Host headers", hint="Send one: the name of this server.")
         if (host, origin) in self._right:
             return
         said = host.decode("latin-1")
