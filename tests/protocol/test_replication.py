@@ -52,10 +52,10 @@ from millstream.protocol.replication import (
     UNPROMISED,
     Follower,
     Greeting,
-    Holding,
     Leader,
     Lineage,
     LinkId,
+    OwnHolding,
     Promise,
     Rank,
     Role,
@@ -351,7 +351,7 @@ def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it
 class Following:
     """A follower machine, with a leader's messages."""
 
-    def __init__(self, fact: RoleFact | None = None, holding: Holding | None = None) -> None:
+    def __init__(self, fact: RoleFact | None = None, holding: OwnHolding | None = None) -> None:
         self.fact = fact or RoleFact(Role.FOLLOWS, leader=A)
         self.follower = Follower(B, self.fact, STREAM, holding, backoff=Backoff(1.0, 8.0))
         self.now = 100.0
@@ -395,8 +395,8 @@ def part(start: int, size: int, base: int = 0) -> SegmentPart:
     return SegmentPart(SHARD, Offset(base), start, b"x" * size)
 
 
-def holding(group: int, position: int) -> Holding:
-    return Holding(at(position), GroupNumber(group), Seq(group))
+def holding(group: int, position: int) -> OwnHolding:
+    return OwnHolding(at(position), GroupNumber(group), Seq(group))
 
 
 def test_a_follower_says_hello_is_greeted_applies_and_acknowledges():
@@ -498,7 +498,7 @@ def test_a_higher_promise_is_durable_first_and_a_lower_one_refused():
     effects = one.come()
     assert isinstance(effects[0], following.PersistRole)
     assert effects[0].fact.promise == one.promise
-    one.step(following.WasSetAside(Holding()))
+    one.step(following.WasSetAside(OwnHolding()))
     one.promise = Promise(Epoch(1), C)
     said, broken = one.receive(one.shipment(part(0, 10)))
     assert isinstance(said, following.Say)
@@ -530,7 +530,7 @@ def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_c
     one.promise = Promise(Epoch(1), A)
     one.lineage = Lineage().with_term(one.promise, GroupNumber(5))
     one.come(9)
-    one.step(following.WasSetAside(Holding()))
+    one.step(following.WasSetAside(OwnHolding()))
     one.greet(9)
     for group, by_one, shown in ((4, True, False), (6, False, False), (7, True, True)):
         one.receive(replace(one.shipment(part(one.follower.holding.group * 10, 10)), by_one=by_one))
