@@ -98,7 +98,7 @@ class RedisOptions:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingWrite:
     shard: ShardId
     data: bytes
     future: Future[BufferMeta]
@@ -134,7 +134,7 @@ class RedisBuffer:
         self._sender = uuid4().hex
         self._changed = threading.Condition()
         """Held while the fields below change."""
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_PendingWrite] = deque()
         self._held_bytes = 0
         self._on_their_way = 0
         self._numbers = dict.fromkeys(self._shards, 0)
@@ -178,7 +178,7 @@ class RedisBuffer:
                     f"{self._held_bytes} bytes are on their way to write buffer {name}; nothing of this was sent",
                     buffer=name,
                 )
-            waiting = _Waiting(shard, data, future, give_up_s)
+            waiting = _PendingWrite(shard, data, future, give_up_s)
             self._held_bytes += waiting.held_bytes
             self._on_their_way += 1
             self._waiting.append(waiting)
@@ -249,11 +249,11 @@ class RedisBuffer:
                 self._held_bytes -= sum(waiting.held_bytes for waiting in batch)
                 self._changed.notify_all()
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[_PendingWrite]:
         """Take operations of one shard, in order; the others keep waiting in theirs."""
         shard, size = self._waiting[0].shard, 0
-        batch: list[_Waiting] = []
-        left: deque[_Waiting] = deque()
+        batch: list[_PendingWrite] = []
+        left: deque[_PendingWrite] = deque()
         for waiting in self._waiting:
             if waiting.shard == shard and (not batch or size + waiting.held_bytes <= _BATCH_BYTES_MAX):
                 batch.append(waiting)
@@ -264,7 +264,7 @@ class RedisBuffer:
         self._waiting = left
         return batch
 
-    def _deliver(self, batch: list[_Waiting]) -> None:
+    def _deliver(self, batch: list[_PendingWrite]) -> None:
         """Send a batch until there is an answer, or no caller waits for one any longer."""
         name, shard = self._options.name, batch[0].shard
         keys = (self._keys.facts, self._keys.stream(shard), self._keys.next(shard), self._keys.senders(shard))

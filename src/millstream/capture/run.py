@@ -116,7 +116,7 @@ def run_capture(
 
 
 @dataclass(slots=True)
-class _Session:
+class _CaptureSession:
     """The parts that belong to one connection."""
 
     applier: Applier
@@ -321,9 +321,9 @@ class _Capture:
             copies.see(directory.refresh())  # before the first change: a copy that was begun has to see every change
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
-            return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies, chunks), control)
+            return self._stream_until_done(_CaptureSession(applier, receiver, watcher, tables, copies, chunks), control)
 
-    def _stream_until_done(self, session: _Session, control: Connection) -> CaptureOutcome | None:
+    def _stream_until_done(self, session: _CaptureSession, control: Connection) -> CaptureOutcome | None:
         applier, receiver = session.applier, session.receiver
         begun = applier.durable
         receiver.start()
@@ -384,7 +384,7 @@ class _Capture:
             if not applier.drain(_DRAIN_S):
                 logger.warning("the log's disk doesn't answer; capture waits for it")
 
-    def _changes_mode(self, session: _Session, now: float) -> bool:
+    def _changes_mode(self, session: _CaptureSession, now: float) -> bool:
         """Return whether to end the session for one in the other mode."""
         applier, chunks = session.applier, session.chunks
         if chunks is not None:
@@ -394,12 +394,12 @@ class _Capture:
         source_end = session.watcher.source_end
         return self._choice.while_streaming(passed=applier.passed, source_end=source_end, now=now)
 
-    def _hurry(self, session: _Session) -> None:
+    def _hurry(self, session: _CaptureSession) -> None:
         """Make the source report how far it has sent, and write WAL that makes it flush what it holds."""
         session.receiver.ask_position()
         session.watcher.beat_soon()
 
-    def _caught_up(self, session: _Session) -> bool:
+    def _caught_up(self, session: _CaptureSession) -> bool:
         applier = session.applier
         assert self._target is not None
         if applier.passed < self._target or not applier.idle or not session.copies.all_done:
@@ -534,7 +534,7 @@ class _Capture:
 
     # --- progress ----------------------------------------------------------------------------------------------
 
-    def _tell(self, session: _Session) -> None:
+    def _tell(self, session: _CaptureSession) -> None:
         if self._on_progress is None:
             return
         self._on_progress(
@@ -554,7 +554,7 @@ class _Capture:
             )
         )
 
-    def _outcome(self, session: _Session, control: Connection) -> CaptureOutcome:
+    def _outcome(self, session: _CaptureSession, control: Connection) -> CaptureOutcome:
         held: int | None = None
         name = self._config.slot
         try:

@@ -30,7 +30,7 @@ logger = structlog.get_logger("millstream.capture")
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _CachedSchema:
     asked: tuple[bytes, TableState | None, tuple[KeyColumn, ...] | None]
     schema: TableSchema | None
 
@@ -50,7 +50,7 @@ class CatalogDirectory:
         self._lock = threading.Lock()
         self._facts: dict[int, SourceTable] = {}
         self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _CachedSchema] = {}
         self._messages: TableSchema | None = None
         self._keys = {
             schema.table_id: schema.key
@@ -96,7 +96,7 @@ class CatalogDirectory:
         schema = self._resolve(relation, row, facts)
         if row is not None:
             with self._lock:
-                self._answers[relation.oid] = _Answer(asked, schema)
+                self._answers[relation.oid] = _CachedSchema(asked, schema)
         return schema
 
     def note_key(self, schema: TableSchema) -> None:

@@ -92,8 +92,8 @@ def decode_op(data: Bytes, shard: ShardId) -> WriteOps:
         raise CorruptFrame("an operation fails its checksum")
     if version not in OPERATION_COLUMNS or flags:
         raise UnsupportedFormat(f"version {version} of operations with flags {flags:#x} is unknown", version=version)
-    taken = _Taken(view, _START.size)
-    head = _Taken(taken.take(n_reached * _REACHED.size + n_tables * _ENTRY.size), 0)
+    taken = _ByteCursor(view, _START.size)
+    head = _ByteCursor(taken.take(n_reached * _REACHED.size + n_tables * _ENTRY.size), 0)
     reached = {
         SourceId(s): Lsn(lsn) for s, lsn in _REACHED.iter_unpack(head.take(n_reached * _REACHED.size, pad=False))
     }
@@ -107,7 +107,7 @@ def decode_op(data: Bytes, shard: ShardId) -> WriteOps:
     return WriteOps(operations, tables, reached)
 
 
-def _decode_table(taken: _Taken, entry: tuple[int, int, int], shard: ShardId) -> TableRows:
+def _decode_table(taken: _ByteCursor, entry: tuple[int, int, int], shard: ShardId) -> TableRows:
     n_schema, n_rows, n_partition = entry
     partition = bytes(taken.take(max(n_partition, 0)))
     message = decode_schema(taken.take(n_schema))
@@ -136,7 +136,7 @@ def _is_of_log(kind: pa.DataType) -> bool:
     return kind in _TYPES or pa.types.is_decimal128(kind)
 
 
-class _Taken:
+class _ByteCursor:
     """Bytes taken off the front, piece by piece."""
 
     def __init__(self, view: memoryview, position: int) -> None:

@@ -128,7 +128,7 @@ def decode_message(data: Bytes, *more: Bytes) -> Message:
     if crc != crc32c(view[8:], *behind):
         raise ShipmentUnreadable("a message fails its checksum")
     end = START_SIZE + int(head)
-    taken = _Taken(view[START_SIZE:end], [view[end:], *behind])
+    taken = _ShipmentCursor(view[START_SIZE:end], [view[end:], *behind])
     try:
         message = _DECODERS[_Kind(kind)](taken)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError, RecursionError, struct.error) as error:
@@ -138,7 +138,7 @@ def decode_message(data: Bytes, *more: Bytes) -> Message:
     return message
 
 
-class _Taken:
+class _ShipmentCursor:
     """A message's head and bodies, taken off the front piece by piece."""
 
     def __init__(self, head: memoryview, bodies: Sequence[memoryview]) -> None:
@@ -221,7 +221,7 @@ def _shipment(shipment: Shipment) -> bytes:
     return b"".join(pieces)
 
 
-def _decode_shipment(taken: _Taken) -> Shipment:
+def _decode_shipment(taken: _ShipmentCursor) -> Shipment:
     stream, region, epoch, leader_end, sent, left, n_parts, n_marks, n_shown, n_dropped, n_documents, flags = (
         taken.fields(_SHIPMENT)
     )
@@ -250,7 +250,7 @@ def _decode_shipment(taken: _Taken) -> Shipment:
     )  # fmt: skip
 
 
-def _decode_mark(taken: _Taken) -> tuple[ShardId, DurableMark]:
+def _decode_mark(taken: _ShipmentCursor) -> tuple[ShardId, DurableMark]:
     (shard, stream, writer, epoch, base, byte_end, offset, group, persisted, reserved, shards, has_elsewhere, elsewhere,
      is_settled) = taken.fields(_MARK)  # fmt: skip
     return ShardId(shard), DurableMark(
@@ -281,7 +281,7 @@ def _hello(hello: Hello) -> bytes:
     return b"".join(pieces)
 
 
-def _decode_hello(taken: _Taken) -> Hello:
+def _decode_hello(taken: _ShipmentCursor) -> Hello:
     node = _decode_node(taken)
     has_stream, stream, promised, n_shards, n_documents = taken.fields(_HELLO)
     promised_to = _decode_promised_to(taken)
@@ -303,7 +303,7 @@ def _acknowledgement(said: Acknowledgement) -> bytes:
     return b"".join((_text(said.node), fixed, _ends(said.position)))
 
 
-def _decode_acknowledgement(taken: _Taken) -> Acknowledgement:
+def _decode_acknowledgement(taken: _ShipmentCursor) -> Acknowledgement:
     node = _decode_node(taken)
     promised, group, persisted, applied, records, size, lag, n_shards = taken.fields(_ACKNOWLEDGEMENT)
     return Acknowledgement(
@@ -311,7 +311,7 @@ def _decode_acknowledgement(taken: _Taken) -> Acknowledgement:
     )  # fmt: skip
 
 
-def _decode_error(taken: _Taken) -> MillstreamError:
+def _decode_error(taken: _ShipmentCursor) -> MillstreamError:
     said = json.loads(bytes(taken.rest_of_head()))
     if not isinstance(said, Mapping):
         raise ValueError("an error says nothing")  # noqa: TRY004 - as every other that what came deserves
@@ -323,11 +323,11 @@ def _text(text: str) -> bytes:
     return _TEXT.pack(len(encoded)) + encoded
 
 
-def _decode_node(taken: _Taken) -> NodeName:
+def _decode_node(taken: _ShipmentCursor) -> NodeName:
     return check_node_name(taken.text(taken.fields(_TEXT)[0]))
 
 
-def _decode_promised_to(taken: _Taken) -> NodeName:
+def _decode_promised_to(taken: _ShipmentCursor) -> NodeName:
     """Return the node; empty if no node was ever promoted."""
     name = taken.text(taken.fields(_TEXT)[0])
     return check_node_name(name) if name else NodeName("")
@@ -337,12 +337,12 @@ def _ends(position: ReplicaPosition) -> bytes:
     return b"".join(_END.pack(shard, end.base_offset, end.position) for shard, end in position.items())
 
 
-def _decode_ends(taken: _Taken, count: int) -> dict[ShardId, ByteEnd]:
+def _decode_ends(taken: _ShipmentCursor, count: int) -> dict[ShardId, ByteEnd]:
     ends: Sequence[tuple[int, int, int]] = [taken.fields(_END) for _ in range(count)]
     return {ShardId(shard): ByteEnd(Offset(base), position) for shard, base, position in ends}
 
 
-_DECODERS: Final[Mapping[_Kind, Callable[[_Taken], Message]]] = {
+_DECODERS: Final[Mapping[_Kind, Callable[[_ShipmentCursor], Message]]] = {
     _Kind.SHIPMENT: _decode_shipment,
     _Kind.HELLO: _decode_hello,
     _Kind.ACKNOWLEDGEMENT: _decode_acknowledgement,

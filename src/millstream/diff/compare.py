@@ -386,8 +386,8 @@ class _Comparison:
         done: TableDiff,
         tell: Callable[[str, int], None],
     ) -> None:
-        theirs = _Ranges(_gathered(side.rows(texts, differing)))
-        ours = _Ranges(iter(()) if lake is None else lake.rows(texts, differing))
+        theirs = _ItemsByRange(_gathered(side.rows(texts, differing)))
+        ours = _ItemsByRange(iter(()) if lake is None else lake.rows(texts, differing))
         through = 0
         with contextlib.closing(ours), contextlib.closing(theirs):
             for place in differing:
@@ -401,7 +401,7 @@ class _Comparison:
                         done.differences.append(difference)
 
 
-class _Ranges(Generic[_T]):
+class _ItemsByRange(Generic[_T]):
     """Items by range, ascending; some ranges have none."""
 
     def __init__(self, pieces: Iterator[tuple[int, _T]]) -> None:

@@ -54,7 +54,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class _Operation:
+class _ExportedOperation:
     """One operation of a commit group, over its shards."""
 
     facts: dict[str, Any]
@@ -71,7 +71,7 @@ class _Placed:
     """A frame, with the operation of each entry of its directory."""
 
     frame: RecordsFrame
-    operations: list[_Operation]
+    operations: list[_ExportedOperation]
 
 
 def export_arrow(
@@ -244,7 +244,7 @@ def _by_partition(
 
 def _place(group: Sequence[RecordsFrame]) -> list[_Placed]:
     """Return the operations of a group's frames: one that continues in the next frame, or on another shard, is one."""
-    known: dict[tuple[Any, ...], _Operation] = {}
+    known: dict[tuple[Any, ...], _ExportedOperation] = {}
     placed: list[_Placed] = []
     before: _Placed | None = None
     for frame in group:
@@ -253,14 +253,14 @@ def _place(group: Sequence[RecordsFrame]) -> list[_Placed]:
         firsts: dict[int, int] = {}
         for operation, first in zip(batches["operation"], batches["first_seq"], strict=True):
             firsts[operation] = min(first, firsts.get(operation, first))
-        operations: list[_Operation] = []
+        operations: list[_ExportedOperation] = []
         for ordinal, of in enumerate(facts):
             identity = _identity(of)
             found = known.get(identity) if identity is not None else None
             if found is None and identity is None and ordinal == 0:
                 found = _goes_on(before, frame, of)
             if found is None:
-                found = _Operation(of, firsts[ordinal])
+                found = _ExportedOperation(of, firsts[ordinal])
                 if identity is not None:
                     known[identity] = found
             found.first_seq = min(found.first_seq, firsts[ordinal])
@@ -282,7 +282,7 @@ def _identity(facts: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return (facts["kind"], facts["source"], facts["commit_lsn"], facts["xid"], facts["chunk_id"], *named)
 
 
-def _goes_on(before: _Placed | None, frame: RecordsFrame, facts: Mapping[str, Any]) -> _Operation | None:
+def _goes_on(before: _Placed | None, frame: RecordsFrame, facts: Mapping[str, Any]) -> _ExportedOperation | None:
     """Return the operation at the end of the previous frame, if this frame begins with the rest of it."""
     if before is None or before.frame.header.shard != frame.header.shard or before.operations[-1].facts != facts:
         return None

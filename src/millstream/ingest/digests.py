@@ -46,7 +46,7 @@ def digests_of(
     """
     ends = np.fromiter(compress(accumulate(counts), wanted), np.int64)
     sizes = np.fromiter(compress(counts, wanted), np.int64)
-    rows = _Ranges(ends - sizes, ends)
+    rows = _ItemRanges(ends - sizes, ends)
     digests = sizes.astype(np.uint64) + np.uint64(_seed(table) * _MIX & _MASK)
     telling = [(n, column) for n, column in zip(names, columns, strict=True) if column.null_count < len(column)]
     of_columns = np.empty((len(telling), len(ends)), np.uint64)
@@ -71,7 +71,7 @@ def _seed(name: str) -> int:
     return int(google_crc32c.value(name.encode()))
 
 
-class _Ranges:
+class _ItemRanges:
     """The ranges of each request's items among all: `[firsts, ends)`."""
 
     __slots__ = ("_slices", "ends", "firsts", "some_have")
@@ -91,11 +91,11 @@ class _Ranges:
             found = self._slices[width] = list(map(slice, starts.tolist(), ends.tolist()))
         return found
 
-    def mapped(self, starts: npt.NDArray[Any]) -> _Ranges:
+    def mapped(self, starts: npt.NDArray[Any]) -> _ItemRanges:
         """Return the ranges of nested items, given the start of each item's and the end of the last one's."""
         firsts, ends = starts[self.firsts], starts[self.ends]
         some_have = firsts < ends
-        return _Ranges(firsts, ends, None if some_have.all() else some_have)
+        return _ItemRanges(firsts, ends, None if some_have.all() else some_have)
 
     def nulls_of(self, valid: npt.NDArray[np.uint8]) -> _Ints:
         """Return the number of each request's null items."""
@@ -104,7 +104,7 @@ class _Ranges:
         return found
 
 
-def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> _Ints | None:
+def _sum_up(sums: _Sums, column: pa.Array, rows: _ItemRanges, tag: int) -> _Ints | None:
     """Add a column's values to the sums of requests: in parts, each with a tag, since parts may be skipped.
 
     Returns:
@@ -146,7 +146,7 @@ def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> _Ints | N
 
 
 def _add(
-    sums: _Sums, items: Any, width: int, rows: _Ranges, tag: int, where: npt.NDArray[np.bool_] | None = None
+    sums: _Sums, items: Any, width: int, rows: _ItemRanges, tag: int, where: npt.NDArray[np.bool_] | None = None
 ) -> None:
     """Add one part: items of that many bytes each; only to some requests, and to none without items."""
     data = bytes(items)

@@ -146,7 +146,7 @@ def tables_of_lines(
         raise too_large("its names of measurements or of columns", NAMES_MAX + 1, NAMES_MAX) from error
     rejected = [RejectedLine(wrong.number, REASONS[wrong.fault], excerpt(body, *wrong.span)) for wrong in walk.wrong]
     rejected_count = walk.wrong_count
-    names = _Names.of(walk)
+    names = _LineNames.of(walk)
     if not (names.are_fine and walk.agrees(columns_max)):
         refused, count = walk.settle(
             refused_measurements=list(names.refused_measurements),
@@ -204,7 +204,7 @@ def _table(found: FoundTable) -> TableLines:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _LineNames:
     """The names of a walk's measurements and columns, by their places, and which of them are invalid."""
 
     measurements: dict[int, str]

@@ -47,7 +47,7 @@ def whole_upto(layout: LakeLayout, n: Seq) -> Seq:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class _OperationFacts:
     """The common facts of an operation's records."""
 
     source: int
@@ -108,18 +108,18 @@ class _Stretch:
                 tables.append((folder, TableFiles(layout, f"{layout.root}/history/{folder}"), files))
         return cls(after, tables)
 
-    def operation_behind(self, n: Seq) -> _Operation | None:
+    def operation_behind(self, n: Seq) -> _OperationFacts | None:
         """Return the operation of the first record above `n`; None if there is none, or it is alone."""
         first: int | None = None
-        found: _Operation | None = None
+        found: _OperationFacts | None = None
         for folder, batch in self._batches(Seq(n + 1), None):
             seqs = batch.column(_SEQ)
             low = pc.min(seqs.filter(pc.greater(seqs, int(n)))).as_py()
             if low is not None and (first is None or low < first):
-                first, found = low, _Operation.of(folder, batch, pc.index(seqs, low).as_py())
+                first, found = low, _OperationFacts.of(folder, batch, pc.index(seqs, low).as_py())
         return found
 
-    def last_before(self, operation: _Operation, n: Seq) -> Seq:
+    def last_before(self, operation: _OperationFacts, n: Seq) -> Seq:
         """Return `n` if no record of the operation lies at or below it; else the last record before the operation."""
         parted, last = False, int(self.after)
         for folder, batch in self._batches(Seq(self.after + 1), n):

@@ -104,7 +104,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _OpenChunk:
     floor: int
     """The chunk's snapshot sees every transaction below."""
     snapshot: Snapshot | None = None
@@ -119,7 +119,7 @@ class CopyTracker:
 
     def __init__(self) -> None:
         self._touches: list[Touch] = []
-        self._open: dict[int, _Reading] = {}
+        self._open: dict[int, _OpenChunk] = {}
         self._next = 1
         self._xmin = 0
         """xmin of the latest snapshot taken: future snapshots see everything below."""
@@ -142,12 +142,12 @@ class CopyTracker:
         """Open a chunk that is about to take its snapshot; return its ticket."""
         ticket = self._next
         self._next += 1
-        self._open[ticket] = _Reading(self._xmin)
+        self._open[ticket] = _OpenChunk(self._xmin)
         return ticket
 
     def take(self, ticket: int, snapshot: Snapshot) -> None:
         """Note that the chunk's snapshot is taken."""
-        self._open[ticket] = _Reading(snapshot.xmin, snapshot)
+        self._open[ticket] = _OpenChunk(snapshot.xmin, snapshot)
         self._xmin = max(self._xmin, snapshot.xmin)
 
     def judge(self, ticket: int, asked: Collection[Key] = ()) -> Verdict:

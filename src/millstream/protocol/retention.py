@@ -300,7 +300,7 @@ def _needs(holder: Holder, segment: SealedSegment) -> bool:
 
 
 @dataclass(slots=True)
-class _Ranges:
+class _NumberRanges:
     """Ranges of numbers, both ends included: in order, none adjacent to the next."""
 
     firsts: list[int] = field(default_factory=list)
@@ -349,8 +349,8 @@ _Scope = tuple[TableId | None, str | None]
 class _Landed:
     """Ranges of landed numbers: of all tables, and by table and partition."""
 
-    everything: _Ranges = field(default_factory=_Ranges)
-    scopes: dict[_Scope, _Ranges] = field(default_factory=dict)
+    everything: _NumberRanges = field(default_factory=_NumberRanges)
+    scopes: dict[_Scope, _NumberRanges] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -364,7 +364,7 @@ class _Landed:
                 self.everything.add(first, last)
                 self._keep(lambda a, b: bool(self.everything.gaps(a, b)))
             return
-        ranges = self.scopes.get((table, partition)) or _Ranges()
+        ranges = self.scopes.get((table, partition)) or _NumberRanges()
         if ranges.touches(first, last) or (self.everything.gaps(first, last) and self._count_of_tables() < RANGES_MAX):
             ranges.add(first, last)
             self.scopes[table, partition] = ranges

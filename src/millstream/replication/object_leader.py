@@ -64,7 +64,7 @@ SegmentBytes = Callable[[ShardId, Offset], Iterable[Bytes] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StoredRange:
     """Place of a segment's bytes in the store."""
 
     name: str
@@ -86,7 +86,7 @@ class StoreContents:
     history: History = field(default_factory=History)
     sealed: set[tuple[ShardId, Offset]] = field(default_factory=set)
     """Segments that are stored whole."""
-    pieces: dict[tuple[ShardId, Offset], list[_Piece]] = field(default_factory=dict)
+    pieces: dict[tuple[ShardId, Offset], list[_StoredRange]] = field(default_factory=dict)
     """Stored bytes of segments that aren't."""
     shipments: dict[str, set[tuple[ShardId, Offset]]] = field(default_factory=dict)
     """By shipment, in order, the segments that it has bytes of."""
@@ -108,7 +108,7 @@ class StoreContents:
                 continue
             key = (part.shard, part.base_offset)
             if key not in self.sealed:
-                self.pieces.setdefault(key, []).append(_Piece(name, start, part.position, len(part.data)))
+                self.pieces.setdefault(key, []).append(_StoredRange(name, start, part.position, len(part.data)))
                 if part.is_end:
                     self.ended.add(key)
             keys.add(key)
@@ -434,7 +434,7 @@ class StoredLink:
                 old.append(listed.name)
         self._objects.delete(old)
 
-    def _put_together(self, pieces: Sequence[_Piece]) -> Iterator[Bytes]:
+    def _put_together(self, pieces: Sequence[_StoredRange]) -> Iterator[Bytes]:
         at = 0
         for piece in pieces:
             if piece.position > at:

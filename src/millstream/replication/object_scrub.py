@@ -57,7 +57,7 @@ class Scrubbed:
     """Remaining damage, each with what to do."""
 
 
-class _Segment(NamedTuple):
+class _StoredSegment(NamedTuple):
     """A whole segment."""
 
     end: Offset
@@ -253,14 +253,14 @@ class Scrub:
             header = SegmentHeader.decode(self._reader_of_object(name, stored_bytes)(0, SEGMENT_HEADER_SIZE))
         return _Next(base, None if header is None else header.previous_hash)
 
-    def _own(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_Segment | None, str]:
+    def _own(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_StoredSegment | None, str]:
         """As `_whole`, for this node's file: it may belong to another log."""
         try:
             return self._whole(shard, base, size, read)
         except OtherStream as error:
             return None, error.message
 
-    def _is_same(self, own: _Segment, after: _Next, name: str, stored_bytes: int) -> bool:
+    def _is_same(self, own: _StoredSegment, after: _Next, name: str, stored_bytes: int) -> bool:
         """Return whether a segment of this node's is proven to be the one that is, or was, stored."""
         if after.base is not None and own.end != after.base:
             return False
@@ -271,7 +271,7 @@ class Scrub:
 
     # --- verifying -----------------------------------------------------------------------------------------------
 
-    def _whole(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_Segment | None, str]:
+    def _whole(self, shard: ShardId, base: Offset, size: int, read: _Read) -> tuple[_StoredSegment | None, str]:
         """Verify a sealed segment to its last byte; return it, or why it is invalid. Raises `OtherStream`."""
         arriving = ArrivingShard(self._stream, None, shard, base, end_offset=base, previous_hash=None)
         footer = self._footer(size, read)
@@ -291,7 +291,7 @@ class Scrub:
             arriving.finish(memoryview(footer))
         except (ShipmentUnreadable, Diverged) as error:
             return None, error.message
-        return _Segment(arriving.base, previous_hash, SegmentFooter.encoded_hash(footer)), ""
+        return _StoredSegment(arriving.base, previous_hash, SegmentFooter.encoded_hash(footer)), ""
 
     def _footer(self, size: int, read: _Read) -> bytes | None:
         """Return a sealed file's footer, with the length in its last bytes; None if they have none."""

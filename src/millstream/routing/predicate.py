@@ -52,7 +52,7 @@ class Predicate:
     @classmethod
     def parse(cls, text: str) -> Predicate:
         """Read a predicate; raise `UsageError` with the position of an error."""
-        reader = _Reader(text)
+        reader = _PredicateParser(text)
         test = reader.whole()
         return cls(text, tuple(dict.fromkeys(reader.columns)), test)
 
@@ -68,7 +68,7 @@ class Predicate:
         return pc.fill_null(found, fill_value=False)
 
 
-class _Reader:
+class _PredicateParser:
     """A recursive descent parser: one method for each level of precedence."""
 
     def __init__(self, text: str) -> None:

@@ -102,8 +102,8 @@ class Reading:
         self._lock = threading.Lock()
         http = home.config.http
         again = "Ask again a little later, or read with fewer callers."
-        self._answers = _Places(_ANSWERS_MAX, "answers are being read", again)
-        self._queries = _Places(
+        self._answers = _ConcurrencyLimit(_ANSWERS_MAX, "answers are being read", again)
+        self._queries = _ConcurrencyLimit(
             http.queries_max,
             "queries run, as many as may",
             "Ask again a little later; `[http] queries_max` says how many run at a time.",
@@ -260,7 +260,7 @@ class Reading:
         made: Callable[[OpenHome], Iterator[bytes]],
         media_type: str,
         *,
-        places: tuple[_Places, ...] = (),
+        places: tuple[_ConcurrencyLimit, ...] = (),
         give_up: Callable[[], None] = lambda: None,
         within_s: float | None = None,
     ) -> Response:
@@ -309,7 +309,7 @@ class Reading:
         if first is None:
             await let_go()
             return Response(status_code=_GONE)
-        return _Answer(_sent(first, making, media_type, let_go), media_type, let_go, until_s)
+        return _StreamedAnswer(_sent(first, making, media_type, let_go), media_type, let_go, until_s)
 
     def _open(self) -> OpenHome:
         return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // _FOLDED))
@@ -332,7 +332,7 @@ class Reading:
                     self._idle.append(home)
 
 
-class _Places:
+class _ConcurrencyLimit:
     """A limit of concurrent uses; further callers are told to retry. For one event loop.
 
     Args:
@@ -387,7 +387,7 @@ class _Making:
             await asyncio.wrap_future(self._threads.submit(close))
 
 
-class _Answer(StreamingResponse):
+class _StreamedAnswer(StreamingResponse):
     """A response whose parts are closed however it ends, and whose caller has to read them."""
 
     def __init__(

@@ -46,7 +46,7 @@ class BatchTarget(NamedTuple):
     acks: AckLevel | None = None
 
 
-class _Waiting(NamedTuple):
+class _PendingRequest(NamedTuple):
     rows: list[Row] | pa.Table
     """The rows as JSON objects, or as columns in the log's types."""
     size_bytes: int
@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
 class _Queue:
     """The queue of a target."""
 
-    waiting: deque[_Waiting] = field(default_factory=deque)
+    waiting: deque[_PendingRequest] = field(default_factory=deque)
     in_flight: int = 0
     is_called: bool = False
     """Whether a call on the loop is scheduled for it."""
@@ -94,7 +94,7 @@ class Groups:
         queue = self._queues.get(target)
         if queue is None:
             queue = self._queues[target] = _Queue()
-        queue.waiting.append(_Waiting(rows, size_bytes, write_id, answer))
+        queue.waiting.append(_PendingRequest(rows, size_bytes, write_id, answer))
         self._call(loop, target, queue)
         return answer
 
@@ -116,7 +116,7 @@ class Groups:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, target: BatchTarget, queue: _Queue, group: list[_Waiting]) -> None:
+    async def _run(self, target: BatchTarget, queue: _Queue, group: list[_PendingRequest]) -> None:
         try:
             for alike in _apart(group):
                 await self._append_all(target, alike)
@@ -133,7 +133,7 @@ class Groups:
             elif not queue.in_flight and not queue.is_called:
                 self._queues.pop(target, None)
 
-    async def _append_all(self, target: BatchTarget, group: list[_Waiting]) -> None:
+    async def _append_all(self, target: BatchTarget, group: list[_PendingRequest]) -> None:
         """Append requests whose rows are of one kind together; each alone if that isn't possible."""
         try:
             rows = _joined(group)
@@ -167,7 +167,7 @@ class Groups:
             else:
                 _fail(one, outcome)
 
-    async def _append_each(self, target: BatchTarget, group: list[_Waiting], error: MillstreamError) -> None:
+    async def _append_each(self, target: BatchTarget, group: list[_PendingRequest], error: MillstreamError) -> None:
         """Append requests that can't be appended together, each alone; one that fails alone is refused."""
         if len(group) == 1:
             _fail(group[0], error)
@@ -176,7 +176,7 @@ class Groups:
             await self._append_all(target, [one])
 
 
-def _taken(waiting: deque[_Waiting]) -> list[_Waiting]:
+def _taken(waiting: deque[_PendingRequest]) -> list[_PendingRequest]:
     """Return the next batch's requests, in order."""
     group = [waiting.popleft()]
     size = group[0].size_bytes
@@ -186,17 +186,17 @@ def _taken(waiting: deque[_Waiting]) -> list[_Waiting]:
     return group
 
 
-def _apart(group: list[_Waiting]) -> list[list[_Waiting]]:
+def _apart(group: list[_PendingRequest]) -> list[list[_PendingRequest]]:
     """Group requests by the kind of their rows: JSON's together, and columns of one schema."""
     if all(type(one.rows) is list for one in group):
         return [group]
-    kinds: dict[pa.Schema | None, list[_Waiting]] = {}
+    kinds: dict[pa.Schema | None, list[_PendingRequest]] = {}
     for one in group:
         kinds.setdefault(None if isinstance(one.rows, list) else one.rows.schema, []).append(one)
     return list(kinds.values())
 
 
-def _joined(group: list[_Waiting]) -> pa.Table:
+def _joined(group: list[_PendingRequest]) -> pa.Table:
     first = group[0].rows
     if not isinstance(first, list):
         return first if len(group) == 1 else pa.concat_tables([one.rows for one in group])
@@ -206,7 +206,7 @@ def _joined(group: list[_Waiting]) -> pa.Table:
     return columns_of(rows, [_count(one.rows) for one in group])
 
 
-def _is_other_alone(one: _Waiting, together: pa.Table) -> bool:
+def _is_other_alone(one: _PendingRequest, together: pa.Table) -> bool:
     """Return whether a request's columns alone have other types: integers that others' values turn into fractions."""
     if not isinstance(one.rows, list):
         return False
@@ -221,7 +221,7 @@ def _count(rows: list[Row] | pa.Table) -> int:
     return len(rows) if isinstance(rows, list) else int(rows.num_rows)
 
 
-def _fail(one: _Waiting, error: BaseException) -> None:
+def _fail(one: _PendingRequest, error: BaseException) -> None:
     if one.answer.done():
         return
     if isinstance(error, Exception):

@@ -22,7 +22,7 @@ def in_pieces(reader: pa.RecordBatchReader) -> Iterator[bytes]:
 
 def as_stream(reader: pa.RecordBatchReader) -> Iterator[bytes]:
     """Yield an Arrow IPC stream."""
-    sink = _Sink()
+    sink = _OutputBuffer()
     with pa.ipc.new_stream(sink, reader.schema) as out:
         for batch in reader:
             out.write_batch(batch)
@@ -30,7 +30,7 @@ def as_stream(reader: pa.RecordBatchReader) -> Iterator[bytes]:
     yield from sink.taken()
 
 
-class _Sink:
+class _OutputBuffer:
     """A file for Arrow to write to, from which the written bytes are taken out again."""
 
     def __init__(self) -> None:

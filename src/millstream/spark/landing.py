@@ -96,7 +96,7 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -
     """
 
     def write(rows: pa.Table) -> pa.Table:
-        group = _Group.of(rows)
+        group = _TableBatch.of(rows)
         commit: TableCommit | None = None
         error: Exception | None = None
         if group.table_id != MARKER:
@@ -135,7 +135,7 @@ def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Tabl
 
     def write(rows: pa.Table) -> pa.Table:
         ids = [TableId(found) for found in pc.unique(rows.column("table_id")).to_pylist()]
-        groups = {found: _Group.of(rows.filter(pc.equal(rows.column("table_id"), int(found)))) for found in ids}
+        groups = {found: _TableBatch.of(rows.filter(pc.equal(rows.column("table_id"), int(found)))) for found in ids}
         asked = {found: _loader(group) for found, group in groups.items() if found != MARKER and found not in held}
         upto = next(iter(groups.values())).upto
         # Even without tables to land, it checks that the destination is at the expected position.
@@ -163,7 +163,7 @@ def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Tabl
     return write
 
 
-def _loader(group: _Group) -> Callable[[], Loaded]:
+def _loader(group: _TableBatch) -> Callable[[], Loaded]:
     def load() -> Loaded:
         schema, batches = group.load()
         return Loaded(schema, [(TableSchema.from_arrow(batch.schema), batch) for batch in batches])
@@ -172,7 +172,7 @@ def _loader(group: _Group) -> Callable[[], Loaded]:
 
 
 @dataclass(slots=True)
-class _Group:
+class _TableBatch:
     """One table's rows of a batch, or a marker's."""
 
     table_id: TableId
@@ -185,7 +185,7 @@ class _Group:
     """The newest commit time among the records, µs since 1970, once they are loaded."""
 
     @classmethod
-    def of(cls, rows: pa.Table) -> _Group:
+    def of(cls, rows: pa.Table) -> _TableBatch:
         rows = rows.sort_by("first_seq")
         first = [rows.column(name)[0].as_py() for name in ("table_id", "batch_after", "batch_upto")]
         version = int(pc.max(rows.column("schema_version")).as_py())

@@ -118,7 +118,7 @@ def merged_regions(
     if regions is None:
         regions = [int(row[0]) for row in records.select(REGION.name).distinct().collect()]
     # Each region's part of a key is a separate aggregate, so that rows are grouped and shuffled once.
-    places = _Places(tuple(sorted(regions)) or (0,), tuple(names), merge)
+    places = _RegionColumns(tuple(sorted(regions)) or (0,), tuple(names), merge)
     grouped = records.groupBy(*map(_column, key)).agg(*places.aggregates())
     shown = grouped.select(
         *map(_column, key),
@@ -140,7 +140,7 @@ def merged_regions(
     )
 
 
-class _Places:
+class _RegionColumns:
     """The regions' values of a key, in separate columns."""
 
     def __init__(self, regions: tuple[int, ...], names: tuple[str, ...], merge: TableMerge) -> None:

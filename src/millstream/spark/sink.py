@@ -182,7 +182,7 @@ class SinkOptions:
         return millstream.connect(self.url, token=self.token, verify=self.verify or True, cert=self.cert)
 
 
-class _Sink:
+class _RowSink:
     """The common part of both writers."""
 
     def __init__(self, options: SinkOptions, schema: StructType, *, overwrite: bool) -> None:
@@ -260,7 +260,7 @@ class _Sink:
             folder.rmdir()
 
 
-class MillstreamWriter(_Sink, DataSourceArrowWriter):
+class MillstreamWriter(_RowSink, DataSourceArrowWriter):
     """One job: its rows are appended when all of its tasks are done."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
@@ -278,7 +278,7 @@ class MillstreamWriter(_Sink, DataSourceArrowWriter):
         self._drop(messages)
 
 
-class MillstreamStreamWriter(_Sink, DataSourceStreamArrowWriter):
+class MillstreamStreamWriter(_RowSink, DataSourceStreamArrowWriter):
     """A streaming query: each micro-batch is appended when all of its tasks are done."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:

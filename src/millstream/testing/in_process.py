@@ -246,7 +246,7 @@ class _Pipe:
         return [(message, dice[8] < faults.reorder)] * (2 if dice[7] < faults.duplicate else 1)
 
 
-class _End:
+class _PipeEnd:
     def __init__(self, inward: _Pipe, outward: _Pipe) -> None:
         self._inward = inward
         self._outward = outward
@@ -271,7 +271,7 @@ class _End:
         self._outward.end("the other end has closed the link")
 
 
-class _LeaderEnd(_End):
+class _LeaderEnd(_PipeEnd):
     """See `ports.FollowerLink`."""
 
     def __init__(self, hello: Hello, down: _Pipe, up: _Pipe) -> None:
@@ -298,7 +298,7 @@ class _LeaderEnd(_End):
         self.close()
 
 
-class _FollowerEnd(_End):
+class _FollowerEnd(_PipeEnd):
     """See `ports.LeaderLink`."""
 
     def __init__(self, down: _Pipe, up: _Pipe) -> None:

@@ -35,7 +35,7 @@ from millstream.wal.segment_scan import (
 
 
 @dataclass(slots=True)
-class _End:
+class _ShardEnd:
     """The end of a shard as found."""
 
     segment: SegmentFile
@@ -104,7 +104,7 @@ def marks_of_whole_groups(
     return marks, stream_cut(marks.values())
 
 
-def _writer_beside(shard: ShardId, ends: Mapping[ShardId, _End]) -> WriterId:
+def _writer_beside(shard: ShardId, ends: Mapping[ShardId, _ShardEnd]) -> WriterId:
     """Return the writer of a shard whose own last frame can't be read.
 
     It is the writer whose groups have parts there, else the first writer of all.
@@ -114,7 +114,7 @@ def _writer_beside(shard: ShardId, ends: Mapping[ShardId, _End]) -> WriterId:
     return min((end.writer for end in partners or others), default=WriterId(0))
 
 
-def _marks_of_writer(ends: Mapping[ShardId, _End], on_damage: OnDamage | None) -> dict[ShardId, DurableMark]:
+def _marks_of_writer(ends: Mapping[ShardId, _ShardEnd], on_damage: OnDamage | None) -> dict[ShardId, DurableMark]:
     """Return marks for the shards of one writer: they share commit groups, numbered for that writer alone."""
     headers = sorted((frame.header for end in ends.values() for frame in end.found()), key=lambda header: header.group)
     newest = headers[-1].group if headers else GroupNumber(0)
@@ -159,7 +159,7 @@ def _marks_of_writer(ends: Mapping[ShardId, _End], on_damage: OnDamage | None) -
     return marks
 
 
-def _missing(header: FrameHeader, ends: Mapping[ShardId, _End]) -> ShardId | None:
+def _missing(header: FrameHeader, ends: Mapping[ShardId, _ShardEnd]) -> ShardId | None:
     """Return a shard that lacks its part of a frame's group; None if the group is whole."""
     shards = (header.shard, *header.other_shards)
     return next((s for s in shards if s in ends and not ends[s].has_whole(header.group)), None)
@@ -167,7 +167,7 @@ def _missing(header: FrameHeader, ends: Mapping[ShardId, _End]) -> ShardId | Non
 
 def _end(
     files: Files, shard: ShardId, shard_dir: str, stream: StreamId | None, on_damage: OnDamage | None
-) -> _End | None:
+) -> _ShardEnd | None:
     segments, misplaced = split_misplaced(files, shard, list_segments(files, shard_dir), stream)
     for segment, _, why in misplaced:
         if not segments or segment > segments[-1]:  # the reader reports any other one
@@ -180,7 +180,7 @@ def _end(
     if not segments:
         return None
     header = header_of(files, segments[-1])
-    end = _End(segments[-1], header or _header_like(files, shard, segments))
+    end = _ShardEnd(segments[-1], header or _header_like(files, shard, segments))
     end.sealed_last = _last_of_sealed(files, segments[-1])
     end.is_sealed = end.sealed_last is not None
     if end.is_sealed:

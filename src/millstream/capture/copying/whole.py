@@ -55,7 +55,7 @@ class _GivenUp(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
+class _TableRead:
     """The reading of one table, from before its snapshot to its file."""
 
     copy: Copy
@@ -186,7 +186,7 @@ class WholeReads:
         finally:
             self._drop(reading)
 
-    def _read(self, reading: _Reading, part: Range, reader: ChunkReader, under: SourceSnapshot | None) -> None:
+    def _read(self, reading: _TableRead, part: Range, reader: ChunkReader, under: SourceSnapshot | None) -> None:
         copy = reading.copy
         try:
             reader.not_before = copy.tracked_from
@@ -212,11 +212,11 @@ class WholeReads:
 
     # --- one reading -------------------------------------------------------------------------------------------
 
-    def _begin(self, copy: Copy) -> _Reading:
+    def _begin(self, copy: Copy) -> _TableRead:
         with self._lock:
-            return _Reading(copy, copy.tracker.begin())
+            return _TableRead(copy, copy.tracker.begin())
 
-    def _note_begun(self, reading: _Reading, begun: Begun) -> None:
+    def _note_begun(self, reading: _TableRead, begun: Begun) -> None:
         copy = reading.copy
         with self._lock:
             copy.tracker.take(reading.ticket, begun.snapshot)
@@ -225,7 +225,7 @@ class WholeReads:
         copy.file = reading.file = CopiedFile(path, begun, self._numbered(begun.schema))
         self._look(reading)
 
-    def _take(self, reading: _Reading, piece: CopyText) -> None:
+    def _take(self, reading: _TableRead, piece: CopyText) -> None:
         """Decode and write a piece while the next one is read, and keep to the rate."""
         now = time.monotonic()
         with self._lock:
@@ -243,7 +243,7 @@ class WholeReads:
             self._stopping.wait(min(owed_s, _LOOK_S))
             self._look(reading)
 
-    def _finish(self, reading: _Reading, part: Range) -> None:
+    def _finish(self, reading: _TableRead, part: Range) -> None:
         _settle(reading)
         assert reading.file is not None
         reading.file.finish()
@@ -253,7 +253,7 @@ class WholeReads:
             reading.kept = True
             part.note_read(OpenChunk(part, reading.ticket, ChunkBounds(), reading.file))
 
-    def _drop(self, reading: _Reading) -> None:
+    def _drop(self, reading: _TableRead) -> None:
         """Remove what is left of a reading, unless it is whole."""
         if reading.kept:
             return
@@ -266,7 +266,7 @@ class WholeReads:
             reading.copy.file = None
             reading.copy.tracker.end(reading.ticket)
 
-    def _look(self, reading: _Reading) -> None:
+    def _look(self, reading: _TableRead) -> None:
         """Raise `_GivenUp` unless the reading is still of use."""
         copy = reading.copy
         if self._stopping.is_set() or not self._goes_on(copy):
@@ -277,14 +277,14 @@ class WholeReads:
                 raise _GivenUp
 
 
-def _settle(reading: _Reading) -> None:
+def _settle(reading: _TableRead) -> None:
     """Wait for the piece that is being written. Raises its error."""
     decoding, reading.decoding = reading.decoding, None
     if decoding is not None:
         decoding.result()
 
 
-def _write(reading: _Reading, piece: CopyText) -> None:
+def _write(reading: _TableRead, piece: CopyText) -> None:
     """Decode a piece from text to columns and write it to the file, on a thread of its own."""
     assert reading.begun is not None
     assert reading.file is not None

@@ -152,7 +152,7 @@ class Walk:
         wrong = np.empty((wrong_max, 4), np.int64)
         state = np.zeros(machine.STATE_SIZE, np.int64)
         state[machine.NUMBER] = 1
-        measurements, columns = _Names(names_max), _Names(names_max)
+        measurements, columns = _NameTable(names_max), _NameTable(names_max)
         while True:
             outcome = machine.scan(
                 self._buffer,
@@ -433,7 +433,7 @@ def _array(
     return pa.Array.from_buffers(_PLAIN[kind], count, [valid, pa.py_buffer(values)])
 
 
-class _Names:
+class _NameTable:
     """Room for names, and a hash table of them."""
 
     def __init__(self, names_max: int) -> None:

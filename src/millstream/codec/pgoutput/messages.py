@@ -211,7 +211,7 @@ Message = (
 )
 
 
-class _Reader:
+class _MessageCursor:
     """A cursor over one message; every step checks that the bytes are there."""
 
     __slots__ = ("data", "position")
@@ -270,7 +270,7 @@ def parse_message(data: bytes, *, streamed: bool = False) -> Message:
     Raises:
         ProtocolViolation: the bytes are no message of this protocol version.
     """
-    reader = _Reader(data)
+    reader = _MessageCursor(data)
     kind = reader.u8()
     message: Message
     if kind in _CHANGE_PARSERS:
@@ -299,22 +299,22 @@ def _moment(time: int) -> int:
     return time + POSTGRES_EPOCH_US
 
 
-def _begin(reader: _Reader) -> Begin:
+def _begin(reader: _MessageCursor) -> Begin:
     lsn, time, own = reader.unpack(_BEGIN)
     return Begin(_position(lsn), _moment(time), own)
 
 
-def _commit(reader: _Reader) -> Commit:
+def _commit(reader: _MessageCursor) -> Commit:
     flags, lsn, end, time = reader.unpack(_COMMIT)
     return Commit(flags, _position(lsn), _position(end), _moment(time))
 
 
-def _origin(reader: _Reader) -> Origin:
+def _origin(reader: _MessageCursor) -> Origin:
     lsn = Lsn(int.from_bytes(reader.take(8), "big"))
     return Origin(lsn, reader.text("replace"))  # a name for people, in its own server's encoding
 
 
-def _relation(reader: _Reader, xid: int | None) -> Relation:
+def _relation(reader: _MessageCursor, xid: int | None) -> Relation:
     body = reader.data[reader.position :]
     oid = reader.u32()
     namespace = reader.text() or "pg_catalog"
@@ -335,13 +335,13 @@ def _relation(reader: _Reader, xid: int | None) -> Relation:
     return Relation(oid, namespace, name, identity, tuple(columns), b"R" + body, xid)
 
 
-def _type(reader: _Reader, xid: int | None) -> Type:
+def _type(reader: _MessageCursor, xid: int | None) -> Type:
     oid = reader.u32()
     namespace = reader.text() or "pg_catalog"
     return Type(oid, namespace, reader.text(), xid)
 
 
-def _row(reader: _Reader) -> Row:
+def _row(reader: _MessageCursor) -> Row:
     values: list[Value] = []
     for _ in range(reader.u16()):
         kind = reader.u8()
@@ -356,13 +356,13 @@ def _row(reader: _Reader) -> Row:
     return tuple(values)
 
 
-def _insert(reader: _Reader, xid: int | None) -> Insert:
+def _insert(reader: _MessageCursor, xid: int | None) -> Insert:
     oid = reader.u32()
     _expect(reader, _NEW)
     return Insert(oid, _row(reader), xid)
 
 
-def _update(reader: _Reader, xid: int | None) -> Update:
+def _update(reader: _MessageCursor, xid: int | None) -> Update:
     oid = reader.u32()
     kind = reader.u8()
     old_key = old_row = None
@@ -377,7 +377,7 @@ def _update(reader: _Reader, xid: int | None) -> Update:
     return Update(oid, _row(reader), old_key, old_row, xid)
 
 
-def _delete(reader: _Reader, xid: int | None) -> Delete:
+def _delete(reader: _MessageCursor, xid: int | None) -> Delete:
     oid = reader.u32()
     kind = reader.u8()
     if kind == _KEY:
@@ -387,7 +387,7 @@ def _delete(reader: _Reader, xid: int | None) -> Delete:
     raise ProtocolViolation("a delete has no old row")
 
 
-def _truncate(reader: _Reader, xid: int | None) -> Truncate:
+def _truncate(reader: _MessageCursor, xid: int | None) -> Truncate:
     count = reader.u32()
     flags = reader.u8()
     if count * 4 > len(reader.data):
@@ -396,27 +396,27 @@ def _truncate(reader: _Reader, xid: int | None) -> Truncate:
     return Truncate(oids, bool(flags & 1), bool(flags & 2), xid)
 
 
-def _logical_message(reader: _Reader, xid: int | None) -> LogicalMessage:
+def _logical_message(reader: _MessageCursor, xid: int | None) -> LogicalMessage:
     flags = reader.u8()
     lsn = _position(int.from_bytes(reader.take(8), "big"))
     prefix = reader.text()
     return LogicalMessage(bool(flags & 1), lsn, prefix, reader.take(reader.u32()), xid)
 
 
-def _stream_start(reader: _Reader) -> StreamStart:
+def _stream_start(reader: _MessageCursor) -> StreamStart:
     return StreamStart(reader.u32(), reader.u8() == 1)
 
 
-def _stream_commit(reader: _Reader) -> StreamCommit:
+def _stream_commit(reader: _MessageCursor) -> StreamCommit:
     own, flags, lsn, end, time = reader.unpack(_STREAM_COMMIT)
     return StreamCommit(own, flags, _position(lsn), _position(end), _moment(time))
 
 
-def _stream_abort(reader: _Reader) -> StreamAbort:
+def _stream_abort(reader: _MessageCursor) -> StreamAbort:
     return StreamAbort(reader.u32(), reader.u32())
 
 
-def _expect(reader: _Reader, kind: int) -> None:
+def _expect(reader: _MessageCursor, kind: int) -> None:
     found = reader.u8()
     if found != kind:
         raise ProtocolViolation(f"expected {chr(kind)!r} in a message, found {chr(found)!r}")
@@ -424,7 +424,7 @@ def _expect(reader: _Reader, kind: int) -> None:
 
 _TEXT, _NULL, _UNCHANGED = ord("t"), ord("n"), ord("u")
 _NEW, _KEY, _OLD = ord("N"), ord("K"), ord("O")
-_PARSERS: Final[dict[int, Callable[[_Reader], Message]]] = {
+_PARSERS: Final[dict[int, Callable[[_MessageCursor], Message]]] = {
     ord("B"): _begin,
     ord("C"): _commit,
     ord("O"): _origin,
@@ -433,7 +433,7 @@ _PARSERS: Final[dict[int, Callable[[_Reader], Message]]] = {
     ord("A"): _stream_abort,
 }
 # The messages that carry the id of their (sub)transaction inside a streamed block.
-_CHANGE_PARSERS: Final[dict[int, Callable[[_Reader, int | None], Message]]] = {
+_CHANGE_PARSERS: Final[dict[int, Callable[[_MessageCursor, int | None], Message]]] = {
     ord("R"): _relation,
     ord("Y"): _type,
     ord("I"): _insert,

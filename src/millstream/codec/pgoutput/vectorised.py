@@ -46,7 +46,7 @@ def decode_transactions(
     if not _has_machine_code():
         return decode_plain(run, directory, relations, after=after)
     draft = relations.draft()
-    walk = _Walk.of(run, draft, streamed=False, whole=True, aborted=(), after=after)
+    walk = _ScanResult.of(run, draft, streamed=False, whole=True, aborted=(), after=after)
     tables, operation_transactions = walk.tables(directory, first_index=0)
     relations.adopt(draft)
     reached = {} if walk.reached is None else {directory.source: walk.reached}
@@ -67,7 +67,7 @@ def decode_block(
         return decode_block_plain(
             run, directory, relations, streamed=streamed, aborted=aborted, first_index=first_index
         )
-    walk = _Walk.of(run, relations, streamed=streamed, whole=False, aborted=aborted, after=Lsn(0))
+    walk = _ScanResult.of(run, relations, streamed=streamed, whole=False, aborted=aborted, after=Lsn(0))
     tables, _ = walk.tables(directory, first_index=first_index)
     return tables, first_index + sum(table.rows.num_rows for table in tables)
 
@@ -86,7 +86,7 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
-class _Walk:
+class _ScanResult:
     """The results of `scan` for a run."""
 
     run: MessageRun
@@ -113,7 +113,7 @@ class _Walk:
         whole: bool,
         aborted: Collection[int],
         after: Lsn,
-    ) -> _Walk:
+    ) -> _ScanResult:
         """Scan a run, and put its Relation and Type messages into force."""
         from millstream.codec.pgoutput import _scan as machine
 
@@ -196,7 +196,7 @@ class _Walk:
         tables = []
         for number, (relation, schema) in enumerate(entries):
             piece = slice(int(start[number]), int(start[number + 1]))
-            rows = _Rows(self, relation, schema, row_record[piece], row_operation[piece], row_index[piece])
+            rows = _EntryRows(self, relation, schema, row_record[piece], row_operation[piece], row_index[piece])
             tables.append(rows.finish())
         return tuple(tables), operation_transaction[:operations]
 
@@ -254,10 +254,10 @@ def _violation(fault: int, kind: str) -> ProtocolViolation:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _EntryRows:
     """The rows of one entry: one table and schema version."""
 
-    walk: _Walk
+    walk: _ScanResult
     relation: Relation | None
     schema: TableSchema
     records: Ints

@@ -58,7 +58,7 @@ def plan_build(
     """
     key = list(schema.key)
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
-    seen = _Seen(schema, key)
+    seen = _KeyPass(schema, key)
     for batch in scan_history(history, after=Seq(0), upto=upto, columns=names, table=schema.table_id).to_batches():
         seen.take(pa.Table.from_batches([batch]))
     size = sum(live_files(history).column("size_bytes").to_pylist())
@@ -96,7 +96,7 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
     return fold_records(records, schema, columns, lambda _keys: nothing).rows
 
 
-class _Seen:
+class _KeyPass:
     """The results of one pass over all keys."""
 
     def __init__(self, schema: TableSchema, key: Sequence[str]) -> None:

@@ -154,7 +154,7 @@ def merge_current(
     ours = tuple(wanted)
     if owner is None or (owner.columns, owner.key) != (ours, schema.key):
         register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key)
-    _Rows(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
+    _TargetTable(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
 
 
 def column_types(connection: Connection, columns: Sequence[Column]) -> dict[str, str]:
@@ -353,7 +353,7 @@ def _completed(found: pa.Table | None, keys: Keys, columns: pa.Schema, *, missin
 
 
 @dataclass(slots=True)
-class _Rows:
+class _TargetTable:
     """The table whose rows are changed."""
 
     connection: Connection

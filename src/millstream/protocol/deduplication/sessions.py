@@ -92,7 +92,7 @@ noting."""
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionState:
     mark: int = 0
     used_us: int = 0
     results: dict[int, _Result | bytes] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Sessions:
 
     def __init__(self, limits: SessionLimits | None = None) -> None:
         self._limits = SessionLimits() if limits is None else limits
-        self._hot: OrderedDict[str, _Session] = OrderedDict()
+        self._hot: OrderedDict[str, _SessionState] = OrderedDict()
         """Sessions used lately, longest idle first."""
         self._cold: dict[str, bytes] = {}
         """Sessions used before all of those, in the same order."""
@@ -267,7 +267,7 @@ class Sessions:
         self._keys[write_id.key] = _packed_result(now_us, result)
         self._forget_keys(now_us)
 
-    def _heated(self, name: str, now_us: int) -> _Session | None:
+    def _heated(self, name: str, now_us: int) -> _SessionState | None:
         """Return a session as an object, a new one if it is unknown.
 
         None if it was forgotten after its write was looked up.
@@ -276,7 +276,7 @@ class Sessions:
         if session is None:
             if _hash_of("s", name) in self._expired:
                 return None
-            session = _Session()
+            session = _SessionState()
         self._cold.pop(name, None)
         self._hot[name] = session
         if len(self._hot) > _HOT_MAX:
@@ -300,7 +300,7 @@ class Sessions:
         self._cold.pop(name, None)
         self._expired.add(_hash_of("s", name))
 
-    def _thawed(self, name: str) -> _Session | None:
+    def _thawed(self, name: str) -> _SessionState | None:
         packed = self._cold.get(name)
         return None if packed is None else _unpacked(packed)
 
@@ -384,7 +384,7 @@ class Sessions:
         return sessions
 
 
-def _lacks_some(session: _Session) -> bool:
+def _lacks_some(session: _SessionState) -> bool:
     return any(number > session.mark for number in session.results)
 
 
@@ -453,7 +453,7 @@ def _entry(name: str, packed: bytes) -> bytes:
     return _NAME.pack(len(encoded)) + encoded + packed
 
 
-def _packed(session: _Session) -> bytes:
+def _packed(session: _SessionState) -> bytes:
     return b"".join(
         [
             _SESSION.pack(session.mark, session.used_us, len(session.results)),
@@ -465,7 +465,7 @@ def _packed(session: _Session) -> bytes:
     )
 
 
-def _unpacked(packed: bytes) -> _Session:
+def _unpacked(packed: bytes) -> _SessionState:
     mark, used_us, count = _SESSION.unpack_from(packed)
     results: dict[int, _Result | bytes] = {}
     at = _SESSION.size
@@ -479,7 +479,7 @@ def _unpacked(packed: bytes) -> _Session:
             end = at + _size_of_result(packed, at)
             results[number] = packed[at:end]
             at = end
-    return _Session(mark, used_us, results)
+    return _SessionState(mark, used_us, results)
 
 
 def _are_plain(data: bytes, at: int, count: int) -> bool:

@@ -352,7 +352,7 @@ def _verify_shard(
             report.losses.append(Loss(segment.path, 0, why, expected, segment.base_offset, shard))
             previous_hash = None
         is_last = segment is segments[-1]
-        checking = _Segment(shard, segment, mark, end, is_last, torn)
+        checking = _SegmentCheck(shard, segment, mark, end, is_last, torn)
         reached, group = _verify_segment(files, checking, report, elsewhere, group)
         expected = max(expected, reached)
         header = header_of(files, segment)
@@ -369,7 +369,7 @@ def _verify_shard(
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class _SegmentCheck:
     """A segment to check."""
 
     shard: ShardId
@@ -383,7 +383,7 @@ class _Segment:
 
 
 def _verify_segment(
-    files: Files, checking: _Segment, report: Verification, elsewhere: KnownSchemas, group: GroupNumber
+    files: Files, checking: _SegmentCheck, report: Verification, elsewhere: KnownSchemas, group: GroupNumber
 ) -> tuple[Offset, GroupNumber]:
     """Check one segment, which should begin after `group`; return the offset and the group after its last frame."""
     shard, segment, mark, is_last = checking.shard, checking.segment, checking.mark, checking.is_last

@@ -87,7 +87,7 @@ class PartialGroups:
         return None
 
 
-class _End(NamedTuple):
+class _GroupEnd(NamedTuple):
     """End of a group on a shard."""
 
     group: GroupNumber
@@ -104,7 +104,7 @@ class GroupEnds:
 
     _writer: WriterId | None = None
     _several: bool = False
-    _ends: dict[ShardId, list[_End]] = field(default_factory=dict)
+    _ends: dict[ShardId, list[_GroupEnd]] = field(default_factory=dict)
 
     def note(self, frames: Iterable[WholeFrame]) -> None:
         """Note frames that lie there whole."""
@@ -112,7 +112,9 @@ class GroupEnds:
             self._several |= self._writer not in (None, header.writer)
             self._writer = header.writer
             if not header.more:
-                found = _End(header.group, end, end_offset, header.epoch, header.group_last_seq, header.reserved_to)
+                found = _GroupEnd(
+                    header.group, end, end_offset, header.epoch, header.group_last_seq, header.reserved_to
+                )
                 self._ends.setdefault(header.shard, []).append(found)
 
     def marks(

@@ -60,7 +60,7 @@ class ReplicaEnd(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Shard:
+class _ReplicaShard:
     """One shard of the log."""
 
     folder: str
@@ -75,7 +75,7 @@ class _Shard:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _NewBytes:
     """New bytes for one segment's file."""
 
     shard: ShardId
@@ -91,7 +91,7 @@ class _Plan:
     """Changes of a shipment, verified and not written yet."""
 
     arriving: dict[ShardId, ArrivingShard] = field(default_factory=dict)
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[_NewBytes] = field(default_factory=list)
     whole: list[WholeFrame] = field(default_factory=list)
     dropped: dict[ShardId, DroppedMark] = field(default_factory=dict)
     """Starts of shards that have nothing yet."""
@@ -106,7 +106,7 @@ class ReplicaLog:
         files: Files,
         lock: WritableFile,
         stream: StreamId | None,
-        shards: dict[ShardId, _Shard],
+        shards: dict[ShardId, _ReplicaShard],
         groups: PartialGroups,
         readers: ReplicaShown,
         *,
@@ -171,7 +171,7 @@ class ReplicaLog:
                 raise OtherStream(f"{folder} is the log of stream {known}, not of {stream}")
             stream = stream or known
             groups, ends, readers = PartialGroups(), GroupEnds(), ReplicaShown(files)
-            shards: dict[ShardId, _Shard] = {}
+            shards: dict[ShardId, _ReplicaShard] = {}
 
             def note(frames: Sequence[WholeFrame]) -> None:
                 groups.note(frames)
@@ -189,7 +189,7 @@ class ReplicaLog:
                     continue
                 stream = arriving.stream
                 readers.found(shard, shard_dir, mark)
-                shards[shard] = _Shard(shard_dir, mark, found[shard], dropped, arriving)
+                shards[shard] = _ReplicaShard(shard_dir, mark, found[shard], dropped, arriving)
             progress.end()
         except BaseException as error:
             for mark in marks.values():
@@ -324,7 +324,7 @@ class ReplicaLog:
             self._take(plan, arriving, part, data)
 
     def _take(self, plan: _Plan, arriving: ArrivingShard, part: SegmentPart, data: memoryview) -> None:
-        piece = _Piece(part.shard, arriving.base, arriving.position, [data], len(data), part.is_end)
+        piece = _NewBytes(part.shard, arriving.base, arriving.position, [data], len(data), part.is_end)
         end = arriving.position + len(data)
         if arriving.position == 0:
             arriving.begin(data)
@@ -420,7 +420,7 @@ class ReplicaLog:
         self._region = shipment.region
         for number, mark in marks.items():
             arriving = fresh_shard(shipment.stream, number, Offset(0))
-            self._shards[number] = _Shard(shard_folder(self._folder, number), mark, None, None, arriving)
+            self._shards[number] = _ReplicaShard(shard_folder(self._folder, number), mark, None, None, arriving)
         for number in sorted({*plan.arriving, *shipment.marks}):
             shard, dropped = self._shards[number], plan.dropped.get(number)
             if shard.shown is not None and dropped is None:
@@ -464,7 +464,7 @@ class ReplicaLog:
             shard.arriving = arriving
         self._groups.note(plan.whole)
 
-    def _make_segment(self, shard: _Shard, piece: _Piece, made: list[str]) -> None:
+    def _make_segment(self, shard: _ReplicaShard, piece: _NewBytes, made: list[str]) -> None:
         """Make a segment, and name it once its first bytes are durable: no reader meets half a header."""
         path = segment_path(shard.folder, piece.base)
         with replacing(self._files, path) as file:
@@ -491,7 +491,7 @@ class ReplicaLog:
             if shard.file is not None:
                 shard.file.truncate(shard.arriving.position)
 
-    def _file(self, shard: _Shard) -> WritableFile:
+    def _file(self, shard: _ReplicaShard) -> WritableFile:
         if shard.file is None:
             shard.file = self._files.open_write(segment_path(shard.folder, shard.arriving.base))
         return shard.file

@@ -29,7 +29,7 @@ _AHEAD_BYTES: Final = 1 << 16
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ShownShard:
     folder: str
     file: MarkFile
     mark: DurableMark
@@ -40,14 +40,14 @@ class ReplicaShown:
     """The areas *shown* of a follower's marks. Used by the thread that moves the marks."""
 
     files: Files
-    _seen: dict[ShardId, _Seen] = field(default_factory=dict)
+    _seen: dict[ShardId, _ShownShard] = field(default_factory=dict)
     """Shards whose readers go by what is shown."""
 
     def found(self, shard: ShardId, shard_dir: str, file: MarkFile) -> None:
         """Take in a shard that exists when the log is opened."""
         shown = read_shown(self.files, shard_dir)
         if shown is not None and shown.required:
-            self._seen[shard] = _Seen(shard_dir, file, shown.mark)
+            self._seen[shard] = _ShownShard(shard_dir, file, shown.mark)
 
     @property
     def is_required(self) -> bool:
@@ -65,7 +65,7 @@ class ReplicaShown:
         for shard, shard_dir, file, mark in shards:
             if shard not in self._seen:
                 file.move_shown(ShownMark(mark, required=True), anchor=True)
-                self._seen[shard] = _Seen(shard_dir, file, mark)
+                self._seen[shard] = _ShownShard(shard_dir, file, mark)
 
     def allow_all(self, durable: Mapping[ShardId, DurableMark]) -> None:
         """Make readers go by what is durable, after marks were moved."""

@@ -171,7 +171,7 @@ class KeyedCommits:
         return self._committer.uninterrupted(lambda: self._commit(submitted))
 
     def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
-        group = _Group(self._sessions, submitted)
+        group = _GroupDeduplication(self._sessions, submitted)
         left = group.left()
         acks = iter(self._committer.commit(left) if left else ())
         now_us = self._clock.now_ns() // 1000
@@ -252,7 +252,7 @@ class KeyedCommits:
             write()
 
 
-class _Group:
+class _GroupDeduplication:
     """One commit group, which separates new writes from repeated ones."""
 
     def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:

@@ -43,7 +43,7 @@ class _Hidden:
     marks: Mapping[ShardId, DurableMark]
 
 
-class _End(NamedTuple):
+class _VisibleEnd(NamedTuple):
     """Where a shard's records up to a group end."""
 
     base_offset: Offset
@@ -198,16 +198,16 @@ class ShownMarks:
         self.group, self.persisted_upto = newest.group, newest.persisted_upto
 
 
-def _end_of(group: GroupNumber, files: Files, shard_dir: str) -> _End:
+def _end_of(group: GroupNumber, files: Files, shard_dir: str) -> _VisibleEnd:
     """Return where a recovered shard's records up to a group end; if there are none, where the shard begins."""
     for segment in reversed(list_segments(files, shard_dir)):
         footer = SegmentFooter.decode_tail(reader_of(files, segment.path), files.size(segment.path))
         for frame in reversed(() if footer is None else footer.frames):
             if frame.group <= group:
                 end = Offset(frame.offset + frame.count)
-                return _End(segment.base_offset, frame.position + frame.length, end, frame.group_last_seq)
+                return _VisibleEnd(segment.base_offset, frame.position + frame.length, end, frame.group_last_seq)
     dropped = read_dropped(files, shard_dir) or DroppedMark(Seq(0), Offset(0))
-    return _End(dropped.offset, SEGMENT_HEADER_SIZE, dropped.offset, dropped.seq)
+    return _VisibleEnd(dropped.offset, SEGMENT_HEADER_SIZE, dropped.offset, dropped.seq)
 
 
 def show_all(files: Files, folder: str, marks: Mapping[ShardId, MarkFile]) -> None:
