@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import UsageError
 from millstream.lake.folded.fold import plan_keyed, run_of
-from millstream.lake.folded.unchanged_values import FoldPlan, materialize
+from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.types import EXACT, conform, lake_columns, to_lake, to_text, union_schema
@@ -104,7 +104,7 @@ def _went(keys: Keys, columns: pa.Schema) -> pa.Table:
     return pa.table([*prefix, *own], schema=pa.schema([*LATEST_PREFIX, *columns]))
 
 
-def _there(rows: pa.Table, plan: FoldPlan, columns: pa.Schema) -> pa.Table:
+def _there(rows: pa.Table, plan: RowSources, columns: pa.Schema) -> pa.Table:
     """Return the rows that exist, naming the values that no record has."""
     unchanged: list[list[str] | None] = [None] * len(plan.winners)
     before: list[dict[str, Any] | None] = [None] * len(plan.winners)

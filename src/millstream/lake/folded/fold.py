@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.folded.unchanged_values import (
-    FoldPlan,
     Indexes,
     Lookup,
+    RowSources,
     SequentialFold,
     fill_from_before,
     materialize,
@@ -125,7 +125,7 @@ class RecordRun:
         return at, lists.take(pa.array(at)).to_pylist() if len(at) else []
 
 
-def plan_keyed(run: RecordRun, *, gone: bool = True) -> FoldPlan:
+def plan_keyed(run: RecordRun, *, gone: bool = True) -> RowSources:
     """Return which of a keyed table's records become rows; `gone` is whether the records' keys are wanted."""
     key = run.schema.key
     new_keys = Keys.of(run.values, key)
@@ -149,7 +149,7 @@ def plan_keyed(run: RecordRun, *, gone: bool = True) -> FoldPlan:
     states = walk.play(slow)
     everything = np.concatenate([new, old_some]) if gone else new[:0]
     met = concat_keys(new_keys, old_keys).take(first_of_each(everything))
-    return FoldPlan(winners, states, walk.needed_rows(new_keys, old_keys, at), met)
+    return RowSources(winners, states, walk.needed_rows(new_keys, old_keys, at), met)
 
 
 def _fold_bag(run: RecordRun) -> tuple[pa.Table, Keys]:

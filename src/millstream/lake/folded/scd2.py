@@ -35,7 +35,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import LakeError
 from millstream.lake.folded.fold import RecordRun, in_order, op_codes
-from millstream.lake.folded.unchanged_values import FoldPlan, LiveRow, materialize
+from millstream.lake.folded.unchanged_values import LiveRow, RowSources, materialize
 from millstream.lake.keys import Codes, Keys, concat_keys, first_of_each, key_codes
 from millstream.lake.types import EXACT, conform
 from millstream.model.positions import Seq
@@ -425,7 +425,7 @@ def _rows(run: RecordRun, met: _Met, wanted: Indexes, filled: dict[int, LiveRow]
     used[wanted[(wanted >= 0) & (wanted < count)]] = True
     records = np.flatnonzero(used)
     walked = np.isin(records, np.fromiter(filled, np.int64, len(filled)))
-    plan = FoldPlan(records[~walked], [filled[r] for r in records[walked].tolist()], None, met.open_keys)
+    plan = RowSources(records[~walked], [filled[r] for r in records[walked].tolist()], None, met.open_keys)
     past = met.open_rows.select([*run.values.column_names])
     made = materialize(run.values, plan, past if len(past) else None)
     place_of = np.full(count + len(met.open_codes), -1, np.int64)

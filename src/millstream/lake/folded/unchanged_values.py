@@ -38,7 +38,7 @@ class LiveRow:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldPlan:
+class RowSources:
     """The records that become rows."""
 
     winners: Indexes
@@ -129,7 +129,7 @@ class SequentialFold:
         return concat_keys(new_keys, old_keys).take(np.array(records, np.int64))
 
 
-def past_rows(plan: FoldPlan, lookup: Lookup) -> pa.Table | None:
+def past_rows(plan: RowSources, lookup: Lookup) -> pa.Table | None:
     """Return the rows of `current` that a plan needs, in its order.
 
     Raises:
@@ -149,7 +149,7 @@ def past_rows(plan: FoldPlan, lookup: Lookup) -> pa.Table | None:
     return found.take(pa.array([row_of[int(code)] for code in asked], pa.int64()))
 
 
-def materialize(values: pa.Table, plan: FoldPlan, past: pa.Table | None) -> pa.Table:
+def materialize(values: pa.Table, plan: RowSources, past: pa.Table | None) -> pa.Table:
     """Return rows of a plan's records, with unchanged columns taken from their sources.
 
     Args:
