@@ -28,7 +28,7 @@ from millstream.protocol.replication import (
     shipping,
 )
 from millstream.protocol.replication import follower as following
-from millstream.protocol.replication.leader import FollowerLink as Followed
+from millstream.protocol.replication.leader import FollowerProgress as Followed
 
 SEEDS_MAX = 3000
 SCRIPT_SEED = 17

@@ -97,7 +97,7 @@ class LinkPhase(StrEnum):
 
 
 @dataclass(slots=True)
-class FollowerLink:
+class FollowerProgress:
     """The leader's state of one follower."""
 
     node: NodeName
@@ -164,7 +164,7 @@ class Leader:
         self._options: Final = ShipOptions() if options is None else options
         self._only: Final = only
         self.fact = fact
-        self.followers: dict[NodeName, FollowerLink] = {}
+        self.followers: dict[NodeName, FollowerProgress] = {}
         self.holdings = Holdings(fact.promise.epoch)
         """The holdings that count for levels, without times."""
         self._stored = GroupNumber(0)
@@ -237,7 +237,7 @@ class Leader:
         refusal = self._refusal(hello)
         if refusal is not None:
             return [DropLink(link, refusal), Tell(node, "is refused", refusal)]
-        follower = self.followers.setdefault(node, FollowerLink(node))
+        follower = self.followers.setdefault(node, FollowerProgress(node))
         if follower.link is not None:
             # All nodes of a region follow under its name: they take turns.
             if node not in self._observers and hello.home and follower.home and hello.home != follower.home:
@@ -265,7 +265,9 @@ class Leader:
             return _unknown_node(hello.node, self._nodes)
         return None
 
-    def _greeting(self, follower: FollowerLink, hello: Hello, now_s: float, *, is_anew: bool = False) -> list[Effect]:
+    def _greeting(
+        self, follower: FollowerProgress, hello: Hello, now_s: float, *, is_anew: bool = False
+    ) -> list[Effect]:
         effects: list[Effect] = []
         is_lost = follower.acked is not None and not is_covered(follower.acked.position, hello.position)
         if is_anew or is_lost or (self._only is None and _is_nothing(hello.position)):
@@ -287,14 +289,14 @@ class Leader:
         effects.append(Greet(follower.link, hello.documents))
         return effects
 
-    def _apart(self, follower: FollowerLink) -> list[Effect]:
+    def _apart(self, follower: FollowerProgress) -> list[Effect]:
         follower.link, follower.phase, follower.is_busy = None, LinkPhase.APART, False
         follower.under_way.clear()
         acked = follower.acked
         return [] if acked is None else self._note(follower, acked)
 
     def _cut_off(self, node: NodeName, error: FollowerBehindRetention) -> list[Effect]:
-        follower = self.followers.setdefault(node, FollowerLink(node))
+        follower = self.followers.setdefault(node, FollowerProgress(node))
         follower.cut_off = error
         effects: list[Effect] = [Tell(node, "was cut off", error)]
         if follower.link is not None:
@@ -310,7 +312,7 @@ class Leader:
 
     # --- messages on a link ----------------------------------------------------------------------------------------
 
-    def _of_link(self, follower: FollowerLink, event: Event, now_s: float) -> list[Effect]:
+    def _of_link(self, follower: FollowerProgress, event: Event, now_s: float) -> list[Effect]:
         match event:
             case Rejoined(_, hello):
                 fenced = self._fenced_by(Promise(hello.promised, hello.promised_to))
@@ -344,7 +346,7 @@ class Leader:
             case _:
                 raise AssertionError(f"{event} is of no link")
 
-    def _acked(self, follower: FollowerLink, ack: Acknowledgement, now_s: float) -> list[Effect]:
+    def _acked(self, follower: FollowerProgress, ack: Acknowledgement, now_s: float) -> list[Effect]:
         if ack.promised != self.fact.promise.epoch:
             # Sent before it had promised this leader anything, or under a later promise: its Hello names the node.
             return []
@@ -361,13 +363,13 @@ class Leader:
             follower.noted_at = now_s
         return effects
 
-    def _note(self, follower: FollowerLink, ack: Acknowledgement) -> list[Effect]:
+    def _note(self, follower: FollowerProgress, ack: Acknowledgement) -> list[Effect]:
         if self._only is not None or (ack.persisted_upto, ack.position) == follower.noted:
             return []
         follower.noted = ack.persisted_upto, ack.position
         return [PersistCursor(follower.node, ack.persisted_upto, ack.position)]
 
-    def _count(self, follower: FollowerLink, group: GroupNumber | None) -> list[Effect]:
+    def _count(self, follower: FollowerProgress, group: GroupNumber | None) -> list[Effect]:
         if self._only is not None or follower.node in self._observers or group == follower.counted:
             return []
         follower.counted = group
@@ -388,7 +390,7 @@ class Leader:
 
     # --- what goes next --------------------------------------------------------------------------------------------
 
-    def _go_on(self, follower: FollowerLink, now_s: float) -> list[Effect]:
+    def _go_on(self, follower: FollowerProgress, now_s: float) -> list[Effect]:
         if follower.link is None:
             return []
         options = self._options
@@ -441,7 +443,7 @@ class Leader:
                 effects += [DropLink(follower.link, error), *self._apart(follower)]
         return [*effects, Tell(promise.node, "leads now", error)]
 
-    def _of(self, link: LinkId) -> FollowerLink | None:
+    def _of(self, link: LinkId) -> FollowerProgress | None:
         return next((one for one in self.followers.values() if one.link == link), None)
 
 
