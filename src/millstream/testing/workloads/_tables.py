@@ -21,7 +21,7 @@ _WIDE = (3_000, 9_000)  # characters: above the 2 kB from which values are store
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class WorkloadColumn:
     """A column: its name, its SQL type, the generator of its values, and the frequency of nulls."""
 
     name: str
@@ -50,8 +50,8 @@ class Table:
 
     schema: str
     name: str
-    locator: tuple[Column, ...]
-    columns: list[Column]
+    locator: tuple[WorkloadColumn, ...]
+    columns: list[WorkloadColumn]
     fresh: Callable[[Random, int], Key]
     identity: Identity = "default"
     key: str = ""
@@ -125,16 +125,16 @@ def _quoted(name: str) -> str:
     return name if plain and name not in ("select", "order", "table") else '"' + name.replace('"', '""') + '"'
 
 
-def _number(name: str = "id", kind: str = "bigint") -> tuple[Column, ...]:
-    return (Column(name, kind, integers(0, 1), nulls=0),)
+def _number(name: str = "id", kind: str = "bigint") -> tuple[WorkloadColumn, ...]:
+    return (WorkloadColumn(name, kind, integers(0, 1), nulls=0),)
 
 
 def _count(_: Random, number: int) -> Key:
     return (str(number),)
 
 
-def _columns(*kinds: str) -> list[Column]:
-    return [Column(f"c{n}", kind, VALUES[kind]) for n, kind in enumerate(kinds, 1)]
+def _columns(*kinds: str) -> list[WorkloadColumn]:
+    return [WorkloadColumn(f"c{n}", kind, VALUES[kind]) for n, kind in enumerate(kinds, 1)]
 
 
 _STRANGE_KEYS = ("", "NULL", "\\N", "a b", "ünï ", 'quo"te', "it's", "\t", "{1}", "\U0001f980", "\\\\x", "%")
@@ -160,13 +160,13 @@ def tables(types: Sequence[str]) -> list[Table]:
     """
     small = ("integer", "text", "timestamptz", "numeric(12,2)")
     wide = [
-        Column("small", "integer", VALUES["integer"]),
-        Column("big_text", "text", wide_text(*_WIDE)),
-        Column("big_json", "jsonb", lambda rng: f'{{"k": "{wide_text(*_WIDE)(rng)}"}}'),
-        Column("big_bytes", "bytea", lambda rng: f"\\x{rng.randbytes(4_000).hex()}"),
-        Column("at_times_big", "text", edged(words(), "__unchanged", "x" * 100_000)),
+        WorkloadColumn("small", "integer", VALUES["integer"]),
+        WorkloadColumn("big_text", "text", wide_text(*_WIDE)),
+        WorkloadColumn("big_json", "jsonb", lambda rng: f'{{"k": "{wide_text(*_WIDE)(rng)}"}}'),
+        WorkloadColumn("big_bytes", "bytea", lambda rng: f"\\x{rng.randbytes(4_000).hex()}"),
+        WorkloadColumn("at_times_big", "text", edged(words(), "__unchanged", "x" * 100_000)),
     ]
-    text_locator = (Column("k", "text", words(), nulls=0),)
+    text_locator = (WorkloadColumn("k", "text", words(), nulls=0),)
     mixed = "Mixed Schema"
     return [
         Table("public", "simple", _number(), _columns(*small), _count, key="PRIMARY KEY (id)", grows="default"),
@@ -174,9 +174,9 @@ def tables(types: Sequence[str]) -> list[Table]:
             "public",
             "composite",
             (
-                Column("a", "integer", integers(0, 1), nulls=0),
-                Column("b", "text", words(), nulls=0),
-                Column("d", "date", integers(0, 1), nulls=0),
+                WorkloadColumn("a", "integer", integers(0, 1), nulls=0),
+                WorkloadColumn("b", "text", words(), nulls=0),
+                WorkloadColumn("d", "date", integers(0, 1), nulls=0),
             ),
             _columns("boolean", "double precision", "jsonb"),
             _composite_key,
@@ -187,7 +187,7 @@ def tables(types: Sequence[str]) -> list[Table]:
         Table(
             "public",
             "uuid_key",
-            (Column("u", "uuid", words(), nulls=0),),
+            (WorkloadColumn("u", "uuid", words(), nulls=0),),
             _columns("numeric", "date", "text[]"),
             _uuid_key,
             key="PRIMARY KEY (u)",
@@ -200,7 +200,7 @@ def tables(types: Sequence[str]) -> list[Table]:
         Table(
             "public",
             "bag",
-            (Column("n", "integer", integers(0, 1), nulls=0),),
+            (WorkloadColumn("n", "integer", integers(0, 1), nulls=0),),
             _columns("text", "double precision", "numeric", "timestamp", "integer[]"),
             lambda rng, _: (str(rng.randrange(400)),),
             "full",
@@ -211,8 +211,11 @@ def tables(types: Sequence[str]) -> list[Table]:
         Table(
             "public",
             "by_index",
-            (Column("code", "text", words(), nulls=0), Column("site", "integer", integers(0, 1), nulls=0)),
-            [Column("id", "uuid", VALUES["uuid"], nulls=0), *_columns("text", "time", "interval")],
+            (
+                WorkloadColumn("code", "text", words(), nulls=0),
+                WorkloadColumn("site", "integer", integers(0, 1), nulls=0),
+            ),
+            [WorkloadColumn("id", "uuid", VALUES["uuid"], nulls=0), *_columns("text", "time", "interval")],
             lambda rng, number: (f"{rng.choice(_STRANGE_KEYS)}{number}", str(rng.randrange(9))),
             "index",
             after=("CREATE UNIQUE INDEX by_index_identity ON {} (site, code)",),
@@ -233,9 +236,9 @@ def tables(types: Sequence[str]) -> list[Table]:
         Table(
             mixed,
             'Größe "Ω".tab',
-            (Column("Select", "bigint", integers(0, 1), nulls=0),),
+            (WorkloadColumn("Select", "bigint", integers(0, 1), nulls=0),),
             [
-                Column(name, kind, VALUES[kind])
+                WorkloadColumn(name, kind, VALUES[kind])
                 for name, kind in (
                     ("with space", "text"),
                     ("ünï", "integer"),
@@ -261,7 +264,7 @@ def tables(types: Sequence[str]) -> list[Table]:
 _COMPARABLE = ("real", "date", "numeric(12,2)", "bytea", "public.mood", "int4range", "public.spot", "json", "text[]")
 
 
-def _external(columns: Sequence[Column]) -> tuple[str, ...]:
+def _external(columns: Sequence[WorkloadColumn]) -> tuple[str, ...]:
     # Out of line and not compressed: surely TOAST.
     return tuple(f"ALTER TABLE {{}} ALTER {c.name} SET STORAGE EXTERNAL" for c in columns if c.name.startswith("big_"))
 

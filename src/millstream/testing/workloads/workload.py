@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from millstream.testing.workloads._tables import ADDED, Column, Key, Table, tables
+from millstream.testing.workloads._tables import ADDED, Key, Table, WorkloadColumn, tables
 from millstream.testing.workloads._values import CREATE_TYPES, VALUES
 
 __all__ = ["StepInfo", "Workload", "WorkloadTable", "run_paced"]
@@ -288,7 +288,7 @@ class Workload:
         choices = [c for c in ADDED if c[1] is None or (table.grows == "default" and self._add_defaults)]
         kind, default = self._rng.choice(choices)
         table.added += 1
-        column = Column(f"added {table.added}", kind, VALUES[kind])
+        column = WorkloadColumn(f"added {table.added}", kind, VALUES[kind])
         clause = sql.SQL("") if default is None else sql.SQL(f" DEFAULT {{}}::{kind}").format(sql.Literal(default))
         statement = sql.SQL("ALTER TABLE {} ADD COLUMN {} ").format(table.id, sql.Identifier(column.name))
         statement += sql.SQL(kind) + clause
