@@ -30,7 +30,7 @@ from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.batches import BatchLander, Landed
-from millstream.spark.copies import Copies
+from millstream.spark.copies import CompleteCopies
 from millstream.spark.driver import take_up
 from millstream.spark.landing import TableError
 from millstream.spark.ledger import Ledger, held_scope, request_retry
@@ -196,7 +196,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             self.planned = None
         replay = ReplayWatch(str(self.config.wal_folder), Seq(0), Seq(0), bytes_max=1)
         log = StreamReader(str(self.config.wal_folder))
-        copies = Copies(self.catalog, self.stream)
+        copies = CompleteCopies(self.catalog, self.stream)
         self.lander = Lander(
             self.config, self.catalog, log, self.ledger, copies, replay, lambda _progress: None, lambda: None
         )

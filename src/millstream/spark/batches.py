@@ -31,7 +31,7 @@ from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
-from millstream.spark.copies import Copies
+from millstream.spark.copies import CompleteCopies
 from millstream.spark.frames import MARKER
 from millstream.spark.landing import Around, TableError
 from millstream.spark.ledger import HeldTable, Ledger
@@ -67,7 +67,7 @@ class BatchLander:
     log: StreamReader
     """A reader of its own, used only under `lock`."""
     ledger: Ledger
-    copies: Copies
+    copies: CompleteCopies
     replay: ReplayWatch
     """Used only while reporting."""
     on_progress: OnProgress

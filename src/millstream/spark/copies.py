@@ -15,7 +15,7 @@ from millstream.model.positions import Seq
 COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 
 
-class Copies:
+class CompleteCopies:
     """State of the tables' copies. Any thread."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:

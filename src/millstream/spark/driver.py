@@ -26,7 +26,7 @@ from millstream.model.positions import Seq
 from millstream.private_files import make_folder
 from millstream.spark.batches import BatchLander
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
-from millstream.spark.copies import Copies
+from millstream.spark.copies import CompleteCopies
 from millstream.spark.folding import Folder
 from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
@@ -113,7 +113,7 @@ class _Run:
         self.spark = spark
         self.news = threading.Event()
         batches = threading.Lock()
-        self.copies = Copies(catalog, config.stream_id)
+        self.copies = CompleteCopies(catalog, config.stream_id)
         self.folder = (
             Folder(config, catalog, ledger, spark, self.news.set, batches, self.copies)
             if isinstance(config.sink, LakeOfFiles)

@@ -34,7 +34,7 @@ from millstream.lake.retain import HistoryBound
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.copies import Copies
+from millstream.spark.copies import CompleteCopies
 from millstream.spark.landing import (
     CommitTask,
     FoldAnswer,
@@ -72,7 +72,7 @@ class Folder:
         spark: SparkSession,
         folded: Callable[[], None],
         batches: threading.Lock,
-        copies: Copies,
+        copies: CompleteCopies,
     ) -> None:
         self._config = config
         self._catalog = catalog
