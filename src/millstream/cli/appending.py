@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, print_raw, stream_option
+from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_raw, stream_option
 
 
 @click.command()
@@ -31,9 +31,9 @@ from millstream.cli.context import Session, json_option, note, pass_session, pri
     "store. A level below the stream's own has no effect.",
 )
 @json_option
-@pass_session
+@pass_invocation
 def append(
-    session: Session,
+    invocation: Invocation,
     table: str,
     file: IO[str],
     stream: str | None = None,
@@ -50,7 +50,7 @@ def append(
     """
     import millstream
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     with millstream.open(home.path) as opened:
         name = home.pick_stream(stream, of=sorted(home.config.streams))
         done = 0

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """The options before a command."""
+class Invocation:
+    """One invocation of `millstream`: the options before the command, and the home that they name."""
 
     home_named: str | None
     debug: bool = False
@@ -84,7 +84,7 @@ def extra_words_hint(error: click.UsageError, home_named: str | None) -> str | N
     return f"{instead} before the command: millstream --home {word} {path}"
 
 
-pass_session = click.make_pass_decorator(Session)
+pass_invocation = click.make_pass_decorator(Invocation)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 stream_option = click.option("--stream", metavar="S", help="The stream; required if the home has several.")
 

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from millstream.cli.context import Session, json_option, note, on_terminal, pass_session, print_json, say, stream_option
+from millstream.cli.context import (
+    Invocation,
+    json_option,
+    note,
+    on_terminal,
+    pass_invocation,
+    print_json,
+    say,
+    stream_option,
+)
 from millstream.model.readable import readable
 
 if TYPE_CHECKING:
@@ -45,9 +54,9 @@ _VALUE_CHARS_MAX: Final = 60
 @click.option("--repair", is_flag=True, help="Request that capture reads the differing keys again, through the log.")
 @click.option("--wait", is_flag=True, help="With --repair: wait for the repair, then compare those tables again.")
 @json_option
-@pass_session
+@pass_invocation
 def diff(
-    session: Session,
+    invocation: Invocation,
     tables: tuple[str, ...],
     stream: str | None,
     timeout_s: float,
@@ -66,7 +75,7 @@ def diff(
 
     if wait and not repair:
         raise click.UsageError("--wait needs --repair")
-    home = session.home()
+    home = invocation.home()
     teller = _Teller()
 
     def compare(names: tuple[str, ...]) -> DiffReport:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from millstream.cli.context import Session, note, pass_session, stream_option
+from millstream.cli.context import Invocation, note, pass_invocation, stream_option
 
 if TYPE_CHECKING:
     from millstream.errors import CorruptWal
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     help="For ndjson: JSON numbers, or every value as PostgreSQL prints it.",
 )
 @stream_option
-@pass_session
+@pass_invocation
 def export(
-    session: Session,
+    invocation: Invocation,
     style: str,
     since: str | None,
     until: str | None,
@@ -72,7 +72,7 @@ def export(
     from millstream.export.record_reading import table_ids
     from millstream.export.records_json import Cat
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     if output is None and table is None and style in ("arrow", "csv"):
         raise UsageError(
@@ -119,8 +119,8 @@ def export(
 @click.command("import")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @stream_option
-@pass_session
-def import_(session: Session, folder: Path, stream: str | None) -> None:
+@pass_invocation
+def import_(invocation: Invocation, folder: Path, stream: str | None) -> None:
     """Import an Arrow export into a stream that has no records.
 
     The import is complete or absent; repeat an interrupted one. Without --stream, the stream has
@@ -129,7 +129,7 @@ def import_(session: Session, folder: Path, stream: str | None) -> None:
     from millstream.export.log_export import read_export
     from millstream.export.log_import import import_log
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     name = stream or str(read_export(folder)["stream"])
     note(f"importing into stream {name} of {home.path}")
     count = import_log(home, name, folder.absolute())

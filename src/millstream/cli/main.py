@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from millstream.cli.allocation import return_large_buffers
-from millstream.cli.context import Session, SuggestingGroup, extra_words_hint, note, say
+from millstream.cli.context import Invocation, SuggestingGroup, extra_words_hint, note, say
 from millstream.errors import MillstreamError, UsageError
 
 _COMMANDS: Final = {
@@ -88,7 +88,7 @@ class LazyGroup(SuggestingGroup):
 @click.pass_context
 def cli(context: click.Context, home: str | None, debug: bool) -> None:
     """Write PostgreSQL's changes, in order and exactly once, to a log and to lake tables."""
-    context.obj = Session(home, debug=debug)
+    context.obj = Invocation(home, debug=debug)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -125,8 +125,8 @@ def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, click.ClickException):
         error.show(sys.stderr)
         if isinstance(error, click.UsageError):
-            session = error.ctx.find_object(Session) if error.ctx is not None else None
-            hint = extra_words_hint(error, session.home_named if session is not None else None)
+            invocation = error.ctx.find_object(Invocation) if error.ctx is not None else None
+            hint = extra_words_hint(error, invocation.home_named if invocation is not None else None)
             if hint:
                 note(f"  hint: {hint}")
             return 2

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millstream.cli.context import Session, pass_session, stream_option
+from millstream.cli.context import Invocation, pass_invocation, stream_option
 from millstream.cli.query_output import answer
 from millstream.cli.startup import leave_pandas_out
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @stream_option
-@pass_session
+@pass_invocation
 def query(
-    session: Session, sql: str | None, as_of: str | None, style: Style, as_json: bool, stream: str | None
+    invocation: Invocation, sql: str | None, as_of: str | None, style: Style, as_json: bool, stream: str | None
 ) -> None:
     r"""Run SQL on the current tables, all at one token; tables are named schema.table.
 
@@ -46,7 +46,7 @@ def query(
     leave_pandas_out()
     from millstream.app.local_client import open_lake
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     style = "json" if as_json else style
     if sql is None and sys.stdin.isatty():
         from millstream.cli.prompt import Prompt

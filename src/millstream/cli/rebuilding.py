@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, print_json, stream_option
+from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_json, stream_option
 from millstream.cli.run import pipeline
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ __all__ = ["pipeline"]
 )
 @stream_option
 @json_option
-@pass_session
+@pass_invocation
 def rebuild(
-    session: Session, table: str, origin: From, views: tuple[str, ...], stream: str | None, as_json: bool
+    invocation: Invocation, table: str, origin: From, views: tuple[str, ...], stream: str | None, as_json: bool
 ) -> None:
     """Rebuild a table of the lake, and replace the old one in one commit.
 
@@ -47,7 +47,7 @@ def rebuild(
     from millstream.app.rebuild import rebuild_table
 
     done = rebuild_table(
-        session.own_home(needs_source=False), table, stream=stream, origin=origin, views=views, say=note
+        invocation.own_home(needs_source=False), table, stream=stream, origin=origin, views=views, say=note
     )
     if as_json:
         print_json([{"view": found.view, "rows": found.rows, "set_aside": found.aside} for found in done])
@@ -81,9 +81,9 @@ def rebuild(
 )
 @stream_option
 @json_option
-@pass_session
+@pass_invocation
 def replay(
-    session: Session, table: str, begin: str | None, end: str | None, into: str, stream: str | None, as_json: bool
+    invocation: Invocation, table: str, begin: str | None, end: str | None, into: str, stream: str | None, as_json: bool
 ) -> None:
     """Write a range of a table's records into a new Delta table, while everything else continues.
 
@@ -92,7 +92,7 @@ def replay(
     """
     from millstream.app.rebuild import replay_table
 
-    done = replay_table(session.own_home(needs_source=False), table, begin=begin, end=end, into=into, stream=stream)
+    done = replay_table(invocation.own_home(needs_source=False), table, begin=begin, end=end, into=into, stream=stream)
     if as_json:
         print_json(
             {

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, print_json, print_table, say, stream_option
+from millstream.cli.context import (
+    Invocation,
+    json_option,
+    note,
+    pass_invocation,
+    print_json,
+    print_table,
+    say,
+    stream_option,
+)
 
 if TYPE_CHECKING:
     from millstream.regions.reconciling import Reconciliation
@@ -29,9 +38,9 @@ if TYPE_CHECKING:
     help="Number of lines that --dry-run shows per table and region.",
 )
 @json_option
-@pass_session
+@pass_invocation
 def reconcile(
-    session: Session, tables: tuple[str, ...], stream: str | None, dry_run: bool, limit: int, as_json: bool
+    invocation: Invocation, tables: tuple[str, ...], stream: str | None, dry_run: bool, limit: int, as_json: bool
 ) -> None:
     """Merge the writes of a stream's regions, by the rules in [streams.S.merge].
 
@@ -42,7 +51,7 @@ def reconcile(
     from millstream.regions.reconciling import reconcile_stream
 
     leave_pandas_out()
-    found = reconcile_stream(session.own_home(needs_source=False), stream, tables, dry_run=dry_run, limit=limit)
+    found = reconcile_stream(invocation.own_home(needs_source=False), stream, tables, dry_run=dry_run, limit=limit)
     if as_json:
         print_json(found.as_dict())
         return

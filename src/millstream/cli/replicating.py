@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millstream.cli.context import (
-    Session,
+    Invocation,
     human_bytes,
     human_seconds,
     json_option,
     note,
-    pass_session,
+    pass_invocation,
     print_json,
     print_table,
     say,
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     "--only-note", is_flag=True, help="Only store which node this node follows; `millstream run` then follows it."
 )
 @log_format_option
-@pass_session
+@pass_invocation
 def follow(
-    session: Session,
+    invocation: Invocation,
     node: str | None,
     streams: tuple[str, ...],
     rebuild: bool,
@@ -71,7 +71,7 @@ def follow(
         from millstream.processes.child_process import Lifeline
         from millstream.processes.logs import configure_logs
 
-        home = session.own_home(needs_source=False)
+        home = invocation.own_home(needs_source=False)
     lifeline = Lifeline()
     with lifeline.held():
         configure_logs(part="follow", style=log_format)
@@ -95,12 +95,12 @@ def follow(
 
 @click.command()
 @json_option
-@pass_session
-def replicas(session: Session, as_json: bool) -> None:
+@pass_invocation
+def replicas(invocation: Invocation, as_json: bool) -> None:
     """List the nodes that have this home's streams, with their lag."""
     from millstream.nodes.replicas import list_replicas
 
-    found = list_replicas(session.home(needs_source=False))
+    found = list_replicas(invocation.home(needs_source=False))
     if as_json:
         print_json(found)
         return
@@ -166,8 +166,8 @@ _streams_option = click.option(
     help="Promote this node even if acknowledged records may be lost; the command prints which.",
 )
 @json_option
-@pass_session
-def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_json: bool) -> None:
+@pass_invocation
+def promote(invocation: Invocation, streams: tuple[str, ...], accept_loss: bool, as_json: bool) -> None:
     """Make this node the leader of its streams.
 
     The command first asks the old leader to stop and to ship its last records. If it doesn't
@@ -177,7 +177,7 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
     """
     from millstream.nodes.promoting import promote as promote_stream
 
-    home = session.own_home(needs_source=False)
+    home = invocation.own_home(needs_source=False)
     found = [
         promote_stream(home, name, accept_loss=accept_loss, tell=note)
         for name in streams or sorted(home.config.streams)
@@ -247,8 +247,8 @@ def restore(
 @_streams_option
 @click.option("--dry-run", is_flag=True, help="Repair nothing; report the damage, and what this node could repair.")
 @json_option
-@pass_session
-def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+@pass_invocation
+def scrub(invocation: Invocation, streams: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Verify all objects of this home's streams in the object store, and repair damaged ones.
 
     The command reads every byte, so it costs as much as reading the whole store. A damaged or
@@ -258,7 +258,7 @@ def scrub(session: Session, streams: tuple[str, ...], dry_run: bool, as_json: bo
     """
     from millstream.nodes.scrubbing import scrub_home
 
-    found = scrub_home(session.home(needs_source=False), streams, dry_run=dry_run, tell=note)
+    found = scrub_home(invocation.home(needs_source=False), streams, dry_run=dry_run, tell=note)
     if as_json:
         print_json(found)
     else:

@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from millstream.cli.context import (
-    Session,
+    Invocation,
     SuggestingGroup,
     json_option,
     note,
-    pass_session,
+    pass_invocation,
     print_json,
     print_table,
     say,
@@ -45,9 +45,9 @@ def route() -> None:
 )
 @stream_option
 @json_option
-@pass_session
+@pass_invocation
 def explain(
-    session: Session,
+    invocation: Invocation,
     table: str,
     row: str | None = None,
     moments: tuple[str, ...] = (),
@@ -64,7 +64,7 @@ def explain(
 
     told = _moments(moments)
     asked = {} if row is None and told else _object(row)
-    found = explain_route(session.home(needs_source=False), stream, table, asked, moments=told, as_of=as_of)
+    found = explain_route(invocation.home(needs_source=False), stream, table, asked, moments=told, as_of=as_of)
     if as_json:
         print_json(found)
         return
@@ -128,8 +128,8 @@ def _object(row: str | None) -> dict[str, Any] | None:
 @stream_option
 @click.option("--shards", type=int, required=True, help="New number of shards of the hash ring.")
 @json_option
-@pass_session
-def reshard(session: Session, shards: int, stream: str | None = None, as_json: bool = False) -> None:
+@pass_invocation
+def reshard(invocation: Invocation, shards: int, stream: str | None = None, as_json: bool = False) -> None:
     """Change the number of shards that a stream's rows are spread over, from a cut on.
 
     Rows appended before the cut stay on their shards; readers still see each key's records in
@@ -138,7 +138,7 @@ def reshard(session: Session, shards: int, stream: str | None = None, as_json: b
     """
     from millstream.app.local_client import home_appender
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     name, _ = home.stream_config(stream)
     appender = home_appender(home)
     try:

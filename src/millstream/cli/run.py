@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.cli.context import Session, SuggestingGroup, note, on_terminal, pass_session, say
+from millstream.cli.context import Invocation, SuggestingGroup, note, on_terminal, pass_invocation, say
 
 if TYPE_CHECKING:
     from millstream.processes.logs import LogFormat
@@ -32,8 +32,8 @@ _UNTIL = click.option(
 @click.command()
 @_UNTIL
 @log_format_option
-@pass_session
-def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
+@pass_invocation
+def run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) -> None:
     """Run all configured streams, until SIGINT or SIGTERM.
 
     A process that dies is started again. One that can't start is reported, and the others continue.
@@ -49,7 +49,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
         JsonReport() if log_format == "json" else RunReport(terminal=on_terminal(), until_caught_up=until_caught_up)
     )
     with report:
-        outcome = run_home(session.own_home(), until_caught_up=until_caught_up, on_event=report.heard)
+        outcome = run_home(invocation.own_home(), until_caught_up=until_caught_up, on_event=report.heard)
     report.conclude(outcome)
     if until_caught_up:
         if outcome.interrupted:
@@ -66,8 +66,8 @@ def capture() -> None:
 @capture.command("run")
 @_UNTIL
 @log_format_option
-@pass_session
-def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
+@pass_invocation
+def capture_run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream, as the owner of their logs."""
     from millstream.app.local_client import open_other
     from millstream.cli.progress import PartReport
@@ -80,7 +80,7 @@ def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) 
         configure_logs(part="capture", style=log_format)
         report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
         outcome = run_owner(
-            session.own_home(),
+            invocation.own_home(),
             lifeline,
             open_other=open_other,
             until_caught_up=until_caught_up,
@@ -98,8 +98,8 @@ def pipeline() -> None:
 @pipeline.command("run")
 @_UNTIL
 @log_format_option
-@pass_session
-def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
+@pass_invocation
+def pipeline_run(invocation: Invocation, until_caught_up: bool, log_format: LogFormat) -> None:
     """Land every configured stream in the lake, with Spark. With --until-caught-up: land the log's present records, fold, then exit."""
     from millstream.app.pipelines import run_pipelines
     from millstream.cli.progress import PartReport
@@ -112,15 +112,15 @@ def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat)
     with lifeline.held():
         configure_logs(part="pipeline", style=log_format)
         report = PartReport("pipeline", silent=lifeline.supervised, terminal=on_terminal())
-        outcome = run_pipelines(session.own_home(), lifeline, on_progress=report.heard)
+        outcome = run_pipelines(invocation.own_home(), lifeline, on_progress=report.heard)
     if not lifeline.supervised:
         sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
 
 
 @click.command()
 @log_format_option
-@pass_session
-def serve(session: Session, log_format: LogFormat) -> None:
+@pass_invocation
+def serve(invocation: Invocation, log_format: LogFormat) -> None:
     """Serve HTTP: appends, queries, /metrics for Prometheus, /healthz, /readyz and /status."""
     from millstream.processes.child_process import Lifeline
     from millstream.processes.logs import configure_logs
@@ -129,7 +129,7 @@ def serve(session: Session, log_format: LogFormat) -> None:
     lifeline = Lifeline()
     with lifeline.held():
         configure_logs(part="serve", style=log_format)
-        serve_home(session.own_home(needs_source=False), lifeline)
+        serve_home(invocation.own_home(needs_source=False), lifeline)
 
 
 @click.command()

@@ -11,11 +11,11 @@ from typing import Any
 import click
 
 from millstream.cli.context import (
-    Session,
+    Invocation,
     SuggestingGroup,
     json_option,
     note,
-    pass_session,
+    pass_invocation,
     print_json,
     print_raw,
     say,
@@ -44,9 +44,9 @@ from millstream.model.readable import readable
     help="The environment variable that holds the password: the DSN contains none, and the file refers to the "
     "variable.",
 )
-@pass_session
+@pass_invocation
 def init(
-    session: Session,
+    invocation: Invocation,
     folder: str | None,
     stream: str,
     source: str | None,
@@ -66,7 +66,7 @@ def init(
         raise UsageError("--tables needs --source, the database to capture from")
     if password_env is not None and source is None:
         raise UsageError("--password-env needs --source, the database that the password is for")
-    home = Path(folder or session.home_named or ".").absolute()
+    home = Path(folder or invocation.home_named or ".").absolute()
     made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",), password_env=password_env)
     note(f"Wrote {made.file}.")
     if made.variable is not None:
@@ -115,12 +115,12 @@ def _list_columns(home: Path, environ: dict[str, str]) -> None:
 @click.option("--sql", "as_sql", is_flag=True, help="Print one SQL script for the database's administrator.")
 @click.option("--quiet", is_flag=True, help="Print only notes and problems, without the count.")
 @json_option
-@pass_session
-def doctor(session: Session, as_sql: bool, quiet: bool, as_json: bool) -> None:
+@pass_invocation
+def doctor(invocation: Invocation, as_sql: bool, quiet: bool, as_json: bool) -> None:
     """Check home, disk, catalog, Java, Spark, lake and source; print the command that fixes each problem (exit code 3)."""
     from millstream.app.doctor import examine, repair_script
 
-    home = session.home()
+    home = invocation.home()
     if as_sql:
         script, unasked = repair_script(home)
         print_raw(script, nl=False)
@@ -168,10 +168,10 @@ def config() -> None:
 
 @config.command("show")
 @json_option
-@pass_session
-def config_show(session: Session, as_json: bool) -> None:
+@pass_invocation
+def config_show(invocation: Invocation, as_json: bool) -> None:
     """Print the effective configuration, secrets masked, with the origin of each value."""
-    loaded = session.home(needs_source=False).loaded_config
+    loaded = invocation.home(needs_source=False).loaded_config
     if as_json:
         from millstream.config.file import key_text
 
@@ -204,8 +204,8 @@ def slot() -> None:
 @slot.command("drop")
 @stream_option
 @click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
-@pass_session
-def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
+@pass_invocation
+def slot_drop(invocation: Invocation, stream: str | None, yes: bool) -> None:
     """Drop a stream's slot, to free the source's disk.
 
     Later changes are not captured; the next run copies every table again.
@@ -215,7 +215,7 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     from millstream.home.config_mapping import capture_config
     from millstream.writers.trouble import forget_given_up
 
-    home = session.home()
+    home = invocation.home()
     name, stream_config = home.stream_config(stream)
     capture = capture_config(home, name, stream_config)
     if not yes:
@@ -246,14 +246,14 @@ def catalog() -> None:
 
 
 @catalog.command("move")
-@pass_session
-def catalog_move(session: Session) -> None:
+@pass_invocation
+def catalog_move(invocation: Invocation) -> None:
     """Move the embedded catalog into the PostgreSQL database in [catalog] url.
 
     Stop all processes of the home first.
     """
     from millstream.app.catalog_move import move_catalog
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     moved = move_catalog(home)
     note(f"{', '.join(moved.streams) or 'no stream'}: moved to the {moved.place}; the old file is now {moved.kept}")

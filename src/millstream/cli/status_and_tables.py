@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from millstream.cli.context import (
-    Session,
+    Invocation,
     SuggestingGroup,
     copy_words,
     human_bytes,
     human_seconds,
     json_option,
     note,
-    pass_session,
+    pass_invocation,
     print_json,
     print_table,
     say,
@@ -33,12 +33,12 @@ _HELD_BYTES: Final = 256 << 20
 @click.command()
 @stream_option
 @json_option
-@pass_session
-def status(session: Session, stream: str | None, as_json: bool) -> None:
+@pass_invocation
+def status(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     """Show each stream's state: writer, tokens, lag at each stage, tables with state and reason."""
     from millstream.app.status import collect_status
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     found = collect_status(home)
     if stream is not None:
         home.pick_stream(stream, of=[one["name"] for one in found["streams"]])
@@ -276,13 +276,13 @@ def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
 @tables.command("ls")
 @stream_option
 @json_option
-@pass_session
-def tables_ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
+@pass_invocation
+def tables_ls(invocation: Invocation, stream: str | None = None, as_json: bool = False) -> None:
     """List each table with its state and the reason."""
     from millstream.app.status import lake_paths, live_progress
     from millstream.app.tables import list_tables
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     found: list[dict[str, Any]] = []
     if home.has_catalog():
         with home.open_catalog() as catalog:
@@ -308,9 +308,9 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
     _print_hints(found)
 
 
-def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog, StreamId, str], str]) -> None:
+def _ask(invocation: Invocation, table: str, stream: str | None, do: Callable[[Catalog, StreamId, str], str]) -> None:
     """Request something for a table, and print what will happen."""
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     with home.open_catalog() as catalog:
         name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
         note(f"{table}: {do(catalog, catalog.stream(name).id, table)}")
@@ -319,13 +319,13 @@ def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog
 @tables.command("retry")
 @click.argument("table", metavar="T")
 @stream_option
-@pass_session
-def tables_retry(session: Session, table: str, stream: str | None) -> None:
+@pass_invocation
+def tables_retry(invocation: Invocation, table: str, stream: str | None) -> None:
     """Retry a table that was quarantined by capture or by the pipeline, or that the reader of a write buffer holds."""
     from millstream.app.tables import retry_table
     from millstream.writers.buffered import buffer_name
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     buffers = {
         name: buffer_name(name, one.buffer) for name, one in home.config.streams.items() if one.buffer is not None
     }
@@ -334,37 +334,37 @@ def tables_retry(session: Session, table: str, stream: str | None) -> None:
         name = next(row.name for row in catalog.streams() if row.id == stream)
         return retry_table(catalog, stream, table, buffer=buffers.get(name))
 
-    _ask(session, table, stream, retry)
+    _ask(invocation, table, stream, retry)
 
 
 @tables.command("copy")
 @click.argument("table", metavar="T")
 @stream_option
-@pass_session
-def tables_copy(session: Session, table: str, stream: str | None) -> None:
+@pass_invocation
+def tables_copy(invocation: Invocation, table: str, stream: str | None) -> None:
     """Copy a table's rows again, while its changes are captured."""
     from millstream.app.tables import copy_table
 
-    _ask(session, table, stream, copy_table)
+    _ask(invocation, table, stream, copy_table)
 
 
 @tables.command("pause")
 @click.argument("table", metavar="T")
 @stream_option
-@pass_session
-def tables_pause(session: Session, table: str, stream: str | None) -> None:
+@pass_invocation
+def tables_pause(invocation: Invocation, table: str, stream: str | None) -> None:
     """Pause a table's copy, also in later runs, while its changes are captured."""
     from millstream.app.tables import pause_table
 
-    _ask(session, table, stream, pause_table)
+    _ask(invocation, table, stream, pause_table)
 
 
 @tables.command("resume")
 @click.argument("table", metavar="T")
 @stream_option
-@pass_session
-def tables_resume(session: Session, table: str, stream: str | None) -> None:
+@pass_invocation
+def tables_resume(invocation: Invocation, table: str, stream: str | None) -> None:
     """Resume a paused copy at the point where it stopped."""
     from millstream.app.tables import resume_table
 
-    _ask(session, table, stream, resume_table)
+    _ask(invocation, table, stream, resume_table)

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from millstream.cli.context import (
-    Session,
+    Invocation,
     SuggestingGroup,
     json_option,
     note,
-    pass_session,
+    pass_invocation,
     print_json,
     print_raw,
     print_table,
@@ -41,9 +41,9 @@ def token(context: click.Context) -> None:
 @click.option("--expires", metavar="TIME", help="Time until it expires, such as 30d.  [default: never]")
 @click.option("--given", is_flag=True, help="Read a token of another home from stdin, and accept it here too.")
 @json_option
-@pass_session
+@pass_invocation
 def create(
-    session: Session,
+    invocation: Invocation,
     name: str | None,
     streams: tuple[str, ...],
     on_all: tuple[str, ...],
@@ -56,7 +56,7 @@ def create(
 
     text_given = sys.stdin.readline().strip() if given else None
     facts, text = create_token(
-        session.home(needs_source=False), streams, on_all=on_all, name=name, expires=expires, given=text_given
+        invocation.home(needs_source=False), streams, on_all=on_all, name=name, expires=expires, given=text_given
     )
     if as_json:
         print_json({**facts, "token": text})
@@ -71,12 +71,12 @@ def create(
 
 @token.command("ls")
 @json_option
-@pass_session
-def ls(session: Session, as_json: bool = False) -> None:
+@pass_invocation
+def ls(invocation: Invocation, as_json: bool = False) -> None:
     """List the home's tokens: names and rights, never the tokens."""
     from millstream.app.tokens import list_tokens
 
-    found = list_tokens(session.home(needs_source=False))
+    found = list_tokens(invocation.home(needs_source=False))
     if as_json:
         print_json(found)
         return
@@ -98,12 +98,12 @@ def ls(session: Session, as_json: bool = False) -> None:
 
 @token.command("revoke")
 @click.argument("token", metavar="NAME|ID")
-@pass_session
-def revoke(session: Session, token: str) -> None:
+@pass_invocation
+def revoke(invocation: Invocation, token: str) -> None:
     """Revoke a token. A running server rejects it within two seconds."""
     from millstream.app.tokens import revoke_token
 
-    gone = revoke_token(session.home(needs_source=False), token)
+    gone = revoke_token(invocation.home(needs_source=False), token)
     note(f"Token {gone['name']} ({gone['id']}) is revoked.")
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from millstream.cli.context import (
-    Session,
+    Invocation,
     SuggestingGroup,
     human_bytes,
     json_option,
     note,
-    pass_session,
+    pass_invocation,
     print_json,
     print_raw,
     print_table,
@@ -70,9 +70,9 @@ wal.add_command(import_)
     help="Show every valid complete group, for a folder that was copied without its mark.",
 )
 @stream_option
-@pass_session
+@pass_invocation
 def cat(
-    session: Session,
+    invocation: Invocation,
     style: str,
     values: str,
     from_offset: int | None,
@@ -92,7 +92,7 @@ def cat(
     from millstream.model.positions import Offset
 
     del style
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     damage = Damage()
     reader = open_past_damage(home, name, damage, without_mark=without_mark)
@@ -132,12 +132,12 @@ def _print_lines(records: Cat, limit: int | None) -> int | None:
 @wal.command("ls")
 @stream_option
 @json_option
-@pass_session
-def ls(session: Session, stream: str | None, as_json: bool) -> None:
+@pass_invocation
+def ls(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     """List segments, shard by shard."""
     from millstream.wal.mending.inspect import ls as list_segments
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     segments = list_segments(str(home.wal_folder(home.pick_stream(stream))))
     if as_json:
         print_json([asdict(segment) for segment in segments])
@@ -167,14 +167,16 @@ def ls(session: Session, stream: str | None, as_json: bool) -> None:
 @click.option("--table", metavar="T", help="Only frames with rows of this table.")
 @stream_option
 @json_option
-@pass_session
-def inspect_frames(session: Session, seq: str | None, table: str | None, stream: str | None, as_json: bool) -> None:
+@pass_invocation
+def inspect_frames(
+    invocation: Invocation, seq: str | None, table: str | None, stream: str | None, as_json: bool
+) -> None:
     """List frames with position and content; skip damage (exit code 3)."""
     from millstream.export.record_reading import table_ids
     from millstream.model.positions import Seq
     from millstream.wal.mending.inspect import Loss, inspect
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     first, last = _seq_range(seq)
     if seq is not None and not seq.startswith("-"):
@@ -213,12 +215,12 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
 @wal.command()
 @stream_option
 @json_option
-@pass_session
-def verify(session: Session, stream: str | None, as_json: bool) -> None:
+@pass_invocation
+def verify(invocation: Invocation, stream: str | None, as_json: bool) -> None:
     """Read and check the whole log. If something is damaged, report which records are lost and which are not (exit code 3)."""
     from millstream.wal.mending.inspect import verify as verify_log
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     folder = str(home.wal_folder(home.pick_stream(stream)))
     found = verify_log(folder)
     words = TableWords(folder)
@@ -263,12 +265,12 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
 @stream_option
 @json_option
 @click.option("--partitions", is_flag=True, help="Also list each table's partitions: records, first and last number.")
-@pass_session
-def stats(session: Session, stream: str | None, as_json: bool, partitions: bool) -> None:
+@pass_invocation
+def stats(invocation: Invocation, stream: str | None, as_json: bool, partitions: bool) -> None:
     """Count the log's segments, frames and records, in total and by table."""
     from millstream.wal.mending.inspect import stats as count
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     folder = str(home.wal_folder(home.pick_stream(stream)))
     found = count(folder, partitions=partitions)
     words = TableWords(folder)

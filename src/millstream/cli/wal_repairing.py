@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, print_json, say, stream_option
+from millstream.cli.context import Invocation, json_option, note, pass_invocation, print_json, say, stream_option
 from millstream.cli.formatting import TableWords
 
 if TYPE_CHECKING:
@@ -33,9 +33,14 @@ if TYPE_CHECKING:
 )
 @stream_option
 @json_option
-@pass_session
+@pass_invocation
 def repair(
-    session: Session, accepted: tuple[str, ...], drop_readable: bool, dry_run: bool, stream: str | None, as_json: bool
+    invocation: Invocation,
+    accepted: tuple[str, ...],
+    drop_readable: bool,
+    dry_run: bool,
+    stream: str | None,
+    as_json: bool,
 ) -> None:
     """Cut out damage, so that writers and readers continue; the cut bytes are kept in .torn files.
 
@@ -46,7 +51,7 @@ def repair(
     from millstream.wal.mending.repair import AcceptedRange, plan_repair
     from millstream.wal.mending.repair import repair as repair_log
 
-    home = session.home(needs_source=False)
+    home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
     folder = str(home.wal_folder(name))
     ranges = [AcceptedRange.parse(text) for text in accepted]

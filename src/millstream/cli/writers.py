@@ -7,11 +7,11 @@ import sys
 import click
 
 from millstream.cli.context import (
-    Session,
+    Invocation,
     SuggestingGroup,
     json_option,
     note,
-    pass_session,
+    pass_invocation,
     print_json,
     print_table,
     say,
@@ -31,12 +31,12 @@ def writers(context: click.Context) -> None:
 @writers.command("ls")
 @stream_option
 @json_option
-@pass_session
-def ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
+@pass_invocation
+def ls(invocation: Invocation, stream: str | None = None, as_json: bool = False) -> None:
     """List a stream's writers: state, epoch, position, and location of their logs."""
     from millstream.writers.writer_facts import list_writers
 
-    found = list_writers(session.home(needs_source=False), stream)
+    found = list_writers(invocation.home(needs_source=False), stream)
     if as_json:
         print_json(found)
         return
@@ -64,8 +64,8 @@ def ls(session: Session, stream: str | None = None, as_json: bool = False) -> No
 @click.argument("name")
 @stream_option
 @click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
-@pass_session
-def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
+@pass_invocation
+def forget(invocation: Invocation, name: str, stream: str | None, yes: bool) -> None:
     """Give up a dead writer whose log is lost: readers skip its undecided records.
 
     If its log is in this home, the writer is recovered instead, and nothing is lost. Otherwise its
@@ -82,6 +82,6 @@ def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
             abort=True,
             err=True,
         )
-    upto, recovered = forget_writer(session.home(needs_source=False), stream, name)
+    upto, recovered = forget_writer(invocation.home(needs_source=False), stream, name)
     what = f"recovered the records of {name}, because its log is here" if recovered else f"forgot {name}"
     note(f"{what}: linear readers may read up to {upto:,}")
