@@ -20,8 +20,8 @@ from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
 from millstream.spark.driver import take_up
-from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import PipelineProgress
+from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.session import SparkOptions
 from millstream.wal.lag import log_size
 from millstream.wal.retain import Sweep
@@ -82,7 +82,7 @@ def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_
     assert again > noted, "it went on behind its replay"
     # It comes back, registers what it needs, and gets no further.
     config = config_of(home.path, home.stream, spark_options, batch_bytes_max=20_000)
-    take_up(config, home.log, Ledger(config, home.catalog))
+    take_up(config, home.log, PipelineTables(config, home.catalog))
     replay_is_kept(home, again)
 
     drain(config, home.catalog)

@@ -1,6 +1,6 @@
 """Retention during a pipeline that fails, is killed and returns: the log keeps what the lake lacks, and nothing else.
 
-The log, the catalog, the ledger, the cuts and retention are the real ones. So is the order in which a batch
+The log, the catalog, the pipeline's tables, the cuts and retention are the real ones. So is the order in which a batch
 lands, is quarantined and catches up. Spark is simulated: it plans batches and notes finished ones in its own
 files. The records that it would append to a table's history are remembered here, number by number, as the
 oracle.
@@ -33,7 +33,7 @@ from millstream.spark.batches import BatchLander, Landed
 from millstream.spark.copies import CompleteCopies
 from millstream.spark.driver import take_up
 from millstream.spark.landing import TableError
-from millstream.spark.ledger import Ledger, held_scope, request_retry
+from millstream.spark.pipeline_tables import PipelineTables, held_scope, request_retry
 from millstream.spark.replaying import ReplayWatch
 from millstream.spark.session import SparkOptions
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
@@ -190,15 +190,15 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     def start(self) -> None:
         """Do a driver's work before its first batch."""
         self.log = StreamReader(str(self.config.wal_folder))
-        self.ledger = Ledger(self.config, self.catalog)
-        take_up(self.config, self.log, self.ledger)
+        self.pipeline_tables = PipelineTables(self.config, self.catalog)
+        take_up(self.config, self.log, self.pipeline_tables)
         if not self.noted_batches():
             self.planned = None
         replay = ReplayWatch(str(self.config.wal_folder), Seq(0), Seq(0), bytes_max=1)
         log = StreamReader(str(self.config.wal_folder))
         copies = CompleteCopies(self.catalog, self.stream)
         self.lander = Lander(
-            self.config, self.catalog, log, self.ledger, copies, replay, lambda _progress: None, lambda: None
+            self.config, self.catalog, log, self.pipeline_tables, copies, replay, lambda _progress: None, lambda: None
         )
         self.lander.histories, self.lander.numbers = self.histories, self.numbers
         self.lander.retry_held(SPARK)
@@ -236,7 +236,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         """Return the planned batch if it isn't done, else a new one."""
         if self.planned is None:
             done = self.config.checkpoint_dir / "commits"
-            cut = self.ledger.cut
+            cut = self.pipeline_tables.cut
             after = Seq(0) if cut is None else cut.n
             if done.is_dir():
                 last = (self.config.checkpoint_dir / "offsets" / str(self.batches)).read_text().splitlines()[2]
@@ -282,7 +282,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     def mend_table(self, table: int) -> None:
         self.histories.failing.discard(table)
 
-    @precondition(lambda self: self.ledger.held)
+    @precondition(lambda self: self.pipeline_tables.held)
     @rule(mended=st.booleans(), writes=WRITES)
     def retry(self, mended: bool, writes: int | None) -> None:
         """Retry tables after the others have got ahead."""
@@ -290,7 +290,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.land_all()
         if mended:
             self.histories.failing.clear()
-        for table in self.ledger.held:
+        for table in self.pipeline_tables.held:
             request_retry(self.catalog, held_scope(self.config), table)
         self.mortal(lambda: self.lander.retry_held(SPARK), writes)
 
@@ -300,7 +300,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
             shutil.rmtree(self.config.checkpoint_dir, ignore_errors=True)
         self.mortal(self.start, writes)
 
-    @precondition(lambda self: not self.ledger.held)
+    @precondition(lambda self: not self.pipeline_tables.held)
     @rule(operations=st.lists(OPERATION, min_size=1, max_size=4), writes=WRITES)
     def set_the_lake_back(self, operations: list[list[tuple[int, int]]], writes: int | None) -> None:
         """While nothing runs, replace the lake by a copy from before some batches."""
@@ -325,14 +325,18 @@ class LifeOfAPipeline(RuleBasedStateMachine):
         self.retain()
 
     def land_all(self) -> None:
-        while self.planned is not None or self.ledger.cut is None or self.ledger.cut.n < self.writer.persisted_upto():
+        while (
+            self.planned is not None
+            or self.pipeline_tables.cut is None
+            or self.pipeline_tables.cut.n < self.writer.persisted_upto()
+        ):
             self.land(None)
 
     @rule()
     def retain(self) -> None:
         """Drop segments that no holder needs; the oldest segment left must be needed."""
         sweep(self.catalog, "shop", self.stream, self.config.wal_folder, TIGHTEST)
-        needed = [self.asked_from()] + [table.after for table in self.ledger.held.values()]
+        needed = [self.asked_from()] + [table.after for table in self.pipeline_tables.held.values()]
         oldest = oldest_sealed(str(self.config.wal_folder))
         assert oldest is None or oldest.last_seq > min(needed), "nobody needs it"
 
@@ -361,7 +365,7 @@ class LifeOfAPipeline(RuleBasedStateMachine):
     @invariant()
     def who_holds_the_log_is_the_pipeline_and_what_it_has_quarantined(self) -> None:
         holders = {position.name for position in self.catalog.pipelines(self.stream)}
-        assert holders == {"lake", *(f"lake/{table}" for table in self.ledger.held)}
+        assert holders == {"lake", *(f"lake/{table}" for table in self.pipeline_tables.held)}
 
     def all_that_was_wanting_lands_once_tables_are_mended(self) -> None:
         self.histories.failing.clear()

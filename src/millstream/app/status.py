@@ -103,7 +103,7 @@ def held_tables(catalog: Catalog, stream: StreamId) -> dict[str, dict[str, Any]]
 
 
 def held_scope(stream: StreamId) -> str:
-    """Return the catalog's scope of those facts; as `millstream.spark.ledger.held_scope`, without importing Spark."""
+    """Return the catalog's scope of those facts; as `millstream.spark.pipeline_tables.held_scope`, without importing Spark."""
     return f"lake/{stream}/{PIPELINE}"
 
 

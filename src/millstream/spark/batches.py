@@ -34,8 +34,8 @@ from millstream.model.positions import Seq
 from millstream.spark.copies import CompleteCopies
 from millstream.spark.frames import MARKER
 from millstream.spark.landing import Around, TableError
-from millstream.spark.ledger import HeldTable, Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
+from millstream.spark.pipeline_tables import HeldTable, PipelineTables
 from millstream.spark.replaying import ReplayWatch
 from millstream.wal.reader import StreamReader
 
@@ -66,7 +66,7 @@ class BatchLander:
     catalog: Catalog
     log: StreamReader
     """A reader of its own, used only under `lock`."""
-    ledger: Ledger
+    pipeline_tables: PipelineTables
     copies: CompleteCopies
     replay: ReplayWatch
     """Used only while reporting."""
@@ -112,7 +112,7 @@ class BatchLander:
 
     def retry_held(self, spark: SparkSession) -> None:
         """Retry tables that were quarantined, if a retry is due or requested. Any thread."""
-        for held in self.ledger.retries_due():
+        for held in self.pipeline_tables.retries_due():
             with self.lock:
                 self._catch_up(spark, held)
             self.landed()
@@ -122,7 +122,7 @@ class BatchLander:
 
         If that fails, the table is quarantined again.
         """
-        upto = self.ledger.cut.n if self.ledger.cut is not None else held.after
+        upto = self.pipeline_tables.cut.n if self.pipeline_tables.cut is not None else held.after
         after = held.after
         while after < upto:
             end = min(upto, self.log.cut(after, bytes_max=self.config.batch_bytes_max))
@@ -140,22 +140,22 @@ class BatchLander:
                 self._hold(held.table_id, after, landed.errors[held.table_id])
                 return
             if landed is not None:
-                self.ledger.appended(landed.commits.values(), landed.versions)
-                self.ledger.commit(None, landed.commits.values())
+                self.pipeline_tables.appended(landed.commits.values(), landed.versions)
+                self.pipeline_tables.commit(None, landed.commits.values())
             after = end
-        self.ledger.release(held.table_id)
+        self.pipeline_tables.release(held.table_id)
 
     def _land(self, batch: DataFrame) -> None:
         started = time.monotonic()
         failpoints.hit("pipeline.before_batch")
-        landed = self._write(batch, frozenset(self.ledger.held))
+        landed = self._write(batch, frozenset(self.pipeline_tables.held))
         if landed is None:
             return  # a replay of a batch that the lake has, from other notes than those that planned it
         for table_id, error in landed.errors.items():
             self._hold(table_id, landed.after, error)
-        self.ledger.appended(landed.commits.values(), landed.versions)
+        self.pipeline_tables.appended(landed.commits.values(), landed.versions)
         failpoints.hit("pipeline.before_lake_commit")
-        self.ledger.commit(landed.upto, landed.commits.values(), newest_us=landed.newest_us)
+        self.pipeline_tables.commit(landed.upto, landed.commits.values(), newest_us=landed.newest_us)
         failpoints.hit("pipeline.after_lake_commit")
         stream, pipeline = self.config.stream_id, self.config.pipeline
         self.catalog.set_landed(stream, pipeline, landed.upto)
@@ -172,7 +172,7 @@ class BatchLander:
 
         None if the batch has no row, not even a marker.
         """
-        start = Seq(0) if self.ledger.cut is None else self.ledger.cut.n
+        start = Seq(0) if self.pipeline_tables.cut is None else self.pipeline_tables.cut.n
         landed = self._run(batch, held, start)
         backoff = Backoff(0.8, factor=4, most_s=60.0, jitter=0)
         for _ in range(1, ATTEMPTS_MAX):
@@ -197,7 +197,7 @@ class BatchLander:
         """Run the job; `start` is where its records begin, or earlier."""
         self.copies.observe(self.log.persisted_upto)
         copies = self.copies
-        around = Around(self.ledger.cut, held, copies.unfinished(start), copies.live, copies.history_only)
+        around = Around(self.pipeline_tables.cut, held, copies.unfinished(start), copies.live, copies.history_only)
         answers = self.config.sink.land(batch, around)
         if not answers:
             return None
@@ -222,10 +222,12 @@ class BatchLander:
         self.report(self.log.persisted_upto())
 
     def _hold(self, table_id: TableId, after: Seq, error: TableError) -> None:
-        self.ledger.hold(HeldTable(table_id, self._name(table_id), after, error.message, error.code, error.hint))
+        self.pipeline_tables.hold(
+            HeldTable(table_id, self._name(table_id), after, error.message, error.code, error.hint)
+        )
 
     def _name(self, table_id: TableId) -> str:
-        name = self.ledger.tables[table_id].name if table_id in self.ledger.tables else ""
+        name = self.pipeline_tables.tables[table_id].name if table_id in self.pipeline_tables.tables else ""
         schema = None if name else self.log.schemas().get(table_id)
         return name or (f"table {table_id}" if schema is None else schema.full_name)
 
@@ -239,7 +241,7 @@ class BatchLander:
             self._report(durable)
 
     def _report(self, durable: Seq) -> None:
-        trying, last, cut = self._trying, self._last, self.ledger.cut
+        trying, last, cut = self._trying, self._last, self.pipeline_tables.cut
         reached = Seq(0) if cut is None else cut.n
         replay = self.replay.look(reached)
         if last is None and not trying and replay is None:
@@ -250,13 +252,13 @@ class BatchLander:
         self.on_progress(
             PipelineProgress(
                 n=n,
-                rows=self.ledger.rows,
+                rows=self.pipeline_tables.rows,
                 rows_per_s=rows / batch_s if batch_s else 0.0,
                 batch_s=batch_s,
                 lag_s=None if last is None else last[2],
                 lag_records=max(0, durable - n),
-                tables=self.ledger.progress(),
-                quarantined=self.ledger.quarantined(),
+                tables=self.pipeline_tables.progress(),
+                quarantined=self.pipeline_tables.quarantined(),
                 trying=trying,
                 replay=replay,
                 replayed=self.replay.finished,

@@ -28,8 +28,8 @@ from millstream.spark.batches import BatchLander
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
 from millstream.spark.copies import CompleteCopies
 from millstream.spark.folding import Folder
-from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
+from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.replaying import ReplayWatch
 from millstream.spark.session import open_session
 from millstream.spark.sinks import LakeOfFiles
@@ -74,25 +74,27 @@ def run_pipeline(
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
     sources = {(source.system_identifier, source.database) for source in catalog.sources(config.stream_id)}
     config.sink.begin(catalog.latest_schemas(config.stream_id).values(), sources)
-    ledger = Ledger(config, catalog)
-    take_up(config, log, ledger)
+    pipeline_tables = PipelineTables(config, catalog)
+    take_up(config, log, pipeline_tables)
     spark = open_session(config.spark)
-    return _Run(config, catalog, log, ledger, spark, on_progress).until(stop, drain)
+    return _Run(config, catalog, log, pipeline_tables, spark, on_progress).until(stop, drain)
 
 
-def take_up(config: PipelineConfig, log: StreamReader, ledger: Ledger) -> None:
+def take_up(config: PipelineConfig, log: StreamReader, pipeline_tables: PipelineTables) -> None:
     """Ensure that a query may start at the lake's last cut, and that the log keeps what it will read.
 
     Raises:
         EngineError (`checkpoint_foreign`), OffsetExpired: as `run_pipeline`.
     """
-    start = Seq(0) if ledger.cut is None else ledger.cut.n
-    prepare_checkpoint(config.checkpoint_dir, config.stream_id, None if ledger.cut is None else start, log.first_seq())
+    start = Seq(0) if pipeline_tables.cut is None else pipeline_tables.cut.n
+    prepare_checkpoint(
+        config.checkpoint_dir, config.stream_id, None if pipeline_tables.cut is None else start, log.first_seq()
+    )
     _check_log_reaches(log, start, config)
     # Before the first batch is planned: retention may drop nothing above the lake's own cut, nor
     # the batch that Spark repeats although the lake has it.
     noted = goes_on_from(config.checkpoint_dir, config.stream_id)
-    ledger.claim(Seq((start if noted is None else min(start, noted)) + 1))
+    pipeline_tables.claim(Seq((start if noted is None else min(start, noted)) + 1))
 
 
 class _Run:
@@ -103,28 +105,28 @@ class _Run:
         config: PipelineConfig,
         catalog: Catalog,
         log: StreamReader,
-        ledger: Ledger,
+        pipeline_tables: PipelineTables,
         spark: SparkSession,
         on_progress: OnProgress,
     ) -> None:
         self.config = config
         self.log = log
-        self.ledger = ledger
+        self.pipeline_tables = pipeline_tables
         self.spark = spark
         self.news = threading.Event()
         batches = threading.Lock()
         self.copies = CompleteCopies(catalog, config.stream_id)
         self.folder = (
-            Folder(config, catalog, ledger, spark, self.news.set, batches, self.copies)
+            Folder(config, catalog, pipeline_tables, spark, self.news.set, batches, self.copies)
             if isinstance(config.sink, LakeOfFiles)
             else None
         )
         # A reader of the log belongs to one thread, so each part has its own.
         lander_log = StreamReader(str(config.wal_folder))
-        start = Seq(0) if ledger.cut is None else ledger.cut.n
+        start = Seq(0) if pipeline_tables.cut is None else pipeline_tables.cut.n
         replay = ReplayWatch(str(config.wal_folder), start, log.persisted_upto(), bytes_max=config.batch_bytes_max)
         self.lander = BatchLander(
-            config, catalog, lander_log, ledger, self.copies, replay, on_progress, self._landed, lock=batches
+            config, catalog, lander_log, pipeline_tables, self.copies, replay, on_progress, self._landed, lock=batches
         )
 
     def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
@@ -173,7 +175,7 @@ class _Run:
                     query.stop()
 
     def _start(self) -> StreamingQuery:
-        cut = self.ledger.cut
+        cut = self.pipeline_tables.cut
         frames = self.spark.readStream.format("millstream").options(
             wal=str(self.config.wal_folder),
             layout="frames",
@@ -192,7 +194,7 @@ class _Run:
 
     def _has(self, target: Seq) -> bool:
         """Whether all records up to `target` are in the lake."""
-        n = Seq(0) if self.ledger.cut is None else self.ledger.cut.n
+        n = Seq(0) if self.pipeline_tables.cut is None else self.pipeline_tables.cut.n
         # Numbers that were reserved and never used have no record that a batch could bring.
         return n >= target or self.log.cut(n, rows_max=1) == n
 
@@ -233,8 +235,10 @@ class _Run:
         )
 
     def _outcome(self, *, caught_up: bool) -> PipelineOutcome:
-        n = self.ledger.cut.n if self.ledger.cut is not None else Seq(0)
-        return PipelineOutcome(n, self.config.token(n), self.ledger.rows, caught_up, self.ledger.quarantined())
+        n = self.pipeline_tables.cut.n if self.pipeline_tables.cut is not None else Seq(0)
+        return PipelineOutcome(
+            n, self.config.token(n), self.pipeline_tables.rows, caught_up, self.pipeline_tables.quarantined()
+        )
 
 
 _DUMP: Final = re.compile(r"\n*(=== Streaming Query ===|JVM stacktrace:)")

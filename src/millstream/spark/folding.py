@@ -47,8 +47,8 @@ from millstream.spark.landing import (
     tend_one,
     write_parts,
 )
-from millstream.spark.ledger import Ledger, TableEntry, held_scope, request_retry
 from millstream.spark.pipeline import PipelineConfig
+from millstream.spark.pipeline_tables import PipelineTable, PipelineTables, held_scope, request_retry
 from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker
@@ -68,7 +68,7 @@ class Folder:
         self,
         config: PipelineConfig,
         catalog: Catalog,
-        ledger: Ledger,
+        pipeline_tables: PipelineTables,
         spark: SparkSession,
         folded: Callable[[], None],
         batches: threading.Lock,
@@ -77,7 +77,7 @@ class Folder:
         self._config = config
         self._catalog = catalog
         self._log = StreamReader(str(config.wal_folder))
-        self._ledger = ledger
+        self._pipeline_tables = pipeline_tables
         self._spark = spark
         self._folded = folded
         self._batches = batches
@@ -138,13 +138,15 @@ class Folder:
             after = self._reached()
             # A table with very many records needs several folds.
             failures = 0 if after != before else failures + 1
-            failed = [entry.fold_error for entry in self._ledger.tables.values() if entry.fold_error is not None]
+            failed = [
+                entry.fold_error for entry in self._pipeline_tables.tables.values() if entry.fold_error is not None
+            ]
             hopeless = failed and all(error.retry in {Retry.NEVER, Retry.OPERATOR} for error in failed)
             if failures >= _FAILED_JOBS_MAX or (hopeless and after == before):
                 return
 
     def _reached(self) -> dict[TableId, tuple[Seq | None, Seq | None]]:
-        return {entry.table_id: (entry.current_n, entry.scd2_n) for entry in self._ledger.tables.values()}
+        return {entry.table_id: (entry.current_n, entry.scd2_n) for entry in self._pipeline_tables.tables.values()}
 
     def _loop(self) -> None:
         backoff = Backoff(0.4, 10.0, jitter=0)
@@ -166,7 +168,7 @@ class Folder:
                     raise
                 backoff.wait(self._stopped)
 
-    def _is_due(self, entry: TableEntry) -> bool:
+    def _is_due(self, entry: PipelineTable) -> bool:
         now = time.monotonic()
         return now >= entry.fold_again_s and fold_is_due(
             entry.fold,
@@ -176,13 +178,13 @@ class Folder:
             keep_s=self._config.upkeep.keep_s,
         )
 
-    def _tasks(self, wanted: Callable[[TableEntry], bool]) -> list[FoldTask]:
+    def _tasks(self, wanted: Callable[[PipelineTable], bool]) -> list[FoldTask]:
         """Return the folds to do now, each table to the last cut."""
-        cut = self._ledger.cut
+        cut = self._pipeline_tables.cut
         if cut is None or not self._config.folds:
             return []
         asked = {request.table_id: request.views for request in self._rebuilds.waiting() if not request.before_copy}
-        entries = list(self._ledger.tables.values())
+        entries = list(self._pipeline_tables.tables.values())
         now = time.monotonic()
         waiting = [
             entry
@@ -227,16 +229,16 @@ class Folder:
     def _make_way(self) -> None:
         """Move damaged tables out of the way of requested copies. No fold of them runs, because their copies wait."""
         for request in self._rebuilds.waiting():
-            entry = self._ledger.tables.get(request.table_id)
+            entry = self._pipeline_tables.tables.get(request.table_id)
             schema = None if entry is None else self._schema(entry)
-            if not request.before_copy or schema is None or self._ledger.cut is None:
+            if not request.before_copy or schema is None or self._pipeline_tables.cut is None:
                 continue
             # No batch may be appended during this.
             with self._batches:
-                held = self._ledger.held.get(request.table_id)
+                held = self._pipeline_tables.held.get(request.table_id)
                 # The columns can't follow the source's: rows from before the copy don't fit the new ones.
                 forget = held is not None and held.code == "lake_schema_conflict"
-                n = self._ledger.cut.n if held is None or forget else held.after
+                n = self._pipeline_tables.cut.n if held is None or forget else held.after
                 newest = self._catalog.latest_schemas(self._config.stream_id).get(request.table_id, schema)
                 for view in request.views:
                     self._rebuilds.settle(request.table_id, view, self._made_way(view, newest, n, forget=forget))
@@ -255,7 +257,7 @@ class Folder:
         views: list[View] = ["current"] if "current" in wanted and has_current(schema) else []
         return (*views, "scd2") if "scd2" in wanted and has_versions(schema) else tuple(views)
 
-    def _schema(self, entry: TableEntry) -> TableSchema | None:
+    def _schema(self, entry: PipelineTable) -> TableSchema | None:
         """Return the schema of the newest records in the lake, whose name is the table's name there."""
         key = (entry.table_id, entry.version)
         if key not in self._schemas:
@@ -276,9 +278,9 @@ class Folder:
             return
         self._tended_s = time.monotonic()
         tasks = []
-        cut = self._ledger.cut
+        cut = self._pipeline_tables.cut
         placed = set() if cut is None else {table.table_id for table in cut.tables.values()}
-        for entry in list(self._ledger.tables.values()):
+        for entry in list(self._pipeline_tables.tables.values()):
             if entry.table_id not in placed:
                 continue  # another table has taken over its name, and tends the files there
             lately = entry.rows > 0 if at_once else time.monotonic() - entry.written_s < rules.watch_s
@@ -297,7 +299,7 @@ class Folder:
                 )
         if tasks:
             for answer in self._map(tend_one, tasks):
-                self._ledger.tended(answer)
+                self._pipeline_tables.tended(answer)
             with contextlib.suppress(MillstreamError, OSError):
                 tend_cuts(
                     self._config.layout,
@@ -306,12 +308,12 @@ class Folder:
                     log_retention_s=rules.log_retention_s,
                 )
 
-    def _droppable(self, entry: TableEntry, schema: TableSchema) -> HistoryBound | None:
+    def _droppable(self, entry: PipelineTable, schema: TableSchema) -> HistoryBound | None:
         """Return what may be dropped from a table's history.
 
         It is what the configuration doesn't keep, and what the table's folds in the last cut cover.
         """
-        cut, kept_s = self._ledger.cut, self._config.history_retention_s
+        cut, kept_s = self._pipeline_tables.cut, self._config.history_retention_s
         folded = self._folded_views(schema)
         unnamed = "history" not in self._config.views and bool(folded)
         if cut is None or (kept_s is None and not unnamed):
@@ -326,9 +328,9 @@ class Folder:
         assert kept_s is not None, "said above"
         return HistoryBound(upto, (datetime.now(UTC) - timedelta(seconds=kept_s)).date())
 
-    def _spared(self, entry: TableEntry) -> Mapping[View, int]:
+    def _spared(self, entry: PipelineTable) -> Mapping[View, int]:
         """Return, by view, the table's version that the last cut names, because queries read it."""
-        cut = self._ledger.cut
+        cut = self._pipeline_tables.cut
         named = [] if cut is None else [table for table in cut.tables.values() if table.table_id == entry.table_id]
         versions: dict[View, int] = {}
         for table in named:
@@ -350,7 +352,7 @@ class Folder:
         begun = self._map(start_fold, tasks)
         answers = self._finished(begun, started)
         self._note(answers, started)
-        self._ledger.commit(None, [answer.commit for answer in answers if answer.commit is not None])
+        self._pipeline_tables.commit(None, [answer.commit for answer in answers if answer.commit is not None])
         self._settle(tasks, begun, answers)
         self._folded()
 
@@ -414,7 +416,7 @@ class Folder:
             assert len(commits) + len(errors) == len(some), "a fold ends with a commit or an error"
             live, removed = sum(answer.live_bytes for answer in some), sum(answer.removed_bytes for answer in some)
             last = FoldHistory(ended, max(answer.took_s for answer in some), live, removed)
-            self._ledger.folded(table_id, commits, last, started, errors[0] if errors else None)
+            self._pipeline_tables.folded(table_id, commits, last, started, errors[0] if errors else None)
 
 
 def _failed(error: TableError) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.landing import Around
-from millstream.spark.ledger import HeldTable, Ledger
+from millstream.spark.pipeline_tables import HeldTable, PipelineTables
 from millstream.spark.session import SparkOptions
 
 ASIDE = TableId(7)
@@ -67,30 +67,30 @@ def sink(home: Home) -> SinkInMemory:
     return SinkInMemory(home)
 
 
-def ledger_of(home: Home, sink: SinkInMemory) -> Ledger:
-    return Ledger(config_of(home.path, home.stream, SparkOptions(home.path), sink=sink), home.catalog)
+def tables_of(home: Home, sink: SinkInMemory) -> PipelineTables:
+    return PipelineTables(config_of(home.path, home.stream, SparkOptions(home.path), sink=sink), home.catalog)
 
 
 def test_a_sink_knows_of_a_table_until_it_has_caught_up_and_no_longer_than_the_log_is_held(
     home: Home, sink: SinkInMemory
 ) -> None:
-    ledger = ledger_of(home, sink)
-    ledger.hold(HeldTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
-    ledger.commit(Seq(9), ())
+    pipeline_tables = tables_of(home, sink)
+    pipeline_tables.hold(HeldTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
+    pipeline_tables.commit(Seq(9), ())
     assert sink.told == {ASIDE: 3}
-    ledger.release(ASIDE)
+    pipeline_tables.release(ASIDE)
     assert sink.told == {}
     assert f"lake/{ASIDE}" in sink.holders, "the log might have dropped by then what the sink asks for again"
     assert f"lake/{ASIDE}" not in {p.name for p in home.catalog.pipelines(home.stream)}
-    assert ledger_of(home, sink).held == {}
+    assert tables_of(home, sink).held == {}
 
 
 def test_a_sink_restored_from_a_backup_of_then_has_the_table_caught_up_again(home: Home, sink: SinkInMemory) -> None:
-    ledger = ledger_of(home, sink)
-    ledger.hold(HeldTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
-    ledger.commit(Seq(9), ())
+    pipeline_tables = tables_of(home, sink)
+    pipeline_tables.hold(HeldTable(ASIDE, "public.aside", Seq(3), "it doesn't fit", "lake", ""))
+    pipeline_tables.commit(Seq(9), ())
     backup = sink.cut, sink.told
-    ledger.release(ASIDE)
+    pipeline_tables.release(ASIDE)
     sink.cut, sink.told = backup
-    restored = ledger_of(home, sink)
+    restored = tables_of(home, sink)
     assert [(table.table_id, table.after) for table in restored.retries_due()] == [(ASIDE, 3)]

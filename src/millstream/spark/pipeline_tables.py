@@ -37,7 +37,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(slots=True)
-class TableEntry:
+class PipelineTable:
     """One table, as seen by this run."""
 
     table_id: TableId
@@ -98,8 +98,8 @@ class HeldTable:
         )
 
 
-class Ledger:
-    """See the module.
+class PipelineTables:
+    """The state of all tables of one run.
 
     `commit` is for any thread; other methods for the thread that lands batches, unless stated
     otherwise.
@@ -110,7 +110,7 @@ class Ledger:
         self._catalog = catalog
         self._lock = threading.Lock()
         self._scope = held_scope(config)
-        self.tables: dict[TableId, TableEntry] = {}
+        self.tables: dict[TableId, PipelineTable] = {}
         self.held: dict[TableId, HeldTable] = {}
         self.rows = 0
         self.cut = config.sink.last_cut()
@@ -122,7 +122,7 @@ class Ledger:
             now = time.monotonic()
             for table in self.cut.tables.values():
                 # Work that an earlier run left unfolded; a fold of a table with nothing to fold costs little.
-                self.tables[table.table_id] = TableEntry(
+                self.tables[table.table_id] = PipelineTable(
                     table.table_id,
                     table.name,
                     history_n=self.cut.n,
@@ -142,9 +142,9 @@ class Ledger:
                 self.hold(HeldTable(table_id, name, after, reason, "restored", "It is tried again by itself."))
                 self._again_s.pop(table_id, None)  # at once
 
-    def _entry(self, table_id: TableId, name: str = "") -> TableEntry:
+    def _entry(self, table_id: TableId, name: str = "") -> PipelineTable:
         """Return the table's entry, made if it is new."""
-        entry = self.tables.setdefault(table_id, TableEntry(table_id))
+        entry = self.tables.setdefault(table_id, PipelineTable(table_id))
         entry.name = name or entry.name
         return entry
 
