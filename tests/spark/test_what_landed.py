@@ -30,7 +30,7 @@ from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.batches import BatchLander, Landed
-from millstream.spark.copies import CompleteCopies
+from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.driver import take_up
 from millstream.spark.landing import TableError
 from millstream.spark.pipeline_tables import PipelineTables, held_scope, request_retry

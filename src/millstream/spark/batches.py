@@ -31,7 +31,7 @@ from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
-from millstream.spark.copies import CompleteCopies
+from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.frames import MARKER
 from millstream.spark.landing import Around, TableError
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress

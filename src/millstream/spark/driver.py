@@ -26,7 +26,7 @@ from millstream.model.positions import Seq
 from millstream.private_files import make_folder
 from millstream.spark.batches import BatchLander
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
-from millstream.spark.copies import CompleteCopies
+from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.folding import Folder
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables

@@ -34,7 +34,7 @@ from millstream.lake.retain import HistoryBound
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.copies import CompleteCopies
+from millstream.spark.complete_copies import CompleteCopies
 from millstream.spark.landing import (
     CommitTask,
     FoldAnswer,
