@@ -8,7 +8,7 @@ import pytest
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
-from millstream.capture.copying import wire as copy_wire
+from millstream.capture.copying import copy_output
 from millstream.errors import MillstreamError
 
 ROWS = (
@@ -20,10 +20,10 @@ def test_rows_of_all_sizes_come_whole(stage: Stage) -> None:
     query = f"COPY ({ROWS.format(2000)}) TO STDOUT".encode()
     with connect(stage.dsn, purpose="test") as connection:
         connection.pgconn.send_query(query)
-        plain = copy_wire._ByLibpq(connection.pgconn).next(1 << 30)
-        copy_wire._finish(connection.pgconn)
+        plain = copy_output._ByLibpq(connection.pgconn).next(1 << 30)
+        copy_output._finish(connection.pgconn)
         for _ in range(3):
-            ours = copy_wire.copy_out(connection, query, bytes_max=1 << 30)
+            ours = copy_output.copy_out(connection, query, bytes_max=1 << 30)
             assert ours.row_count == plain.row_count == 2000
             assert ours.whole
             assert ours.text.tobytes() == plain.text.tobytes()
@@ -33,7 +33,7 @@ def test_rows_of_all_sizes_come_whole(stage: Stage) -> None:
 def test_reading_stops_at_its_bound_with_whole_rows(stage: Stage) -> None:
     query = f"COPY ({ROWS.format(50000)}) TO STDOUT".encode()
     with connect(stage.dsn, purpose="test") as connection:
-        found = copy_wire.copy_out(connection, query, bytes_max=1 << 20)
+        found = copy_output.copy_out(connection, query, bytes_max=1 << 20)
         assert not found.whole
         assert found.text.tobytes().count(b"\n") == found.row_count
         assert found.text.tobytes().endswith(b"\n")
@@ -43,15 +43,15 @@ def test_reading_stops_at_its_bound_with_whole_rows(stage: Stage) -> None:
 def test_all_rows_come_in_pieces_of_whole_rows(stage: Stage) -> None:
     query = f"COPY ({ROWS.format(20000)}) TO STDOUT".encode()
     with connect(stage.dsn, purpose="test") as connection:
-        all_of_it = copy_wire.copy_out(connection, query, bytes_max=1 << 30)
-        pieces = list(copy_wire.copy_pieces(connection, query, piece_bytes=lambda: 1 << 20))
+        all_of_it = copy_output.copy_out(connection, query, bytes_max=1 << 30)
+        pieces = list(copy_output.copy_pieces(connection, query, piece_bytes=lambda: 1 << 20))
         assert b"".join(piece.text.tobytes() for piece in pieces) == all_of_it.text.tobytes()
         assert sum(piece.row_count for piece in pieces) == 20000
         assert [piece.whole for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         for piece in pieces:
             assert piece.text.tobytes().count(b"\n") == piece.row_count
             assert len(piece.text) < (1 << 20) + 400_100
-        with closing(copy_wire.copy_pieces(connection, query, piece_bytes=lambda: 1 << 20)) as some:
+        with closing(copy_output.copy_pieces(connection, query, piece_bytes=lambda: 1 << 20)) as some:
             assert not next(some).whole
             next(some)
         assert connection.execute("SELECT 1").fetchone() == (1,)
@@ -68,12 +68,12 @@ def test_all_rows_come_in_pieces_of_whole_rows(stage: Stage) -> None:
 def test_what_postgresql_refuses_is_an_error_and_the_connection_goes_on(stage: Stage, query: str) -> None:
     with connect(stage.dsn, purpose="test") as connection:
         with pytest.raises(MillstreamError):
-            copy_wire.copy_out(connection, query.encode(), bytes_max=1 << 20)
+            copy_output.copy_out(connection, query.encode(), bytes_max=1 << 20)
         assert connection.execute("SELECT 1").fetchone() == (1,)
 
 
 def test_no_rows_and_rows_without_columns(stage: Stage) -> None:
     with connect(stage.dsn, purpose="test") as connection:
-        assert copy_wire.copy_out(connection, b"COPY (SELECT 1 WHERE false) TO STDOUT", bytes_max=1).row_count == 0
-        found = copy_wire.copy_out(connection, b"COPY (SELECT) TO STDOUT", bytes_max=1 << 20)
+        assert copy_output.copy_out(connection, b"COPY (SELECT 1 WHERE false) TO STDOUT", bytes_max=1).row_count == 0
+        found = copy_output.copy_out(connection, b"COPY (SELECT) TO STDOUT", bytes_max=1 << 20)
         assert (found.row_count, found.text.tobytes()) == (1, b"\n")

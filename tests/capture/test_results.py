@@ -15,7 +15,7 @@ from tests.capture.beside import Beside
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import next_result
-from millstream.capture.copying import wire as copy_wire
+from millstream.capture.copying import copy_output
 
 Connection = psycopg.Connection[Any]
 
@@ -32,9 +32,9 @@ def by_result(waiting: Connection) -> bytes | None:
 def by_rows(waiting: Connection) -> bytes:
     """Read through libpq, as an encrypted connection does."""
     waiting.pgconn.send_query(b"COPY (SELECT pg_advisory_lock(7)::text, 'had') TO STDOUT")
-    rows = copy_wire._ByLibpq(waiting.pgconn).next(1 << 20)
+    rows = copy_output._ByLibpq(waiting.pgconn).next(1 << 20)
     assert rows.whole
-    copy_wire._finish(waiting.pgconn)
+    copy_output._finish(waiting.pgconn)
     return bytes(rows.text).split()[-1]
 
 

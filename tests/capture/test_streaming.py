@@ -14,7 +14,7 @@ from tests.capture.capture_stage import Stage
 
 from millstream.capture import CaptureOutcome, run_capture
 from millstream.capture.stream.frames import Block
-from millstream.capture.stream.wire import SocketWire
+from millstream.capture.stream.replication_connection import SocketWire
 from millstream.capture.watcher import Watcher
 from millstream.catalog import TableState
 from millstream.codec.pgoutput import MessageRun

@@ -15,10 +15,10 @@ import pytest
 from tests.capture.beside import Beside
 
 from millstream.capture.connection import connect_replication
-from millstream.capture.stream import wire as wires
+from millstream.capture.stream import replication_connection as wires
 from millstream.capture.stream._drain import drain
 from millstream.capture.stream.frames import KEEPALIVE
-from millstream.capture.stream.wire import LibpqWire, SocketWire, Wire, start_replication
+from millstream.capture.stream.replication_connection import LibpqWire, SocketWire, Wire, start_replication
 from millstream.errors import SourceError
 from millstream.model.positions import Lsn
 from millstream.testing.errors import coded

@@ -49,8 +49,8 @@ from millstream.capture.stream.applier import Applier
 from millstream.capture.stream.barrier import StreamHold
 from millstream.capture.stream.chunks import ChunkWire, open_chunks
 from millstream.capture.stream.receiver import Receiver
+from millstream.capture.stream.replication_connection import Wire, start_replication
 from millstream.capture.stream.spill import SpillFolder
-from millstream.capture.stream.wire import Wire, start_replication
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import Tables, Watcher
 from millstream.catalog import Catalog, TableState

@@ -17,9 +17,9 @@ import psycopg
 from psycopg import pq, sql
 
 from millstream.capture.connection import translate_result, translated
+from millstream.capture.copying.copy_output import CopyText, Text, copy_out, copy_pieces
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.copying.text import CopiedRows, last_key, read_copied
-from millstream.capture.copying.wire import CopyText, Text, copy_out, copy_pieces
 from millstream.capture.publication import restriction
 from millstream.capture.source import Connection, KeyColumn, SourceTable, as_record_end, read_table
 from millstream.codec.pgoutput import table_schema

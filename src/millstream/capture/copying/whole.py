@@ -27,12 +27,12 @@ import structlog
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.copy_output import CopyText
 from millstream.capture.copying.reader import AGAIN, Begun, ChunkBounds, ChunkReader
 from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.copying.state import Copy, OpenChunk, Range
 from millstream.capture.copying.text import read_copied
 from millstream.capture.copying.throttle import CopyRate
-from millstream.capture.copying.wire import CopyText
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.stream.barrier import StreamHold
 from millstream.capture.stream.spill import SpillFolder

@@ -26,7 +26,7 @@ from psycopg import pq, sql
 from millstream.capture.connection import take_bytes_as_they_are, translate, translate_result, translated
 from millstream.capture.source import SourceIdentity, connect_same
 from millstream.capture.stream.frames import KEEPALIVE, Block, Connection, Frames, pass_over
-from millstream.capture.stream.wire import has_machine_code
+from millstream.capture.stream.replication_connection import has_machine_code
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import MillstreamError, ProtocolViolation
 from millstream.failpoints import hit

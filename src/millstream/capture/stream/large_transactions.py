@@ -24,8 +24,8 @@ from millstream.capture.stream.message_kinds import (
     Marks,
     next_marked,
 )
+from millstream.capture.stream.replication_connection import POSTGRES_EPOCH_US
 from millstream.capture.stream.spill import SpillFile, SpillFolder
-from millstream.capture.stream.wire import POSTGRES_EPOCH_US
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
 from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
