@@ -23,13 +23,13 @@ import structlog
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, WholeReads
 from millstream.capture.copying.reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
 from millstream.capture.copying.text import CopiedRows, chunk_operation
 from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
-from millstream.capture.copying.whole import STANDBY_PATIENCE_S, WholeReads
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
