@@ -11,7 +11,7 @@ from tests.app.homes import config, done, make_home
 
 import millstream
 from millstream.catalog import TableState
-from millstream.catalog import tables as catalog_tables
+from millstream.catalog import sql_tables as catalog_tables
 from millstream.errors import CatalogError
 from millstream.home.home import Home
 from millstream.model.ids import ShardId

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream.catalog import Catalog
-from millstream.catalog import tables as t
+from millstream.catalog import sql_tables as t
 from millstream.errors import UsageError
 from millstream.home.catalog_rows import check_free, put_rows, rows_of
 from millstream.home.home import Home

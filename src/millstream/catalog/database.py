@@ -153,7 +153,7 @@ class CatalogDatabase:
     catalog's (a sequencer's store, for example) use it like this:
 
     - `read()` and `write()` give a raw transaction as a SQLAlchemy `Connection`; the tables of
-      `millstream.catalog.tables` need no schema name in it. A write that reads first, and needs what it read to stay
+      `millstream.catalog.sql_tables` need no schema name in it. A write that reads first, and needs what it read to stay
       unchanged, locks a row for it (`select(…).with_for_update(key_share=True)`, which SQLite doesn't need and leaves
       out).
     - `insert(table)` returns an INSERT that supports `on_conflict_do_update` on both backends; `dialect` names the

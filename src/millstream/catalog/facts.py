@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import delete, select
 
-from millstream.catalog import tables as t
+from millstream.catalog import sql_tables as t
 from millstream.catalog.part import CatalogPart
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import select, update
 
-from millstream.catalog import tables as t
+from millstream.catalog import sql_tables as t
 from millstream.catalog.database import CatalogDatabase
 from millstream.catalog.part import lock_stream
 from millstream.errors import StaleEpoch

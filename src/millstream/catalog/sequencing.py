@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import psycopg
 from sqlalchemy import Connection, select, text, update
 
-from millstream.catalog import tables as t
+from millstream.catalog import sql_tables as t
 from millstream.catalog.database import CatalogDatabase
 from millstream.catalog.part import lock_stream, now_us
 from millstream.errors import CatalogError, SequencingError

@@ -12,7 +12,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Table, delete, select
 
 from millstream.catalog import Catalog
-from millstream.catalog import tables as t
+from millstream.catalog import sql_tables as t
 from millstream.errors import CatalogError
 from millstream.model.ids import StreamId
 

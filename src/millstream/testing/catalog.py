@@ -24,9 +24,9 @@ import pyarrow as pa
 import pytest
 from sqlalchemy import select, text
 
-from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState, migrations, tables
+from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState, migrations, sql_tables
 from millstream.catalog.database import REVISION
-from millstream.catalog.tables import metadata
+from millstream.catalog.sql_tables import metadata
 from millstream.errors import (
     AccessError,
     CatalogError,
@@ -467,7 +467,7 @@ class CatalogConformance(WithCatalog):
         assert is_secret(parts[1], made.digest)
         assert {one.name: one for one in catalog.access_tokens()} == {"grafana": made, other.id: other}
         with catalog.database.read() as connection:
-            kept = connection.execute(select(tables.access_tokens)).all()
+            kept = connection.execute(select(sql_tables.access_tokens)).all()
         assert parts[1] not in repr(kept) + repr(made)
         with pytest.raises(AccessError, check=coded("access_token_exists")):
             catalog.create_access_token(rights, name="grafana")
