@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, select, update
 
 from millstream.catalog import sql_tables as t
 from millstream.catalog.part import CatalogPart, lock_stream, now_us
-from millstream.catalog.relations import NAME_TAKEN, fingerprint_of, schema_of
+from millstream.catalog.tables import NAME_TAKEN, fingerprint_of, schema_of
 from millstream.catalog.values import TableState
 from millstream.errors import CatalogError
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId

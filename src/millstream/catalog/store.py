@@ -10,14 +10,14 @@ from millstream.catalog.copies import Copies
 from millstream.catalog.database import BUSY_TIMEOUT_S, CatalogDatabase
 from millstream.catalog.facts import Facts
 from millstream.catalog.holders import Holders
-from millstream.catalog.relations import Relations
 from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
+from millstream.catalog.tables import Tables
 from millstream.catalog.tokens import Tokens
 from millstream.catalog.values import HomeIdentity
 
 
-class Catalog(Streams, Sources, Relations, Adoption, Copies, Holders, Tokens, Facts):
+class Catalog(Streams, Sources, Tables, Adoption, Copies, Holders, Tokens, Facts):
     """A home's catalog. Opening it creates it, or upgrades it to this version's schema.
 
     Args:

@@ -33,7 +33,7 @@ class NameOfTable(NamedTuple):
     folder_id: TableId
 
 
-class Relations(CatalogPart):
+class Tables(CatalogPart):
     """Tables and their schemas."""
 
     _known_names: dict[tuple[int, int], NameOfTable]
