@@ -245,7 +245,7 @@ def test_a_segment_in_another_ones_place_is_never_put_into_the_store(stored: Sce
     assert not found.mended
     (error,) = found.damaged
     assert error.details["base_offset"] == int(damaged.name)
-    assert ("another segment's" if of == "another place" else "of stream") in error.message
+    assert ("another segment" if of == "another place" else "to stream") in error.message
     assert not damaged.exists()
 
 

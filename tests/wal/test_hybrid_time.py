@@ -91,6 +91,6 @@ def test_a_log_is_not_opened_as_another_regions(tmp_path: Path) -> None:
     clock, reservations = ManualClock(), MemoryReservations()
     with opened(tmp_path / "log", 1, clock, reservations, REGION) as log:
         log.append(plain_ops({1: [(plain_table(1), 1, "x")]}))
-    with pytest.raises(OtherRegion, match="region 3, and the configuration says that this is region 0"):
+    with pytest.raises(OtherRegion, match="region 3, but the configuration has region 0"):
         opened(tmp_path / "log", 2, clock, reservations, RegionId(0))
     opened(tmp_path / "log", 3, clock, reservations, REGION).close()

@@ -105,7 +105,7 @@ def test_a_mark_that_is_lost_is_still_an_error() -> None:
     joining.writers.append(0)
     joining.files.open_write(f"{FOLDER}/00000/durable.mark").pwrite(bytes(4096), 0)
     assert joining.reader.lacks_marks()
-    with pytest.raises(LogError, match="no mark that says"):
+    with pytest.raises(LogError, match="no durable mark"):
         joining.reader.persisted_upto()
 
 

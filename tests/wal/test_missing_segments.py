@@ -30,7 +30,7 @@ def test_a_log_that_is_gone_as_a_whole_is_no_empty_log(tmp_path: Path) -> None:
     with LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(1), reservations=reservations) as log:
         log.append(plain_ops({1: [(table, 2, "a")]}))
     shutil.rmtree(folder)
-    with pytest.raises(CorruptWal, match="is gone"):
+    with pytest.raises(CorruptWal, match="is missing"):
         LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(2), reservations=reservations)
 
 

@@ -285,7 +285,7 @@ def states(home: Path) -> dict[str, str]:
 def test_a_stream_that_one_writer_owned_goes_on_as_one_of_several(home: Path, postgres: Database) -> None:
     assert states(home) == {}
     assert "which owns it" in run(home, "writers").stderr
-    with pytest.raises(LogError, check=coded("shard_taken"), match="is so far the log of one writer"):
+    with pytest.raises(LogError, check=coded("shard_taken"), match="belongs to a single writer"):
         second_writer(home, postgres.dsn)
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
     with postgres.connect() as connection:
@@ -328,7 +328,7 @@ def test_capture_stays_with_the_writer_that_has_it(home: Path, postgres: Databas
     other = {"MILLSTREAM_WRITER__NAME": "other"}
     refused = run(home, "capture", "run", "--until-caught-up", **other)
     assert refused.returncode == 1
-    assert "is so far the log of one writer" in refused.stderr
+    assert "belongs to a single writer" in refused.stderr
     assert states(home) == {}  # nothing was registered: the one writer goes on
     done(home, "capture", "run", "--until-caught-up")
     (home / "millstream.toml").write_text(WRITER + plain)

@@ -26,7 +26,7 @@ def answered(future: Future[BufferMeta], *, buffer: str, shard: ShardId, deadlin
 def no_answer(buffer: str, shard: ShardId, why: str) -> BufferOutcomeUnknown:
     """Return the error for an operation that was sent, and whose outcome is unknown."""
     return BufferOutcomeUnknown(
-        f"write buffer {buffer} didn't confirm {why} whether shard {shard} has the operation",
+        f"write buffer {buffer} didn't confirm {why} that shard {shard} has stored the operation",
         buffer=buffer,
         shard=int(shard),
     )

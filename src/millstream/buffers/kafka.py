@@ -360,7 +360,7 @@ def _admin_of(options: KafkaOptions) -> AdminClient:
 def _too_large(topic: str, size: int, size_max: int | None) -> RowsTooLarge:
     bound = "" if size_max is None else f", {size_max}"
     return RowsTooLarge(
-        f"an operation of {size} bytes is more than write buffer {topic} takes{bound}",
+        f"an operation of {size} bytes exceeds the limit of write buffer {topic}{bound}",
         hint="Send fewer rows at a time, or raise the topic's max.message.bytes.",
         size=size,
         size_max=size_max,

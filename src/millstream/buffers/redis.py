@@ -157,7 +157,7 @@ class RedisBuffer:
             raise unknown_shard(name, shard, self._shards)
         if len(data) > options.op_bytes_max:
             raise RowsTooLarge(
-                f"an operation of {len(data)} bytes is more than write buffer {name} takes, {options.op_bytes_max}",
+                f"an operation of {len(data)} bytes exceeds the limit of write buffer {name}, {options.op_bytes_max}",
                 hint="Send fewer rows at a time.",
                 size=len(data),
                 size_max=options.op_bytes_max,

@@ -212,7 +212,7 @@ class MemoryBuffer:
         data = encode_op(op)
         if len(data) > self._op_bytes_max:
             raise RowsTooLarge(
-                f"an operation of {len(data)} bytes is more than write buffer {self._name} takes, {self._op_bytes_max}",
+                f"an operation of {len(data)} bytes exceeds the limit of write buffer {self._name}, {self._op_bytes_max}",
                 size=len(data),
                 size_max=self._op_bytes_max,
             )

@@ -126,7 +126,7 @@ class LogBuffer:
         data = encode_op(op)
         if len(data) > self._options.op_bytes_max:
             raise RowsTooLarge(
-                f"an operation of {len(data)} bytes is more than write buffer {self._options.folder} takes",
+                f"an operation of {len(data)} bytes exceeds the limit of write buffer {self._options.folder}",
                 hint="Send fewer rows at a time.",
                 size=len(data),
                 size_max=self._options.op_bytes_max,
@@ -170,7 +170,7 @@ class LogBuffer:
             return future.result(deadline_s)
         except TimeoutError:
             raise BufferOutcomeUnknown(
-                f"write buffer {self._options.folder} didn't say within {deadline_s:g} s whether shard {shard} has the operation",
+                f"write buffer {self._options.folder} didn't confirm within {deadline_s:g} s that shard {shard} has stored the operation",
                 buffer=self._options.folder,
                 shard=int(shard),
             ) from None
@@ -271,7 +271,7 @@ class LogBuffer:
             except ShardLocked as error:
                 raise BufferUnavailable(
                     f"another process writes shard {shard} of write buffer {self._options.folder}",
-                    hint="One process writes a buffer of log files; many may write one in Kafka or Redis.",
+                    hint="Write through that process, or use a buffer in Kafka or Redis, which many processes may write.",
                     buffer=self._options.folder,
                 ) from error
 
@@ -405,7 +405,7 @@ def _create(folder: str, shards: int) -> None:
             files.sync_dir(folder)
     except OSError as error:
         raise BufferRefused(
-            f"{folder} can't be made a write buffer: {error.strerror}",
+            f"can't create a write buffer in {folder}: {error.strerror}",
             hint="Give this user write access to the folder.",
             buffer=folder,
         ) from error

@@ -451,7 +451,7 @@ def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterabl
         try:
             frame = decode_frame(files.read(path, position, length), schemas)
             if not isinstance(frame, SchemaFrame):
-                raise CorruptFrame("a schema frame was to be here")
+                raise CorruptFrame("the footer lists a schema frame here, and there is none")
         except CorruptFrame as error:
             base = header.base_offset
             raise damage(error, file=path, byte=position, offset_from=base, offset_to=base) from error

@@ -219,7 +219,7 @@ def missing_shards(folder: str, there: Sequence[ShardId], marks: Iterable[Durabl
         return None
     names = ", ".join(f"{shard:05d}" for shard in there)
     return CorruptWal(
-        f"shards are missing in {folder}: the log has {told}, here are {names}; whatever lay on the others can't be read",
+        f"shards are missing in {folder}: the log has {told}, the folder has {names}; the records of the others can't be read",
         hint="Restore the folders of the missing shards from a copy.",
         file=folder,
     )
@@ -327,6 +327,9 @@ def _newest(data: bytes, slots: tuple[int, ...]) -> _Slot:
         if len(slot) < _PREFIX.size + size or magic != _MAGIC or crc != crc32c(slot[12:]) or counter <= best.counter:
             continue
         if version not in ((_ALONE, _SHARED) if slots is _DURABLE else (_ALONE,)):
-            raise LogError(f"the mark file is of version {version}, which is unknown", hint="Upgrade this Millstream.")
+            raise LogError(
+                f"the mark file has version {version}, which this Millstream can't read",
+                hint="Upgrade this Millstream.",
+            )
         best = _Slot(counter, shards, slot[_PREFIX.size :])
     return best

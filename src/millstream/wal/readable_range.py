@@ -102,12 +102,12 @@ class LogExtent:
             file = f"{shard_dir}/{MARK_NAME}"
             return CorruptWal(
                 f"{file} is damaged at byte 0: the mark can't be read",
-                hint="Start the writer once, which makes it again, or read the folder without marks.",
+                hint="Start the writer once to write the mark again, or read the folder without marks.",
                 file=file,
                 byte=0,
             )
         return LogError(
-            f"shard {shard} has segments but no mark that says how far they are durable",
+            f"shard {shard} has segments but no durable mark",
             hint="Start the writer once, or read the folder without marks.",
             shard=int(shard),
         )
@@ -181,7 +181,7 @@ class LogExtent:
         first = self.first_seq()
         if after < first - 1:
             raise OffsetExpired(
-                f"retention has dropped numbers up to {first - 1}, reading was to begin behind {after}",
+                f"can't read after number {after}: retention has dropped numbers up to {first - 1}",
                 first=int(first),
             )
         if max(after, upto) > persisted:
@@ -192,7 +192,7 @@ class LogExtent:
         first = self.first_seq()
         if upto < first - 1:
             raise OffsetExpired(
-                f"retention has dropped numbers up to {first - 1}, reading was to end with {upto}", first=int(first)
+                f"can't read up to number {upto}: retention has dropped numbers up to {first - 1}", first=int(first)
             )
 
     def check_offset(self, shard: ShardId, offset: Offset) -> None:
@@ -208,7 +208,7 @@ class LogExtent:
         dropped, _ = self.dropped(shard)
         if dropped > after:
             raise OffsetExpired(
-                f"retention has dropped numbers up to {dropped}, reading was to begin behind {after}",
+                f"can't read after number {after}: retention has dropped numbers up to {dropped}",
                 first=int(dropped) + 1,
             )
 
@@ -216,7 +216,7 @@ class LogExtent:
 def from_future(asked: str, persisted: Seq) -> TokenFromFuture:
     """Return the error for a request beyond what the log shows."""
     return TokenFromFuture(
-        f"{asked} is beyond what the log shows, {persisted}",
+        f"{asked} is beyond the end of the readable log, {persisted}",
         hint=f"Ask for {persisted} or less, or wait until the log has it.",
         persisted_upto=int(persisted),
     )

@@ -98,7 +98,7 @@ class StreamReader:
             marks, _ = self._marks()
             self._stream = next((mark.stream for mark in marks.values()), None)
         if self._stream is None:
-            raise LogError(f"{self._folder} holds no log yet", hint="Nothing has been captured or appended so far.")
+            raise LogError(f"{self._folder} holds no log yet", hint="Capture a table or append rows first.")
         return self._stream
 
     @property
@@ -309,7 +309,7 @@ class StreamReader:
         newest = self._vector(marks, persisted)
         if not (after <= newest and upto <= newest):
             raise TokenFromFuture(
-                f"{upto if after <= newest else after} is beyond what the log shows, {newest}",
+                f"{upto if after <= newest else after} is beyond the end of the readable log, {newest}",
                 hint=f"Ask for {newest} or an earlier one, or wait until the log has it.",
                 persisted_upto=int(persisted),
             )
@@ -374,7 +374,7 @@ class StreamReader:
         mark = self._marks()[0].get(shard)
         end = Offset(0) if mark is None else mark.durable_offset
         if from_offset > end:
-            raise OffsetBeyondEnd(f"shard {shard} ends at offset {end}, {from_offset} was asked for", end=int(end))
+            raise OffsetBeyondEnd(f"offset {from_offset} is beyond the end of shard {shard}, {end}", end=int(end))
         self.extent.check_offset(shard, from_offset)
         if mark is None:
             return

@@ -138,9 +138,9 @@ def scan_frames(
         frame = read_frame(window, position, payload=payload)
         header = frame.header
         if (header.shard, header.region, header.epoch) != (segment.shard, segment.region, segment.epoch):
-            raise CorruptFrame("a frame of another shard, region or epoch lies here")
+            raise CorruptFrame("the frame here belongs to another shard, region or epoch")
         if header.first_offset != expected:
-            raise CorruptFrame(f"a frame begins with offset {header.first_offset}, {expected} was to follow")
+            raise CorruptFrame(f"a frame begins with offset {header.first_offset} instead of {expected}")
         yield frame
         expected = Offset(expected + header.count)
         position = frame.end
@@ -154,7 +154,7 @@ def read_frame(window: ReadAhead, position: int, *, payload: bool = True) -> Sca
         _check_newer_head(window, position)
         raise
     if extent.head_length > _HEAD_BYTES_MAX:
-        raise CorruptFrame("a frame's head can't be that long")
+        raise CorruptFrame("the length of a frame's head is invalid")
     head = bytes(window.at(position, extent.head_length))
     header, extent, operations, batches = decode_frame_head(head)
     if payload:
@@ -361,7 +361,7 @@ def scan_like(
     if header is None:
         first = read_frame(window, position, payload=payload)
         if first.header.shard != shard:
-            raise CorruptFrame("a frame of another shard lies here")
+            raise CorruptFrame("the frame here belongs to another shard")
         header = header_like(first.header)
     yield from scan_frames(window, header, position=position, offset=offset, payload=payload)
 

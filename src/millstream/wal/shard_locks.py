@@ -43,7 +43,7 @@ def own_shards(
     if not numbers.shared:
         if any(mark.elsewhere is not None for mark in there.values() if mark is not None):
             raise LogError(
-                f"{folder} is the log of several writers, and this one means to be its only one",
+                f"several writers share the log in {folder}, and this writer isn't configured as one of several",
                 code="shard_taken",
                 hint='Name this writer: `[writer] name = "…"` in millstream.toml, with the shared catalog.',
             )
@@ -68,9 +68,9 @@ def refuse_beside_an_owner(files: Files, folder: str, writer: WriterId | None) -
         mark = read_mark(files, shard_folder(folder, shard))
         if mark is not None and mark.elsewhere is None and mark.writer != writer:
             raise LogError(
-                f"{folder} is so far the log of one writer, which isn't shared",
+                f"the log in {folder} belongs to a single writer, so others can't join it",
                 code="shard_taken",
-                hint='Start that one first as one of several: `[writer] name = "writer"` in millstream.toml.',
+                hint='Start that writer first as one of several: `[writer] name = "writer"` in millstream.toml.',
                 shard=int(shard),
                 writer=int(mark.writer),
             )
@@ -91,7 +91,7 @@ def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers
     if not any(files.exists(f"{shard_dir}/{MARK_NAME}") or list_segments(files, shard_dir) for shard_dir in folders):
         forgotten = "Restore it from a copy; without one take another `[writer] name`: this one was forgotten, and nobody waits for it."
         raise CorruptWal(
-            f"the log in {folder} is gone, though numbers up to {given} were given for its records",
+            f"the log in {folder} is missing, though its records have numbers up to {given}",
             hint="Restore the folder from a copy, or start over: run `millstream slot drop`, then use a new home and an "
             "empty lake."
             if numbers.cut_at is None
@@ -121,7 +121,7 @@ def folder_lock(files: Files, folder: str, clock: Clock, *, make: bool = False) 
         while not file.lock():
             if clock.monotonic_ns() > deadline:
                 raise ShardLocked(
-                    f"another process holds {path}, and doesn't go on",
+                    f"another process holds the lock {path} and doesn't release it",
                     hint="Wait until it has recovered shards or dropped segments; end it if it hangs.",
                 )
             clock.sleep(_LOOK_S)
@@ -140,7 +140,7 @@ def lock_follower(files: Files, folder: str) -> WritableFile:
     if not file.lock():
         file.close()
         raise ShardLocked(
-            f"another process follows into {folder}",
+            f"another process replicates into {folder}",
             hint="Stop it first; `millstream replicas` shows that process.",
         )
     return file

@@ -72,7 +72,7 @@ class Meanwhile:
         if isinstance(error, FileNotFoundError):
             first = self._extent.first_seq()
             raise OffsetExpired(
-                f"retention has dropped {error.filename} while it was read; {first} is the first number left",
+                f"retention dropped {error.filename} during the read; the first number left is {first}",
                 first=int(first),
             ) from error
 
@@ -94,7 +94,7 @@ class Meanwhile:
             # It has grown again. A damaged log that got another writer at this very moment raises
             # its error when it is read again.
             raise LogTruncated(
-                "the log has another writer since this read began, and other bytes: it was truncated",
+                "another writer replaced the end of the log during this read: the log was truncated",
                 hint="Read again, from a token older than this node's last time as leader; a damaged log is then reported.",
                 persisted_upto=int(persisted),
             ) from error

@@ -50,7 +50,7 @@ class AcceptedRange:
         found = _RANGE.fullmatch(text.strip())
         if found is None:
             raise UsageError(
-                f"{text!r} is no range of records",
+                f"{text!r} isn't a range of records",
                 hint="Write 1200-1240 or 0:1200-1240 (offsets of a shard, the end not included), or seq:501-620.",
             )
         start, end = int(found[2]), int(found[3])
@@ -154,7 +154,7 @@ def plan_repair(
     known = {made.header.stream for segments in plan.segments.values() for made in segments} - {NO_STREAM}
     if plan.is_needed and len(known) != 1:
         raise LogError(
-            f"{folder} holds no header or mark that says whose log it is, or those of several",
+            f"the headers and marks in {folder} name no stream, or several",
             hint="Restore a segment, or the mark, from a copy.",
         )
     for segments in plan.segments.values():

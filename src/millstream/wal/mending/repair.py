@@ -133,7 +133,7 @@ def set_tail_aside(
         return []
     if damaged:
         raise LogError(
-            f"{folder} is damaged, and its writer was forgotten at {above}: what lies above that can't be set aside yet",
+            f"{folder} is damaged, so the records above {above}, at which its writer was forgotten, can't be set aside yet",
             code="loss_not_accepted",
             hint="Run `millstream wal verify` to list the damage and `millstream wal repair` to repair it, then start the "
             "writer again.",
@@ -154,7 +154,7 @@ def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop
     for offered in accepted:
         if offered.shard is None and not offered.by_number and len(plan.segments) > 1:
             raise LogError(
-                f"{offered} names no shard",
+                f"the range {offered} lacks a shard",
                 code="loss_not_accepted",
                 hint=f"Write SHARD:FROM-TO; the lost ranges are {needed or 'none'}.",
             )
@@ -162,9 +162,9 @@ def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop
         if not _is_covered(loss, accepted):
             shard, start, end = span_of(loss)
             raise LogError(
-                f"offsets [{start}, {end}) of shard {shard} can't be read, and that wasn't accepted ({loss.file}: {loss.why})",
+                f"offsets [{start}, {end}) of shard {shard} can't be read ({loss.file}: {loss.why}), and their loss wasn't accepted",
                 code="loss_not_accepted",
-                hint=f"To do without them: {needed}.",
+                hint=f"Accept the loss: {needed}.",
                 file=loss.file,
             )
     for segments in plan.segments.values():
@@ -249,7 +249,7 @@ def _check_readable(
                 )
             if not _is_covered(whole, [offered]):
                 raise LogError(
-                    f"{offered} cuts through a frame with offsets [{start}, {end}) of shard {made.shard}; frames go whole",
+                    f"{offered} cuts through a frame with offsets [{start}, {end}) of shard {made.shard}; a frame is dropped as a whole",
                     code="loss_not_accepted",
                     hint="Widen the range to the whole frame, or leave it out.",
                 )

@@ -224,7 +224,7 @@ class _Writing:
                 continue
             schema = self._rewriter.elsewhere.find(*key)
             if schema is None:
-                raise LogError(f"the schema {key[1]} of table {key[0]} is gone while its records were read")
+                raise LogError(f"schema {key[1]} of table {key[0]} disappeared while the table's records were read")
             bare = replace(self._empty(header), kind=FrameKind.SCHEMA, reached=header.reached)
             self._write_new(file, encode_schema_frame(bare, schema))
             self._brought.add(key)

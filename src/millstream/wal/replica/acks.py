@@ -79,7 +79,9 @@ class AcksFile:
         """
         key = _key(holding.name, holding.is_store)
         if key and key not in self._places and sum(map(bool, self._places)) >= FOLLOWERS_MAX:
-            raise UsageError(f"{FOLLOWERS_MAX} followers are known already", hint="Remove some of them first.")
+            raise UsageError(
+                f"the stream has {FOLLOWERS_MAX} followers, the maximum", hint="Remove some of them first."
+            )
         if self._places.get(key) != holding:
             self._places[key] = holding
             self._write()
@@ -199,7 +201,7 @@ def _newest(data: bytes) -> tuple[int, int, int] | None:
             continue
         if version != VERSION:
             raise LogError(
-                f"the file of acknowledgements is of version {version}, which is unknown",
+                f"the file of acknowledgements has version {version}, which this Millstream can't read",
                 hint="Upgrade this Millstream.",
             )
         best = (counter, start, count)

@@ -196,7 +196,7 @@ class ReplicaLog:
                 mark.close()
             lock.close()
             if isinstance(error, OSError) and error.errno in NO_SPACE:
-                raise DiskFull(f"{folder} has no space to write again what came last: {error}") from error
+                raise DiskFull(f"no disk space in {folder} to rewrite the last shipment: {error}") from error
             if is_refused(error):
                 raise as_told(error) from error
             raise
@@ -258,10 +258,12 @@ class ReplicaLog:
             ShardLocked: a writer has one of the shards.
         """
         if self.failure is not None:
-            raise ReplicationError("the log failed before this came", code="replica_failed") from self.failure
+            raise ReplicationError(
+                "the follower's log has failed; the shipment wasn't applied", code="replica_failed"
+            ) from self.failure
         if self._stream not in (None, shipment.stream) or self._region not in (None, shipment.region):
             raise OtherStream(
-                f"what came is of stream {shipment.stream} in region {shipment.region}, {self._folder} is of {self._stream} in region {self._region}"
+                f"the shipment belongs to stream {shipment.stream} in region {shipment.region}; {self._folder} holds stream {self._stream} in region {self._region}"
             )
         plan = _Plan()
         for part in shipment.parts:
@@ -279,7 +281,7 @@ class ReplicaLog:
             ReplicationError (`replica_failed`): the disk failed; nothing more is taken.
         """
         if self.failure is not None:
-            raise ReplicationError("the log failed before this", code="replica_failed") from self.failure
+            raise ReplicationError("the follower's log has failed", code="replica_failed") from self.failure
         try:
             self._readers.move(self.marks(), self.marks())
         except OSError as error:
@@ -368,14 +370,14 @@ class ReplicaLog:
             here = b""
         if here[:sure] != data[:sure]:
             raise Diverged(
-                f"segment {part.base_offset} of shard {part.shard} has other bytes here than what came from the leader, between {part.position} and "
+                f"segment {part.base_offset} of shard {part.shard} differs from the leader's between bytes {part.position} and "
                 f"{part.position + len(data)}",
                 shard=int(part.shard),
                 base_offset=int(part.base_offset),
                 byte=part.position,
             )
         if here != data:
-            raise arriving.unreadable("a frame came once more, and isn't the same")
+            raise arriving.unreadable("a frame was sent again with other bytes")
 
     def _forget_partial(self, number: ShardId) -> None:
         """Drop the first piece of a cut frame, which may be the invalid one: the frame comes again."""
@@ -414,7 +416,7 @@ class ReplicaLog:
                 marks = lock_shards(self._files, self._folder, sorted(names))
             except OSError as error:
                 if error.errno in NO_SPACE:
-                    raise DiskFull(f"{self._folder} has no space for more shards: {error}") from error
+                    raise DiskFull(f"no disk space in {self._folder} for more shards: {error}") from error
                 raise
         self._stream = shipment.stream
         self._region = shipment.region
@@ -455,7 +457,7 @@ class ReplicaLog:
             if error.errno not in NO_SPACE:
                 raise
             self._cut_back(plan, made)
-            raise DiskFull(f"{self._folder} has no space for what came: {error}") from error
+            raise DiskFull(f"no disk space in {self._folder} for the shipment: {error}") from error
         for number, arriving in plan.arriving.items():
             shard = self._shards[number]
             if shard.file is not None and arriving.base != shard.arriving.base:
@@ -565,7 +567,7 @@ class ReplicaLog:
             if missing is not None:
                 group, shard = missing
                 raise ShipmentUnreadable(
-                    f"the leader's marks show group {group} of writer {writer}, of which nothing has come on shard {shard}",
+                    f"the leader's marks show group {group} of writer {writer}, but shard {shard} has received nothing of it",
                     group=int(group),
                     shard=int(shard),
                 )
@@ -573,6 +575,6 @@ class ReplicaLog:
 
 def _gap(part: SegmentPart, end: ByteEnd) -> ReplicaGap:
     return ReplicaGap(
-        f"segment {part.base_offset} of shard {part.shard} came from byte {part.position} on; here it ends at byte {end.position} of segment {end.base_offset}",
+        f"the shipment starts at byte {part.position} of segment {part.base_offset} of shard {part.shard}; this log ends at byte {end.position} of segment {end.base_offset}",
         shard=int(part.shard),
     )

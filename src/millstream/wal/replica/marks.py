@@ -71,7 +71,7 @@ def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: Arrivi
         ShipmentUnreadable: the mark doesn't match the bytes.
     """
     if mark.stream != arriving.stream:
-        raise ShipmentUnreadable(f"a mark is of stream {mark.stream}, the log of {arriving.stream}")
+        raise ShipmentUnreadable(f"a mark belongs to stream {mark.stream}, the log to stream {arriving.stream}")
     here = ByteEnd(arriving.base, arriving.verified)
     there = ByteEnd(mark.base_offset, mark.byte_end)
     if mark.byte_end == SEGMENT_HEADER_SIZE and mark.base_offset == arriving.base:
@@ -79,7 +79,7 @@ def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: Arrivi
         there = replace(there, position=min(arriving.verified, SEGMENT_HEADER_SIZE))
     if there > here:
         raise ReplicaGap(
-            f"a mark covers {there} of shard {arriving.shard}, {here} lies here", shard=int(arriving.shard)
+            f"a mark of shard {arriving.shard} covers {there}; this log ends at {here}", shard=int(arriving.shard)
         )
     if there == here:
         end, group, more = arriving.end_offset, arriving.group, arriving.more
@@ -89,7 +89,7 @@ def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: Arrivi
         end, group, more = _end_in(files, shard_dir, mark)
     if (end, more) != (mark.durable_offset, False) or group > mark.group:
         raise ShipmentUnreadable(
-            f"a mark of shard {arriving.shard} says offset {mark.durable_offset} and group {mark.group}, where frames end with {end} and {group}",
+            f"a mark of shard {arriving.shard} has offset {mark.durable_offset} and group {mark.group}, but the frames there end with {end} and {group}",
             shard=int(arriving.shard),
         )
 
@@ -101,7 +101,7 @@ def _end_in(files: Files, shard_dir: str, mark: DurableMark) -> tuple[Offset, Gr
         header = SegmentHeader.decode(read(0, SEGMENT_HEADER_SIZE))
         frames = list(scan_frames(ReadAhead(read), header, end=mark.byte_end, payload=False))
     except (CorruptFrame, FileNotFoundError) as error:
-        raise ShipmentUnreadable(f"a mark names a place that is none: {error}") from error
+        raise ShipmentUnreadable(f"a mark names an invalid position: {error}") from error
     if not frames or frames[-1].end != mark.byte_end:
         raise ShipmentUnreadable(f"a mark ends at byte {mark.byte_end}, where no frame ends")
     found = frames[-1].header

@@ -86,7 +86,7 @@ def recover_replica(
         files.sync_dir(shard_dir)
     if mark is not None and mark.durable_offset > arriving.end_offset:
         raise damage(
-            f"offsets up to {mark.durable_offset} were durable, the log ends at {arriving.end_offset}",
+            f"offsets up to {mark.durable_offset} were durable, but the log ends at {arriving.end_offset}",
             file=shard_dir, byte=arriving.position, offset_from=arriving.end_offset, offset_to=mark.durable_offset,
         )  # fmt: skip
     return arriving

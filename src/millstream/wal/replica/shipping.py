@@ -297,7 +297,7 @@ class _ShardReader:
             raise self._behind(position.base_offset)
         target = ByteEnd(self._mark.base_offset, self._mark.byte_end)
         if position > target and not self._reaches(position):
-            raise self._diverged(position, "the log ends in front of it")
+            raise self._diverged(position, "the leader's log ends before it")
         return position
 
     def parts(self, start: ByteEnd, bytes_max: int, *, overlap: int) -> tuple[ByteEnd, list[SegmentPart], bool]:
@@ -317,7 +317,7 @@ class _ShardReader:
                 size = self._files.size(path)
                 footer = self._footer_size(path, size)
                 if at.position > size - footer:
-                    raise self._diverged(at, f"the segment's frames end at {size - footer}")
+                    raise self._diverged(at, f"the frames of the leader's segment end at byte {size - footer}")
                 begin = max(0, at.position - overlap)
                 end = size if size - begin <= left else min(size - footer, begin + left)
                 if end == begin:
@@ -373,7 +373,7 @@ class _ShardReader:
         except FileNotFoundError as error:
             raise self._gone(ByteEnd(base, begin)) from error
         if len(data) < end - begin:
-            raise self._diverged(ByteEnd(base, end), "the segment is shorter")
+            raise self._diverged(ByteEnd(base, end), "the leader's segment is shorter")
         return [SegmentPart(self._shard, base, begin, data)]
 
     def _reaches(self, position: ByteEnd) -> bool:
@@ -422,11 +422,11 @@ class _ShardReader:
             return self._behind(at.base_offset)
         if is_own and not at.position:
             return self._damaged(segment_path(self._folder, at.base_offset), 0, "the segment is missing")
-        return self._diverged(at, "no such segment is there")
+        return self._diverged(at, "the leader has no such segment")
 
     def _behind(self, base: Offset) -> FollowerBehindRetention:
         return FollowerBehindRetention(
-            f"the follower goes on with segment {base} of shard {self._shard}; the leader's log begins with {self._first}",
+            f"the follower needs segment {base} of shard {self._shard}, but the leader's log begins at segment {self._first}",
             hint="Rebuild the copy with `millstream follow --rebuild`, or raise `retention_bytes_max` to allow a larger "
             "lag.",
             shard=int(self._shard),

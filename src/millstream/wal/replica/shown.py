@@ -128,11 +128,11 @@ class ReplicaShown:
             except FileNotFoundError:
                 return False
             except CorruptFrame as error:
-                raise ShipmentUnreadable(f"the leader shows a place that is none: {error}") from error
+                raise ShipmentUnreadable(f"the leader shows readers an invalid position: {error}") from error
             more = more or position != mark.byte_end
         if (end, more) != (mark.durable_offset, False) or group > mark.group:
             raise ShipmentUnreadable(
-                f"the leader shows shard {shard} up to offset {mark.durable_offset} and group {mark.group}, where frames end with {end} and {group}",
+                f"the leader shows shard {shard} up to offset {mark.durable_offset} and group {mark.group}, but the frames there end with {end} and {group}",
                 shard=int(shard),
             )
         return True

@@ -126,14 +126,16 @@ class ArrivingShard:
             raise self.unreadable(error) from error
         if header.stream != self.stream or self.region not in (None, header.region):
             raise OtherStream(
-                f"what came is of stream {header.stream} in region {header.region}, here lies {self.stream} in region {self.region}"
+                f"the segment belongs to stream {header.stream} in region {header.region}; this log holds stream {self.stream} in region {self.region}"
             )
         if (header.shard, header.base_offset) != (self.shard, self.base):
-            raise self.unreadable("its header is another segment's")
+            raise self.unreadable("its header belongs to another segment")
         if self.previous_hash is not None and header.previous_hash != self.previous_hash:
-            raise self.diverged("it follows on another segment than the one that lies here")
+            raise self.diverged("it doesn't continue the segment before it in this log")
         if header.epoch < self.epoch:
-            raise self.diverged(f"it was written under epoch {header.epoch}, the one before it under {self.epoch}")
+            raise self.diverged(
+                f"its epoch {header.epoch} is lower than {self.epoch}, the epoch of the segment before it"
+            )
         self.header, self.epoch, self.region = header, header.epoch, header.region
         self.is_new = False
         self.position = self.verified = SEGMENT_HEADER_SIZE
@@ -188,7 +190,7 @@ class ArrivingShard:
             _add_entry(entries, entry)
         said = (found.end_offset, found.frames_hash, entries.digest())
         if said != (self.end_offset, self._heads.digest(), self._entries.digest()):
-            raise self.diverged("its footer tells of other frames than those in front of it")
+            raise self.diverged("its footer lists other frames than it holds")
         self.previous_hash = SegmentFooter.encoded_hash(bytes(footer))
         self.base, self.position, self.verified, self.header = self.end_offset, 0, 0, None
 
@@ -248,7 +250,7 @@ class ArrivingShard:
     def _head_length(self, start: bytes | memoryview) -> int:
         length = frame_extent(start[:FRAME_HEADER_MIN]).head_length
         if length > _HEAD_BYTES_MAX:
-            raise CorruptFrame("a frame's head can't be that long")
+            raise CorruptFrame("the length of a frame's head is invalid")
         return length
 
     def _begin_frame(self, head: bytes | memoryview) -> _Frame:

@@ -238,7 +238,7 @@ class LevelWaits:
             moved = shown and self._show()
         except OSError as error:
             moved = False
-            failure = self._committer.poison("the mark of what readers are shown couldn't be moved", error)
+            failure = self._committer.poison("the readers' mark couldn't be written", error)
         now = time.monotonic()
         with self._lock:
             ready = self._take_ready() if failure is None else self._take_all()
@@ -347,7 +347,7 @@ class LevelWaits:
         behind = self._holdings.behind(held.group, level)
         who = f"{', '.join(behind)} lacks it" if behind else _too_few(level, self._holdings)
         return NotEnoughReplicas(
-            f"the write is durable here, and not {level} as asked for: {who}, and {why}",
+            f"the write is durable here but not {level}, as requested: {who}, and {why}",
             level=str(level),
             behind=list(behind),
         )

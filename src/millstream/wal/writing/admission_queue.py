@@ -154,7 +154,7 @@ class AdmissionQueue:
     def _overloaded(self) -> Overloaded:
         if self.held_bytes > self.queued_bytes:
             return Overloaded(
-                f"{self.held_bytes} bytes are written, and still wait for other machines to have them",
+                f"{self.held_bytes} bytes are written and wait for other machines to acknowledge them",
                 hint="Run `millstream replicas` to find the nodes that don't answer.",
                 queued_bytes=self.queued_bytes + self.held_bytes,
             )

@@ -212,7 +212,7 @@ class GroupCommitter:
             self._move_marks(anchor=True)
         except OSError as error:
             if error.errno in NO_SPACE:
-                raise DiskFull(f"{self._folder} has no space for more shards: {error}") from error
+                raise DiskFull(f"no disk space in {self._folder} for more shards: {error}") from error
             raise self.poison("new shards couldn't be made", error) from error
 
     def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
@@ -229,7 +229,9 @@ class GroupCommitter:
             StaleEpoch: another writer took over earlier; nothing of it is in the log, and nothing more is taken.
         """
         if self.failure is not None:
-            raise WriterClosed("the log's writer failed before this was written; nothing of it was") from self.failure
+            raise WriterClosed(
+                "the log's writer failed before this append; nothing of it was written"
+            ) from self.failure
         return self.uninterrupted(lambda: self._commit(submitted))
 
     def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
@@ -349,7 +351,7 @@ class GroupCommitter:
         try:
             self._move_marks()
         except OSError as error:
-            raise self.poison("the mark of what is durable couldn't be moved", error) from error
+            raise self.poison("the durable mark couldn't be written", error) from error
 
     def abandon(self) -> None:
         """Release the locks and close the files, as the end of the process would."""
@@ -360,7 +362,7 @@ class GroupCommitter:
     def leave_to_parent(self) -> None:
         """Disable this copy in a forked child: it writes nothing, and doesn't release locks that the parent holds."""
         self.failure = WriterClosed(
-            "this process was forked from the one that opened the log's writer, and may not write by it",
+            "this process was forked from the one that opened the log's writer, so it can't use that writer",
             hint="Open the home or the writer after the fork, in the process that appends.",
         )
         self._syncers = self.shown = None  # its threads exist only in the parent, and one of them may hold a lock
@@ -380,7 +382,7 @@ class GroupCommitter:
         except Exception:
             raise
         except BaseException as error:
-            self.poison("the thread that wrote was interrupted", error)
+            self.poison("the writing thread was interrupted", error)
             raise
 
     # --- a group's steps -------------------------------------------------------------------------------------------
@@ -468,7 +470,7 @@ class GroupCommitter:
         try:
             self._move_marks()
         except OSError as error:
-            raise self.poison("the mark of what is durable couldn't be moved", error) from error
+            raise self.poison("the durable mark couldn't be written", error) from error
         return written
 
     def _undo(self, segments: Sequence[OpenSegment], error: Exception) -> None:
@@ -481,7 +483,7 @@ class GroupCommitter:
         except OSError as second:
             raise self.poison("a failed write to the log couldn't be undone", second) from second
         if isinstance(error, WriteFailed):
-            raise DiskFull(f"the disk has no space for the group: {error.cause}") from error.cause
+            raise DiskFull(f"no disk space for the commit group: {error.cause}") from error.cause
 
     def poison(self, what: str, error: BaseException) -> AppendOutcomeUnknown:
         """Take nothing more; return the error to raise."""

@@ -130,7 +130,7 @@ class KeyedCommits:
         try:
             sessions = Sessions(limits) if copy is None else Sessions.restored(copy.state, limits)
         except ValueError as error:
-            raise CorruptWal(f"the sessions' copy in {folder} makes no sense: {error}", file=folder) from error
+            raise CorruptWal(f"the copy of the sessions in {folder} is invalid: {error}", file=folder) from error
         upto = Seq(0) if copy is None else copy.upto
         progress = StartupProgress("reading the sessions' writes", clock, folder)
         reader = StreamReader(folder, files=progress.over(files), durable=True)
@@ -180,7 +180,7 @@ class KeyedCommits:
                 return group.settle(acks, now_us, Seq(self._committer.persisted_upto + 1))
         except Exception as error:
             # The group is durable, but this state lacks it. The next writer reads it from the log.
-            self._committer.poison("noting what was written failed", error)
+            self._committer.poison("recording the written sessions failed", error)
             raise
 
     def facts(self, session: str) -> SessionFacts:

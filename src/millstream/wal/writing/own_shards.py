@@ -46,7 +46,7 @@ def next_header(
     """
     if frame_version == 1 and (identity.region or shard):
         raise UsageError(
-            f"frames of region {identity.region}, shard {shard} can't have headers of version 1, which name neither",
+            f"frames of region {identity.region}, shard {shard} can't have headers of version 1, which have no fields for region and shard",
             hint="Write frame_version 2, or a log of region 0 with one shard.",
         )
     return SegmentHeader(identity.stream, identity.region, shard, identity.epoch, base, previous_hash, clock.now_ns())

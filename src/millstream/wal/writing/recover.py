@@ -254,7 +254,7 @@ def _segment_header(
     if header.stream != stream and (tail.mark is None or tail.mark.stream != stream):
         raise LogError(
             f"{segment.path} belongs to stream {header.stream}, not to {stream}",
-            hint="The folder holds another stream's log: move it elsewhere, or restore the catalog that goes with it.",
+            hint="Move the other stream's log elsewhere, or restore the catalog that goes with it.",
             file=segment.path,
         )
     elsewhere = misplacement(header, segment, tail.shard, stream)
@@ -263,13 +263,13 @@ def _segment_header(
         raise damage(elsewhere, file=segment.path, byte=0, offset_from=base, offset_to=base)
     if header.epoch >= epoch:
         raise StaleEpoch(
-            f"{segment.path} was written under epoch {header.epoch}, this writer has {epoch}",
-            hint="A newer writer owns the shard, or the catalog is older than the log.",
+            f"{segment.path} has epoch {header.epoch}, not below this writer's epoch {epoch}",
+            hint="Stop the newer writer that owns the shard, or restore the catalog that goes with the log.",
             epoch=int(header.epoch),
         )
     if header.region != region:
         raise OtherRegion(
-            f"{segment.path} is the log of region {header.region}, and the configuration says that this is region {region}",
+            f"{segment.path} belongs to region {header.region}, but the configuration has region {region}",
             file=segment.path,
             found=int(header.region),
             expected=int(region),
@@ -357,9 +357,7 @@ def _first_partial_group(tails: Mapping[ShardId, _Tail]) -> GroupNumber:
     for group, (last_seq, shards) in sorted(needed.items()):
         for shard in shards:
             if shard not in tails:
-                raise LogError(
-                    f"group {group} has a part on shard {shard}, which isn't among those opened", shard=int(shard)
-                )
+                raise LogError(f"group {group} has a part on shard {shard}, which isn't open", shard=int(shard))
             # A shard that seals more often may have lost its part to retention while another
             # shard's segment is still written.
             if last_seq > tails[shard].dropped_seq and not tails[shard].has_whole(group):
@@ -406,7 +404,9 @@ def _check_marks(tails: Iterable[_Tail], stream: StreamId) -> None:
     for tail in tails:
         mark = tail.mark
         if mark is not None and mark.stream == stream and mark.durable_offset > tail.end_offset:
-            raise tail.damaged(f"offsets up to {mark.durable_offset} were durable, the log ends at {tail.end_offset}")
+            raise tail.damaged(
+                f"offsets up to {mark.durable_offset} were durable, but the log ends at {tail.end_offset}"
+            )
 
 
 # --- making it durable ---------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def _room_at(tail: _Tail) -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_SPACE:
             raise DiskFull(
-                f"recovery has no space to rewrite the end of {tail.folder}; the log stays readable as it was"
+                f"no disk space to rewrite the end of {tail.folder} in recovery; the log stays readable as it was"
             ) from error
         raise
 

@@ -160,7 +160,7 @@ class OpenSegment:
             return cls._begin(files, shard_dir, header, file)
         except OSError as error:
             if error.errno in NO_SPACE:
-                raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
+                raise DiskFull(f"no disk space in {shard_dir} for a new segment: {error}") from error
             raise
 
     @classmethod

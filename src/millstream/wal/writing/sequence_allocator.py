@@ -266,9 +266,9 @@ class SharedNumbers:
             newest = self._store.view().newest
         if known > newest:
             raise SequencingError(
-                f"the log has numbers up to {known}, and the catalog says that only {newest} were given",
+                f"the log has numbers up to {known}, but the catalog has allocated numbers only up to {newest}",
                 code="sequence_unusable",
-                hint="The catalog is older than the log (restored from a backup?): bring back the one that goes with it.",
+                hint="Restore the catalog that goes with the log: this one is older.",
                 log=int(known),
                 store=int(newest),
             )
@@ -314,7 +314,7 @@ class SharedNumbers:
         if drawn.given.first <= self._numbers.newest:
             self._numbers.refused()
             raise SequencingError(
-                f"the catalog gave the number {drawn.given.first}, though numbers up to {self._numbers.newest} were given before",
+                f"the catalog allocated number {drawn.given.first}, though it had allocated numbers up to {self._numbers.newest} before",
                 code="sequence_unusable",
                 hint="Stop all writers and run `millstream doctor`: the sequence was set back, or the catalog is an older "
                 "copy.",

@@ -77,12 +77,14 @@ def read_copy(files: Files, folder: str, stream: StreamId) -> SessionCopy | None
         raise _damaged(path, "it is too short")
     magic, crc, version, owner, upto, length = _HEAD.unpack_from(data)
     if magic != _MAGIC or crc != crc32c(memoryview(data)[_CHECKED_FROM:]):
-        raise _damaged(path, "its checksum is another one")
+        raise _damaged(path, "its checksum doesn't match")
     if version != VERSION:
-        raise UnsupportedFormat(f"{path} is of version {version}, which is unknown", hint="Upgrade this Millstream.")
+        raise UnsupportedFormat(
+            f"{path} has version {version}, which this Millstream can't read", hint="Upgrade this Millstream."
+        )
     if owner != stream.bytes or length != len(data) - _HEAD.size:
         raise _damaged(
-            path, f"it is of stream {UUID(bytes=owner)}" if owner != stream.bytes else "its length is another"
+            path, f"it belongs to stream {UUID(bytes=owner)}" if owner != stream.bytes else "its length is wrong"
         )
     return SessionCopy(Seq(upto), data[_HEAD.size :])
 
@@ -111,7 +113,7 @@ def covered_in(data: bytes) -> Seq | None:
 
 def _damaged(path: str, why: str) -> CorruptWal:
     return CorruptWal(
-        f"{path}, which knows the applications' sessions, is damaged: {why}",
+        f"{path}, the copy of the applications' sessions, is damaged: {why}",
         hint="Restore it from a copy of the home, or move it away: sessions and keys of writes that retention has dropped are unknown then.",
         file=path,
     )

@@ -358,7 +358,7 @@ class LogWriter:
         For `record` of `reshard`. Recovery continues from what is durable.
         """
         if self._committer.failure is None:
-            self._committer.failure = WriterClosed(f"the log's writer gave up: {cause.message}")
+            self._committer.failure = WriterClosed(f"the log's writer stopped: {cause.message}")
             self._committer.failure.__cause__ = cause
 
     def _in_force(self, ops: Submitted) -> Submitted:
@@ -506,7 +506,7 @@ class LogWriter:
         """Refuse what is still queued: the writer takes no more, and none of it was written."""
         failure = self._committer.failure
         left = [waiting for waiting in self._queue.abandon(failure) if waiting.begin()]
-        error = WriterClosed("the log's writer failed before this was written; nothing of it was")
+        error = WriterClosed("the log's writer failed before this append; nothing of it was written")
         error.__cause__ = failure
         answer((waiting, error) for waiting in left)
 
@@ -517,12 +517,14 @@ def _ack_of(ack: Ack, submitted: Submitted, written: Submitted) -> Ack:
 
 
 def _no_sessions() -> SessionsNeedOneWriter:
-    return SessionsNeedOneWriter("this writer is one of several, and knows no sessions and keys; nothing was appended")
+    return SessionsNeedOneWriter(
+        "this writer is one of several, which support neither sessions nor idempotency keys; nothing was appended"
+    )
 
 
 def _out_of_order() -> LogError:
     return LogError(
-        "an append that this one follows failed; nothing of this one was appended either", code="out_of_order"
+        "an append that this one depends on failed, so nothing of this one was appended", code="out_of_order"
     )
 
 
