@@ -336,8 +336,8 @@ def lines_of_frame(
             shown = set(facts["identity"] if op == "d" else names) - set(unchanged or ())
             row = {n: dict(exact or ()).get(n, v) for n, v in zip(names, values[at], strict=True) if n in shown}
             line = {
-                "stream": stream, "shard": segment.header.shard, "offset": offset, "seq": seq, "op": op, "table": name,
-                "source": source, "commit_lsn": None if lsn is None else f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:08X}",
+                "stream": stream, "shard": segment.header.shard, "epoch": segment.header.epoch, "offset": offset, "seq": seq, "op": op,
+                "table": name, "source": source, "commit_lsn": None if lsn is None else f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:08X}",
                 "commit_index": number,
                 "commit_ts": None if times[of] is None or kind == COPY_CHUNK else moment(times[of], UTC).isoformat(),
                 "xid": xid, "row": None if op == "t" else row, "before": None if before is None else dict(before),

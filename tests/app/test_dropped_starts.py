@@ -14,13 +14,13 @@ from tests.export.test_log_export import fill, home_at
 
 import millstream
 from millstream.errors import OffsetExpired
-from millstream.export.records_json import Cat
 from millstream.home.home import Home
 from millstream.model.ids import ShardId
 from millstream.model.positions import Offset, StreamToken
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.spark.source import MillstreamReader, SourceOptions, _Scan
 from millstream.wal.reader import StreamReader
+from millstream.wal.records_json import Cat
 from millstream.wal.retain import drop_segments
 
 

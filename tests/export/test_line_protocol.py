@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.app.homes import run, wait_for
 from tests.serving.serving_process import rows_of, served, web_home
 
-from millstream.export.records_json import Cat, Line
 from millstream.export.records_text import LineProtocol
 from millstream.ingest.lines import tables_of_lines
 from millstream.ingest.log_types import log_type
@@ -29,6 +28,7 @@ from millstream.model.schema import Column, TableSchema
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_operations
 from millstream.wal.reader import StreamReader
+from millstream.wal.records_json import Cat, Line
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 

@@ -16,13 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import run
-from tests.export.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
+from tests.wal.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
 
 from millstream.catalog import Catalog
 from millstream.errors import LogError, UsageError
 from millstream.export.log_export import EXPORT_FILE, export_arrow, file_facts, read_export
 from millstream.export.log_import import import_log
-from millstream.export.records_json import Cat
 from millstream.export.records_text import LineProtocol
 from millstream.home.home import Home
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
@@ -35,6 +34,7 @@ from millstream.testing.log import plain_spilled, plain_table
 from millstream.wal.mending.inspect import FrameInfo, inspect
 from millstream.wal.mending.repair import plan_repair, repair
 from millstream.wal.reader import StreamReader
+from millstream.wal.records_json import Cat
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.writer import LogWriter
 
@@ -136,10 +136,10 @@ def reader_of(home: Home) -> StreamReader:
 
 
 def lines(home: Home, values: str = "text") -> list[dict[str, Any]]:
-    """Return all records as `wal cat` prints them, without `seq`."""
+    """Return all records as `wal cat` prints them, without `seq` and `epoch`, which are those of the writer here."""
     found = list(Cat("shop", reader_of(home), values).lines())  # type: ignore[arg-type]
     for line in found:
-        del line["seq"]
+        del line["seq"], line["epoch"]
     return found
 
 

@@ -70,7 +70,6 @@ from millstream.errors import (
     UnsupportedFormat,
     UsageError,
 )
-from millstream.export.records_json import Cat, to_json
 from millstream.home.time_parsing import parse_as_of
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import columns_of, rows_of_json, rows_of_lines, valid_columns_of
@@ -87,6 +86,7 @@ from millstream.testing.write_buffer import application_op, every_kind_op
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
 from millstream.wal.mending.inspect import inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader
+from millstream.wal.records_json import Cat, to_json
 from millstream.wal.writing.recover import recover
 
 GOLDEN: Final = sorted((Path(__file__).resolve().parents[1] / "golden").glob("*.wal"))

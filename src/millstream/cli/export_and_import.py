@@ -16,11 +16,11 @@ from millstream.cli.context import Invocation, note, pass_invocation, stream_opt
 
 if TYPE_CHECKING:
     from millstream.errors import CorruptWal
-    from millstream.export.records_json import Cat
     from millstream.home.home import Home
     from millstream.model.ids import TableId
     from millstream.model.positions import Seq
     from millstream.wal.reader import StreamReader
+    from millstream.wal.records_json import Cat
 
 
 @click.command()
@@ -70,7 +70,7 @@ def export(
     from millstream.app.local_client import open_reader
     from millstream.errors import UsageError
     from millstream.export.record_reading import table_ids
-    from millstream.export.records_json import Cat
+    from millstream.wal.records_json import Cat
 
     home = invocation.home(needs_source=False)
     name = home.pick_stream(stream)
@@ -238,8 +238,8 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 
 def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
     """Write records as lines, and report those that don't fit the format; return how many were written."""
-    from millstream.export.records_json import to_json
     from millstream.export.records_text import LineProtocol
+    from millstream.wal.records_json import to_json
 
     protocol, written = LineProtocol(), 0
     for line in cat.records():

@@ -28,8 +28,8 @@ from millstream.cli.formatting import TableWords, say_loss
 from millstream.cli.wal_repairing import repair
 
 if TYPE_CHECKING:
-    from millstream.export.records_json import Cat
     from millstream.home.home import Home
+    from millstream.wal.records_json import Cat
 
 _FOLLOW_POLL_S: Final = 0.5
 
@@ -88,8 +88,8 @@ def cat(
     (--since, --until) and other formats.
     """
     from millstream.export.record_reading import table_ids
-    from millstream.export.records_json import Cat
     from millstream.model.positions import Offset
+    from millstream.wal.records_json import Cat
 
     del style
     home = invocation.home(needs_source=False)
@@ -115,7 +115,7 @@ def cat(
 
 def _print_lines(records: Cat, limit: int | None) -> int | None:
     """Print the available lines, at most `limit`; return how many are left to print."""
-    from millstream.export.records_json import to_json
+    from millstream.wal.records_json import to_json
 
     if limit == 0:
         return 0

@@ -13,11 +13,11 @@ from typing import Any, Final, TextIO
 
 import pyarrow as pa
 
-from millstream.export.records_json import Line
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.names import name_fault
 from millstream.model.records import INSTANT, RESERVED_COLUMNS
 from millstream.model.schema import Column, TableKind, TableSchema
+from millstream.wal.records_json import Line
 
 FACTS: Final = ("shard", "offset", "seq", "op", "source", "commit_lsn", "commit_index", "commit_ts", "xid")
 _QUOTED: Final = re.compile(r'[",\r\n]')

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from millstream.errors import UsageError
 from millstream.model.ids import ShardId
-from millstream.routing.predicate import Predicate
+from millstream.model.predicate import Predicate
 from millstream.routing.ring import VIRTUAL_NODES
 
 DEVNULL: Final = "devnull"

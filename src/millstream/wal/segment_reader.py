@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
@@ -55,6 +55,8 @@ class TableRecords:
     region: RegionId
     frame_offset: Offset
     """First offset of the (first) frame: records of several tables are merged by offset within one frame."""
+    epoch: Epoch
+    """Epoch in the header of the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,8 @@ class SegmentSource:
             done[key] = end = start + sum(part.part.rows for part in of_piece)
             batch = records.batch.slice(start, end - start)
             operation_seq, hybrid_ns = pa.array(records.operation_seq[start:end]), pa.array(times_ns[start:end])
-            pieces.append(_piece(run[of_piece[0].frame].header, records.schema, batch, operation_seq, hybrid_ns))
+            header = run[of_piece[0].frame].header
+            pieces.append(_piece(header, self._header.epoch, records.schema, batch, operation_seq, hybrid_ns))
         return pieces
 
     def _read_parts(self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None) -> list[FramePart]:
@@ -325,7 +328,7 @@ class SegmentSource:
                 continue
             try:
                 for schema, batch in frame.records(table_id, columns=columns, offsets=offsets, moments=moments):
-                    found = _table_records(frame, firsts, schema, batch)
+                    found = _table_records(frame, self._header.epoch, firsts, schema, batch)
                     yield from _within_seqs(found, after, upto) if straddles else (found,)
             except CorruptFrame as error:
                 told = self._damage(error, scanned.position, scanned, table_id)
@@ -366,22 +369,27 @@ def sum_of_parts(one: TablePart, other: TablePart) -> TablePart:
 
 
 def _table_records(
-    frame: RecordsFrame, first: npt.NDArray[np.int64], schema: TableSchema, batch: pa.RecordBatch
+    frame: RecordsFrame, epoch: Epoch, first: npt.NDArray[np.int64], schema: TableSchema, batch: pa.RecordBatch
 ) -> TableRecords:
     mine = of_part(frame.batches, schema)
     operation, count = (frame.batches.column(name).to_numpy()[mine] for name in ("operation", "count"))
     of_row = np.repeat(operation, count)
     times_ns = pa.array(np.full(len(of_row), frame.header.hybrid_time, np.int64))
-    return _piece(frame.header, schema, batch, pa.array(first[of_row]), times_ns)
+    return _piece(frame.header, epoch, schema, batch, pa.array(first[of_row]), times_ns)
 
 
 def _piece(
-    header: FrameHeader, schema: TableSchema, batch: pa.RecordBatch, operation_seq: pa.Array, hybrid_ns: pa.Array
+    header: FrameHeader,
+    epoch: Epoch,
+    schema: TableSchema,
+    batch: pa.RecordBatch,
+    operation_seq: pa.Array,
+    hybrid_ns: pa.Array,
 ) -> TableRecords:
     seqs = batch.column("__seq")
     first, last = Seq(seqs[0].as_py()), Seq(seqs[-1].as_py())
     return TableRecords(
-        schema, batch, header.shard, first, last, operation_seq, hybrid_ns, header.region, header.first_offset
+        schema, batch, header.shard, first, last, operation_seq, hybrid_ns, header.region, header.first_offset, epoch
     )
 
 
@@ -438,16 +446,17 @@ def _within_seqs(found: TableRecords, after: Seq | None, upto: Seq | None) -> It
         keep &= seqs > after
     if upto is not None:
         keep &= seqs <= upto
-    yield from _filtered(found, keep)
+    yield from filtered(found, keep)
 
 
 def within_offsets(found: TableRecords, start: Offset, end: Offset) -> Iterator[TableRecords]:
     """Yield the records with offsets in `[start, end)`, or nothing."""
     offsets = found.batch.column("__offset").to_numpy()
-    yield from _filtered(found, (offsets >= start) & (offsets < end))
+    yield from filtered(found, (offsets >= start) & (offsets < end))
 
 
-def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[TableRecords]:
+def filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[TableRecords]:
+    """Yield the records where `keep` is true, or nothing."""
     if keep.all():
         yield found
         return
@@ -456,16 +465,13 @@ def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[Tabl
     mask = pa.array(keep)
     batch = found.batch.filter(mask)
     seqs = batch.column("__seq")
-    yield TableRecords(
-        found.schema,
-        batch,
-        found.shard,
-        Seq(seqs[0].as_py()),
-        Seq(seqs[-1].as_py()),
-        found.operation_seq.filter(mask),
-        found.hybrid_ns.filter(mask),
-        found.region,
-        found.frame_offset,
+    yield replace(
+        found,
+        batch=batch,
+        first_seq=Seq(seqs[0].as_py()),
+        last_seq=Seq(seqs[-1].as_py()),
+        operation_seq=found.operation_seq.filter(mask),
+        hybrid_ns=found.hybrid_ns.filter(mask),
     )
 
 

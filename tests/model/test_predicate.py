@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import RoutingError, UsageError
-from millstream.routing.predicate import Predicate
+from millstream.model.predicate import Predicate
 from millstream.testing.errors import coded
 
 ROWS = pa.record_batch(

@@ -144,6 +144,7 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
         line = {
             "stream": stream,
             "shard": int(found.shard),
+            "epoch": int(found.epoch),
             "offset": facts["__offset"][i],
             "seq": facts["__seq"][i],
             "op": op,

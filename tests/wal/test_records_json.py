@@ -12,13 +12,14 @@ import pytest
 
 from millstream.catalog import Catalog
 from millstream.errors import CorruptWal, OffsetBeyondEnd
-from millstream.export.records_json import Cat, to_json
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Offset
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
+from millstream.wal.mending.inspect import ls
 from millstream.wal.reader import StreamReader
+from millstream.wal.records_json import Cat, to_json
 from millstream.wal.writing.writer import LogWriter
 
 
@@ -96,7 +97,7 @@ def cat(folder: Path, **options: Any) -> list[dict[str, Any]]:
     return [json.loads(to_json(line)) for line in lines]
 
 
-FIELDS = ["stream", "shard", "offset", "seq", "op", "table", "source", "commit_lsn", "commit_index", "commit_ts", "xid", "row", "before", "unchanged", "exact"]  # fmt: skip
+FIELDS = ["stream", "shard", "epoch", "offset", "seq", "op", "table", "source", "commit_lsn", "commit_index", "commit_ts", "xid", "row", "before", "unchanged", "exact"]  # fmt: skip
 
 
 def test_a_line_holds_every_field_as_the_contract_says(log: LogWriter, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_a_line_holds_every_field_as_the_contract_says(log: LogWriter, tmp_path:
     lines = cat(tmp_path)
     assert all(list(line) == FIELDS for line in lines)
     assert [line["commit_index"] for line in lines] == [0, 1, 2, 3, 4] == [line["offset"] for line in lines]
+    assert {line["epoch"] for line in lines} == {segment.epoch for segment in ls(str(tmp_path / "wal"))} == {1}
     first, item, update, delete, truncate = lines
     assert first["row"] == {"id": 1, "total": "1.50", "ratio": 0.1, "paid": "t", "note": "é"}
     assert (first["commit_lsn"], first["op"], first["table"], first["xid"]) == ("16/B374D848", "c", "public.orders", 7)
