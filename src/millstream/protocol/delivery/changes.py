@@ -1,0 +1,128 @@
+"""Changes of a consumer's durable state, in the order in which the machine makes them, and their form as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from millstream.protocol.delivery.messages import DeadLetter, Message, Phase
+
+
+class Started(NamedTuple):
+    """A run of the machine began. It has to be durable before the run's first answer."""
+
+    run: int
+
+
+class Delivered(NamedTuple):
+    """An answer was given."""
+
+    run: int
+    answer: int
+    deadline: int
+    positions: Sequence[int]
+
+
+class Extended(NamedTuple):
+    """Deliveries are in flight until another time; those that had come back are in flight again."""
+
+    deadline: int
+    positions: Sequence[int]
+
+
+class Returned(NamedTuple):
+    """Messages came back: they wait for their next delivery."""
+
+    positions: Sequence[int]
+    failed: Sequence[int]
+    """The messages whose own delivery failed, which counts for `max_deliver`; they may have come back earlier."""
+    until: int = 0
+    """When the failed messages may be delivered again; 0: at once."""
+
+
+class Settled(NamedTuple):
+    """Messages are settled."""
+
+    positions: Sequence[int]
+    acked: int
+    """Number of acks that count."""
+
+
+class Died(NamedTuple):
+    """A message is dead. The caller stores its record with this change."""
+
+    letter: DeadLetter
+
+
+class Retried(NamedTuple):
+    """Dead messages wait for delivery again. The caller keeps their records until they are settled."""
+
+    ids: Sequence[str]
+
+
+class Dropped(NamedTuple):
+    """Dead or retried messages are gone, and with them their stored records."""
+
+    ids: Sequence[str]
+    acked: int = 0
+    """Number of acks that dropped one."""
+
+
+class Moved(NamedTuple):
+    """The cursor moved."""
+
+    cursor: int
+
+
+class Rewound(NamedTuple):
+    """A new generation began: all before it is void. Retried messages are dead letters again."""
+
+    generation: int
+    cursor: int
+
+
+class Steered(NamedTuple):
+    """The phase changed."""
+
+    phase: Phase
+
+
+Change: TypeAlias = (
+    Started | Delivered | Extended | Returned | Settled | Died | Retried | Dropped | Moved | Rewound | Steered
+)
+
+_TAGS: Final[dict[type[Any], str]] = {
+    Started: "run", Delivered: "d", Extended: "e", Returned: "r", Settled: "s", Died: "dead", Retried: "retried",
+    Dropped: "dropped", Moved: "c", Rewound: "rewound", Steered: "phase",
+}  # fmt: skip
+_KINDS: Final[dict[str, Any]] = {tag: kind for kind, tag in _TAGS.items()}
+
+
+def encode(change: Change) -> list[Any]:
+    """Return a change as a value that JSON can hold."""
+    if isinstance(change, Died):
+        return [_TAGS[Died], *letter_to_json(change.letter)]
+    return [_TAGS[type(change)], *change]
+
+
+def decode(value: Sequence[Any]) -> Change:
+    """Return the change of `encode`'s value. Raises `KeyError` or `TypeError` for other values."""
+    kind = _KINDS[value[0]]
+    if kind is Died:
+        return Died(letter_from_json(value[1:]))
+    if kind is Steered:
+        return Steered(Phase(value[1]))
+    change: Change = kind(*value[1:])
+    return change
+
+
+def letter_to_json(letter: DeadLetter) -> list[Any]:
+    """Return a dead letter, without its record, as a value that JSON can hold."""
+    message = letter.message
+    return [*message[:3], list(message.groups), *message[4:7], *letter[1:]]
+
+
+def letter_from_json(value: Sequence[Any]) -> DeadLetter:
+    """Return the dead letter of `letter_to_json`'s value."""
+    position, before, id_, groups, table, barrier, size, deliveries, error, died = value
+    return DeadLetter(Message(position, before, id_, tuple(groups), table, barrier, size), deliveries, error, died)

@@ -1,0 +1,592 @@
+"""The machine of one consumer: which message is delivered when, and what an acknowledgement does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from millstream.protocol.delivery.changes import (
+    Change,
+    Delivered,
+    Died,
+    Dropped,
+    Extended,
+    Moved,
+    Retried,
+    Returned,
+    Rewound,
+    Settled,
+    Started,
+    Steered,
+)
+from millstream.protocol.delivery.dead_letters import DeadLetters
+from millstream.protocol.delivery.messages import (
+    DeadLetter,
+    Delivery,
+    DeliveryId,
+    Limits,
+    Message,
+    Phase,
+    Status,
+    position_of,
+)
+from millstream.protocol.delivery.pending import Pending
+from millstream.protocol.delivery.state import Fact, State
+from millstream.protocol.delivery.timers import Timer, Timers
+from millstream.protocol.delivery.unread import Unread
+from millstream.protocol.delivery.waiting import Answer, Entry, EntryState
+
+_WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
+_KEPT_MIN: Final = 1024
+"""Number of items below which a queue isn't searched for void ones."""
+EXPIRED: Final = "it wasn't acknowledged in time"
+NACKED: Final = "it was nacked"
+
+
+class Consumer:
+    """The machine; the package's documentation has its rules.
+
+    Args:
+        limits: the consumer's numbers; the attribute `limits` may be replaced at any time.
+        state: a new consumer's state, or a restart's. It belongs to the machine from now on.
+        run: number of this run, greater than those of all earlier runs, including runs that the state has lost. The
+            greater of `state.run + 1` and the clock in ms is one.
+
+    Times are in ms since 1970, by the wall clock. Concurrency: none; the caller serialises.
+    """
+
+    def __init__(self, limits: Limits, state: State, *, run: int) -> None:
+        if run <= state.run:
+            raise AssertionError(f"run {run} isn't greater than the last one, {state.run}")
+        self.limits = limits
+        self.counters = state.counters
+        self._run = run
+        self._generation = state.generation
+        self._phase = state.phase
+        self._answer_number = 0
+        self._read_upto = self._noted_cursor = state.cursor
+        self._last = position_of(state.cursor, 1)
+        """The greatest position that was offered or read past."""
+        self._pending = Pending()
+        self._order: deque[Entry] = deque()
+        """Messages that hold the cursor, in order; some of them are settled."""
+        self._order_gone = 0
+        """Number of settled ones in `_order`."""
+        self._timers = Timers(self._is_void)
+        self._letters = DeadLetters(state.dead, state.retried)
+        self._changes: list[Change] = [Started(run)]
+        for letter in state.retried.values():
+            self._restore(self._add_retried(letter), state.facts.pop(letter.message.position, None))
+        self._unread = Unread(state)
+
+    # --- what it shows -----------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Whether messages are delivered."""
+        return self._phase
+
+    @property
+    def generation(self) -> int:
+        """Number of rewinds."""
+        return self._generation
+
+    @property
+    def in_flight(self) -> int:
+        """Number of messages in flight."""
+        return self._pending.in_flight
+
+    @property
+    def unsettled(self) -> int:
+        """Number of messages that were offered and aren't settled."""
+        return len(self._pending.entries)
+
+    @property
+    def dead(self) -> Mapping[str, DeadLetter]:
+        """Dead letters by id, the oldest first."""
+        return MappingProxyType(self._letters.dead)
+
+    @property
+    def retried(self) -> Mapping[str, DeadLetter]:
+        """Messages that were dead and aren't settled, by id: the caller keeps their records."""
+        return MappingProxyType(self._letters.retried)
+
+    @property
+    def cursor(self) -> int:
+        """The `seq` of the token before which every message is settled. Retention goes by the durable one."""
+        order = self._order
+        while order and order[0].state is _GONE:
+            order.popleft()
+            self._order_gone -= 1
+        return order[0].message.before if order else self._read_upto
+
+    # --- reading the log ---------------------------------------------------------------------------------------------
+
+    @property
+    def read_upto(self) -> int:
+        """The `seq` behind which the caller reads on, to offer what follows."""
+        return self._read_upto
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether all messages in flight before a restart were offered again. Nothing is delivered earlier."""
+        return self._last >= self._unread.restore_upto
+
+    def wants(self, count: int) -> bool:
+        """Whether an answer of this size needs more messages than are there now."""
+        if self._phase is not Phase.ACTIVE or len(self._pending.entries) >= self.limits.waiting_max:
+            return False
+        if not self.is_restored:
+            return True
+        return self._pending.free < count and self._pending.in_flight < self.limits.max_ack_pending
+
+    def offer(self, messages: Iterable[Message], upto: int) -> None:
+        """Take the log's next messages, in the order of their positions. Those offered before are ignored.
+
+        Args:
+            messages: messages behind `read_upto` that the consumer is to receive, by its tables and its `where`.
+            upto: the `seq` at the end of the last operation that was read whole: no message up to there will follow.
+        """
+        add, append, last, known_upto = self._pending.add, self._order.append, self._last, self._unread.upto
+        is_new = not self._letters.retried
+        for message in messages:
+            position = message.position
+            if position <= last:
+                continue
+            self._last = last = position
+            if is_new and position > known_upto:
+                append(add(message))
+            else:
+                self._offer_known(message)
+        self._read_upto = max(upto, self._read_upto)
+        self._last = max(last, position_of(upto, 1))
+        self._unread.read(self._last)
+
+    def _offer_known(self, message: Message) -> None:
+        """Take a message that the state may know."""
+        position = message.position
+        if self._unread.is_settled(position):
+            return
+        present = self._pending.entries.get(position)
+        if present is not None:
+            if present.message.id == message.id:  # it died before a rewind, and was retried after it
+                self._changes.append(Settled((position,), 0))
+                return
+            self._bury(present, self._letters.retried[present.message.id])  # another log's, before a promotion
+        entry = self._pending.add(message)
+        self._order.append(entry)
+        self._restore(entry, self._unread.take(position))
+
+    def _restore(self, entry: Entry, fact: Fact | None) -> None:
+        """Give a message the deliveries that it had before a restart."""
+        if fact is None:
+            return
+        entry.deliveries, entry.failures, entry.has_failed = fact.deliveries, fact.failures, fact.has_failed
+        entry.last = (fact.run, fact.answer) if fact.run else None
+        if fact.deadline:
+            self._pending.revive(entry, fact.run, fact.answer, fact.deadline)
+            self._timers.set(fact.deadline, fact.run, fact.answer)
+        elif fact.not_before:
+            self._delay(entry, fact.not_before)
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def receive(self, now: int, count: int) -> list[Delivery]:
+        """Deliver messages; an empty list if none can be delivered now.
+
+        Args:
+            now: the time. Deliveries that have expired by then come back first.
+            count: most messages of the answer.
+        """
+        self.expire(now)
+        pending, limits = self._pending, self.limits
+        count = min(count, limits.max_ack_pending - pending.in_flight)
+        if count <= 0 or not pending.free or self._phase is not Phase.ACTIVE or not self.is_restored:
+            return []
+        run, number, generation = self._run, self._answer_number, self._generation
+        self._answer_number += 1
+        deadline, left, last = now + limits.ack_wait_ms, limits.answer_bytes, (run, number)
+        answer, counters = Answer(run, number), self.counters
+        delivered: list[Delivery] = []
+        while len(delivered) < count:
+            entry = pending.next_free()
+            if entry is None:
+                break
+            message = entry.message
+            if message.size > left and delivered:
+                pending.put_back(entry)
+                break
+            left -= message.size
+            pending.take(entry, answer)
+            entry.deliveries += 1
+            if entry.deliveries == 1:
+                counters.delivered += 1
+            else:
+                counters.redelivered += 1
+            entry.last, entry.deadline, entry.has_failed = last, deadline, False
+            delivered.append(Delivery(message, entry.deliveries, DeliveryId(generation, entry.position, run, number)))
+        pending.end_answer(answer)
+        self._timers.set(deadline, run, number)
+        self._changes.append(Delivered(run, number, deadline, list(answer.flying)))
+        return delivered
+
+    # --- settling ----------------------------------------------------------------------------------------------------
+
+    def ack(self, ids: Iterable[DeliveryId]) -> list[Status]:
+        """Settle messages; return the status of each."""
+        statuses: list[Status] = []
+        settled: list[int] = []
+        for delivery in ids:
+            entry = self._pending.entries.get(delivery.position)
+            if entry is not None and entry.last == delivery[2:] and delivery.generation == self._generation:
+                status = Status.ACKED
+            else:
+                status, entry = self._find(delivery)
+                if status is Status.DEAD:
+                    self._drop_acked(delivery.position)
+                    status = Status.ACKED
+                elif status is Status.ACKED and entry is None:  # it isn't offered again so far
+                    self._note_unread(Settled((delivery.position,), 1))
+            if entry is not None and self._settle(entry):
+                settled.append(entry.position)
+            statuses.append(status)
+        if settled:
+            self.counters.acked += len(settled)
+            self._changes.append(Settled(settled, len(settled)))
+        return statuses
+
+    def nack(self, ids: Iterable[DeliveryId], now: int, *, delay_ms: int = 0, error: str = NACKED) -> list[Status]:
+        """Return messages, and the later ones in flight of their groups; return the status of each.
+
+        Args:
+            ids: the deliveries that failed.
+            now: the time.
+            delay_ms: how long the messages wait, and their groups with them.
+            error: the reason, which a dead letter keeps.
+        """
+        statuses: list[Status] = []
+        until = now + delay_ms if delay_ms else 0
+        back = _Back(until)
+        for delivery in ids:
+            status, entry = self._find(delivery)
+            if status is Status.ACKED:
+                status = Status.NACKED
+                if entry is None:
+                    self._note_unread(Returned((delivery.position,), (delivery.position,), until))
+                else:
+                    self._fail(entry, back, now, error)
+                    if entry.state is _WAITING:
+                        self._delay(entry, until)
+            statuses.append(status)
+        self._note_back(back)
+        return statuses
+
+    def extend(self, ids: Iterable[DeliveryId], now: int, ack_wait_ms: int | None = None) -> list[Status]:
+        """Let deliveries expire at another time, counted from now; return the status of each."""
+        statuses: list[Status] = []
+        deadline = now + (self.limits.ack_wait_ms if ack_wait_ms is None else ack_wait_ms)
+        extended: list[int] = []
+        answers: set[tuple[int, int]] = set()
+        for delivery in ids:
+            status, entry = self._find(delivery)
+            if status is Status.ACKED:
+                status = Status.EXTENDED
+                if entry is None:
+                    self._note_unread(Extended(deadline, (delivery.position,)))
+                else:
+                    if entry.state is _IN_FLIGHT:
+                        entry.deadline = deadline
+                    else:
+                        entry.last = delivery[2:]
+                        self._pending.revive(entry, delivery.run, delivery.answer, deadline)
+                    if entry.answer is None:
+                        self._timers.set(deadline, -1, entry.position)
+                    else:
+                        answers.add((entry.answer.run, entry.answer.number))
+                    extended.append(entry.position)
+            statuses.append(status)
+        for run, number in answers:
+            self._timers.set(deadline, run, number)
+        if extended:
+            self._changes.append(Extended(deadline, extended))
+        return statuses
+
+    def _find(self, delivery: DeliveryId) -> tuple[Status, Entry | None]:
+        """Return `ACKED` if the delivery counts, else why not, and its message if it was offered."""
+        generation, position, run, number = delivery
+        if generation != self._generation:
+            return (Status.REWOUND if generation < self._generation else Status.UNKNOWN), None
+        entry = self._pending.entries.get(position)
+        if entry is not None:
+            if entry.last is not None and (run, number) < entry.last:
+                return Status.SUPERSEDED, None
+            return Status.ACKED, entry
+        if self._letters.at(position) is not None:
+            return Status.DEAD, None
+        return (Status.ALREADY_ACKED if position <= self._last else self._unread.find(delivery)), None
+
+    def _note_unread(self, change: Settled | Returned | Extended) -> None:
+        self._unread.apply(change)
+        self._changes.append(change)
+
+    def _settle(self, entry: Entry) -> bool:
+        """Settle a message that was acknowledged; return whether it holds the cursor and so is to be noted."""
+        self._pending.remove(entry)
+        if entry.is_retried:
+            del self._letters.retried[entry.message.id]
+            self.counters.acked += 1
+            self._changes.append(Dropped((entry.message.id,), 1))
+            return False
+        self._forget_order()
+        return True
+
+    def _forget_order(self) -> None:
+        """Note that a message of `_order` is gone, and drop gone ones once they are most of it."""
+        self._order_gone += 1
+        if self._order_gone > _KEPT_MIN and 2 * self._order_gone > len(self._order):
+            self._order = deque([entry for entry in self._order if entry.state is not _GONE])
+            self._order_gone = 0
+
+    # --- failing -----------------------------------------------------------------------------------------------------
+
+    def expire(self, now: int) -> int:
+        """Return the deliveries that have expired by a time, and end the waits that are over.
+
+        Returns:
+            The number of messages that came back.
+        """
+        pending, back, count = self._pending, _Back(0), 0
+        while (timer := self._timers.pop_due(now)) is not None:
+            _, run, number = timer
+            if run < 0:
+                entry = pending.entries.get(number)
+                if entry is not None and 0 < entry.not_before <= now:
+                    pending.delay(entry, 0)
+                continue
+            answer = pending.answers.get((run, number))
+            if answer is None:
+                continue
+            for entry in sorted(answer.flying.values(), key=_position):
+                if entry.answer is not answer or entry.deadline > now:
+                    continue  # it came back with an earlier one of its group, or was extended
+                if all(group.is_first(entry) for group in entry.groups):
+                    count += self._fail(entry, back, now, EXPIRED)
+                else:
+                    came = [one.position for one in pending.come_back(entry)]
+                    back.returned += came
+                    count += len(came)
+        self._note_back(back)
+        return count
+
+    def _fail(self, entry: Entry, back: _Back, now: int, error: str) -> int:
+        """Count a failed delivery; return the message and the later ones of its groups, or bury it.
+
+        Returns:
+            The number of messages that came back.
+        """
+        came = []
+        if entry.state is _IN_FLIGHT:
+            came = [one.position for one in self._pending.come_back(entry)]
+            back.returned += came
+        back.failed.append(entry.position)
+        if not entry.has_failed:
+            entry.has_failed = True
+            entry.failures += 1
+            if 0 < self.limits.max_deliver <= entry.failures:
+                self._note_back(back)
+                self._bury(entry, DeadLetter(entry.message, entry.deliveries, error, now))
+        return len(came)
+
+    def _bury(self, entry: Entry, letter: DeadLetter) -> None:
+        """Make a message a dead letter: its group goes on."""
+        self._pending.remove(entry)
+        if not entry.is_retried:
+            self._forget_order()
+        self._letters.add(letter)
+        self._changes.append(Died(letter))
+
+    def _note_back(self, back: _Back) -> None:
+        if back.returned or back.failed:
+            self._changes.append(Returned(back.returned, back.failed, back.until))
+            back.returned, back.failed = [], []
+
+    # --- waking ------------------------------------------------------------------------------------------------------
+
+    def next_wake(self) -> int | None:
+        """Return the time at which `expire` has something to do; None if there is none."""
+        return self._timers.next_time()
+
+    def _delay(self, entry: Entry, until: int) -> None:
+        self._pending.delay(entry, until)
+        if until:
+            self._timers.set(until, -1, entry.position)
+
+    def _is_void(self, timer: Timer) -> bool:
+        time, run, number = timer
+        if run >= 0:
+            return (run, number) not in self._pending.answers
+        entry = self._pending.entries.get(number)
+        return entry is None or entry.not_before != time
+
+    # --- steering ----------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Deliver nothing until `resume`. Acks count and deliveries expire."""
+        if self._phase is Phase.ACTIVE:
+            self._steer(Phase.PAUSED)
+
+    def resume(self) -> None:
+        """Deliver again. A consumer that was cut off needs `rewind`."""
+        if self._phase is Phase.PAUSED:
+            self._steer(Phase.ACTIVE)
+
+    def cut_off(self) -> None:
+        """Note that retention passed the cursor: nothing is delivered until `rewind`, and no earlier delivery counts."""
+        if self._phase is not Phase.CUT_OFF:
+            self._begin_generation(self.cursor)
+            self._steer(Phase.CUT_OFF)
+
+    def rewind(self, cursor: int) -> None:
+        """Begin behind another token, earlier or later. No earlier delivery counts, and `deliveries` begins at 1.
+
+        Dead letters and counters stay. A retried message that isn't settled is a dead letter again.
+        """
+        self._begin_generation(cursor)
+        if self._phase is Phase.CUT_OFF:
+            self._steer(Phase.ACTIVE)
+
+    def cut_back(self, end: int) -> bool:
+        """Note where the log ends, after a promotion; return whether anything was known of records behind it.
+
+        Then the cursor is at most there, and no earlier delivery counts.
+
+        Args:
+            end: the `seq` of the log's last operation.
+        """
+        if max(self._last, self._unread.upto) <= position_of(end, 1):
+            return False
+        self._begin_generation(min(self.cursor, end))
+        return True
+
+    def hold(self, tables: Iterable[int]) -> None:
+        """Deliver nothing of these tables, and of every other table again. It isn't part of the durable state."""
+        self._pending.hold(frozenset(tables))
+
+    def _steer(self, phase: Phase) -> None:
+        self._phase = phase
+        self._changes.append(Steered(phase))
+
+    def _begin_generation(self, cursor: int) -> None:
+        held = self._pending.held
+        self._generation += 1
+        self._pending = Pending()
+        self._pending.hold(held)
+        self._order, self._order_gone = deque(), 0
+        self._timers.clear()
+        self._letters.begin_generation()
+        self._read_upto = self._noted_cursor = cursor
+        self._last = position_of(cursor, 1)
+        known = State.begin(cursor)
+        known.counters = self.counters
+        self._unread = Unread(known)
+        self._changes.append(Rewound(self._generation, cursor))
+
+    # --- dead letters ------------------------------------------------------------------------------------------------
+
+    def retry(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
+        """Let dead messages be delivered again, in their groups behind the messages in flight.
+
+        Args:
+            ids: their ids; None: all.
+
+        Returns:
+            Each id, and whether it was a dead letter.
+        """
+        letters, wanted = self._letters, self._letters.wanted(ids)
+        found = {id_: letter for id_ in wanted if (letter := letters.remove(id_)) is not None}
+        for letter in sorted(found.values(), key=lambda letter: letter.message.position, reverse=True):
+            id_ = letter.message.id
+            if letter.message.position in self._pending.entries:
+                self._changes.append(Dropped((id_,)))  # a rewind has brought it back already
+            else:
+                letters.retried[id_] = letter
+                self._add_retried(letter)
+                self._changes.append(Retried((id_,)))
+        return [(id_, found.pop(id_, None) is not None) for id_ in wanted]
+
+    def drop(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
+        """Forget dead letters; return each id, and whether it was one.
+
+        Args:
+            ids: their ids; None: all.
+        """
+        known = [(id_, self._letters.remove(id_) is not None) for id_ in self._letters.wanted(ids)]
+        dropped = [id_ for id_, is_dead in known if is_dead]
+        if dropped:
+            self._changes.append(Dropped(dropped))
+        return known
+
+    def _drop_acked(self, position: int) -> None:
+        id_ = self._letters.at(position)
+        if id_ is not None:
+            self._letters.remove(id_)
+            self.counters.acked += 1
+            self._changes.append(Dropped((id_,), 1))
+
+    def _add_retried(self, letter: DeadLetter) -> Entry:
+        entry = self._pending.add_retried(letter.message)
+        entry.is_retried = True
+        return entry
+
+    # --- durable state -----------------------------------------------------------------------------------------------
+
+    def take_changes(self) -> list[Change]:
+        """Return the changes since the last call, in order; `State.apply` takes them."""
+        cursor = self.cursor
+        if cursor != self._noted_cursor:
+            self._noted_cursor = cursor
+            self._changes.append(Moved(cursor))
+        changes, self._changes = self._changes, []
+        return changes
+
+    def snapshot(self) -> State:
+        """Return the state after all changes, taken or not: call `take_changes` first."""
+        state = self._unread.behind(self._last)
+        for position, entry in self._pending.entries.items():
+            if not entry.is_retried:
+                state.open.add(position)
+            if entry.deliveries or entry.failures or entry.not_before:
+                state.facts[position] = _fact(entry)
+        state.cursor, state.generation, state.run, state.phase = self.cursor, self._generation, self._run, self._phase
+        state.counters = replace(self.counters)
+        state.dead, state.retried = dict(self._letters.dead), dict(self._letters.retried)
+        return state
+
+
+class _Back:
+    """Messages that came back and aren't noted so far."""
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+        self.returned: list[int] = []
+        self.failed: list[int] = []
+
+
+def _position(entry: Entry) -> int:
+    return entry.position
+
+
+def _fact(entry: Entry) -> Fact:
+    run, answer = entry.last or (0, 0)
+    return Fact(
+        deliveries=entry.deliveries,
+        failures=entry.failures,
+        run=run,
+        answer=answer,
+        deadline=entry.deadline if entry.state is _IN_FLIGHT else 0,
+        not_before=entry.not_before,
+        has_failed=entry.has_failed,
+    )

@@ -1,0 +1,117 @@
+"""The values that a consumer's machine takes and returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from millstream.model.positions import Seq
+
+ANSWER_BYTES: Final = 8 << 20
+"""Most bytes of records in one answer; its first message may be larger."""
+
+
+def position_of(seq: int, part: int = 0) -> int:
+    """Return the position of a record's message: `part` is 1 for the second message of a record, else 0."""
+    return 2 * seq + part
+
+
+def seq_of(position: int) -> Seq:
+    """Return the number of the record at a position of the log."""
+    return Seq(position >> 1)
+
+
+class Kind(StrEnum):
+    """The kinds of consumers."""
+
+    CHANGES = "changes"
+    LATEST = "latest"
+
+
+class Phase(StrEnum):
+    """Whether a consumer is given messages."""
+
+    ACTIVE = "active"
+    PAUSED = "paused"
+    CUT_OFF = "cut_off"
+
+
+class Status(StrEnum):
+    """The result of an ack, a nack or an extension."""
+
+    ACKED = "acked"
+    NACKED = "nacked"
+    EXTENDED = "extended"
+    ALREADY_ACKED = "already_acked"
+    SUPERSEDED = "superseded"
+    REWOUND = "rewound"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers of a consumer's definition."""
+
+    ack_wait_ms: int = 30_000
+    max_deliver: int = 10
+    """Failed deliveries after which a message is dead; 0: never."""
+    max_ack_pending: int = 1000
+    """Most messages in flight."""
+    answer_bytes: int = ANSWER_BYTES
+    waiting_max: int = 1_000_000
+    """Number of waiting messages from which the machine wants no more, since it holds each in memory."""
+
+
+class Message(NamedTuple):
+    """A record, or half of one, that a consumer is to receive. The machine compares its fields and never looks into `origin`."""
+
+    position: int
+    """Its place in the order of delivery: `position_of` its `seq`; unique, growing with the log."""
+    before: int
+    """The `seq` at the end of the operation before this message's operation."""
+    id: str
+    """The text that identifies it for ever."""
+    groups: tuple[str, ...]
+    """The groups that it holds: none (`t`, `x`, `m`, `group_by = "none"`), one, or two for a key change."""
+    table: int | None
+    """The table that it belongs to; None for `m`."""
+    barrier: bool
+    """Whether it waits for all earlier messages of its table and holds all later ones (`t` and `x`)."""
+    size: int
+    """Size of its record in bytes, for the limit of an answer."""
+    origin: Any = None
+    """The caller's own reference, such as the record. It isn't part of the durable state."""
+
+
+class DeliveryId(NamedTuple):
+    """One delivery of one message: the content of an `ack_id`."""
+
+    generation: int
+    """Number of rewinds before it."""
+    position: int
+    run: int
+    """The run of the machine that delivered it; see `Consumer`."""
+    answer: int
+    """Number of the answer within its run."""
+
+
+class Delivery(NamedTuple):
+    """A message in an answer."""
+
+    message: Message
+    deliveries: int
+    """Number of deliveries of the message, this one included."""
+    delivery_id: DeliveryId
+
+
+class DeadLetter(NamedTuple):
+    """A message that failed `max_deliver` times."""
+
+    message: Message
+    """The message; `origin` is None after a restart: the caller keeps the record by `id`."""
+    deliveries: int
+    error: str
+    died: int
+    """When it died, in ms since 1970."""
