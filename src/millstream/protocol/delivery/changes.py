@@ -24,8 +24,10 @@ class Delivered(NamedTuple):
 
 
 class Extended(NamedTuple):
-    """Deliveries are in flight until another time; those that had come back are in flight again."""
+    """Deliveries of an answer are in flight until another time; those that had come back are in flight again."""
 
+    run: int
+    answer: int
     deadline: int
     positions: Sequence[int]
 
@@ -79,6 +81,8 @@ class Rewound(NamedTuple):
 
     generation: int
     cursor: int
+    end: int | None = None
+    """The `seq` of the last operation that the log has kept, if it lost its end."""
 
 
 class Steered(NamedTuple):
@@ -124,5 +128,6 @@ def letter_to_json(letter: DeadLetter) -> list[Any]:
 
 def letter_from_json(value: Sequence[Any]) -> DeadLetter:
     """Return the dead letter of `letter_to_json`'s value."""
-    position, before, id_, groups, table, barrier, size, deliveries, error, died = value
-    return DeadLetter(Message(position, before, id_, tuple(groups), table, barrier, size), deliveries, error, died)
+    position, before, id_, groups, table, barrier, size, deliveries, error, died, generation = value
+    message = Message(position, before, id_, tuple(groups), table, barrier, size)
+    return DeadLetter(message, deliveries, error, died, generation)

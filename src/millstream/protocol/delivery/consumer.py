@@ -151,13 +151,12 @@ class Consumer:
             upto: the `seq` at the end of the last operation that was read whole: no message up to there will follow.
         """
         add, append, last, known_upto = self._pending.add, self._order.append, self._last, self._unread.upto
-        is_new = not self._letters.retried
         for message in messages:
             position = message.position
             if position <= last:
                 continue
             self._last = last = position
-            if is_new and position > known_upto:
+            if position > known_upto:
                 append(add(message))
             else:
                 self._offer_known(message)
@@ -170,12 +169,6 @@ class Consumer:
         position = message.position
         if self._unread.is_settled(position):
             return
-        present = self._pending.entries.get(position)
-        if present is not None:
-            if present.message.id == message.id:  # it died before a rewind, and was retried after it
-                self._changes.append(Settled((position,), 0))
-                return
-            self._bury(present, self._letters.retried[present.message.id])  # another log's, before a promotion
         entry = self._pending.add(message)
         self._order.append(entry)
         self._restore(entry, self._unread.take(position))
@@ -187,10 +180,16 @@ class Consumer:
         entry.deliveries, entry.failures, entry.has_failed = fact.deliveries, fact.failures, fact.has_failed
         entry.last = (fact.run, fact.answer) if fact.run else None
         if fact.deadline:
-            self._pending.revive(entry, fact.run, fact.answer, fact.deadline)
+            self._revive(entry, (fact.run, fact.answer), fact.deadline)
             self._timers.set(fact.deadline, fact.run, fact.answer)
         elif fact.not_before:
             self._delay(entry, fact.not_before)
+
+    def _revive(self, entry: Entry, answer: tuple[int, int], deadline: int) -> None:
+        """Put a waiting message in flight again; or let it wait until the deadline, if a barrier holds it."""
+        self._pending.revive(entry, *answer, deadline)
+        if entry.state is _WAITING:
+            self._timers.set(deadline, -1, entry.position)
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -288,30 +287,27 @@ class Consumer:
         """Let deliveries expire at another time, counted from now; return the status of each."""
         statuses: list[Status] = []
         deadline = now + (self.limits.ack_wait_ms if ack_wait_ms is None else ack_wait_ms)
-        extended: list[int] = []
-        answers: set[tuple[int, int]] = set()
+        extended: dict[tuple[int, int], list[int]] = {}
         for delivery in ids:
             status, entry = self._find(delivery)
             if status is Status.ACKED:
                 status = Status.EXTENDED
                 if entry is None:
-                    self._note_unread(Extended(deadline, (delivery.position,)))
+                    self._note_unread(Extended(delivery.run, delivery.answer, deadline, (delivery.position,)))
                 else:
-                    if entry.state is _IN_FLIGHT:
+                    answer = delivery[2:]
+                    if entry.answer is not None:
+                        answer = entry.answer.run, entry.answer.number
                         entry.deadline = deadline
                     else:
-                        entry.last = delivery[2:]
-                        self._pending.revive(entry, delivery.run, delivery.answer, deadline)
-                    if entry.answer is None:
-                        self._timers.set(deadline, -1, entry.position)
-                    else:
-                        answers.add((entry.answer.run, entry.answer.number))
-                    extended.append(entry.position)
+                        entry.last = answer
+                        self._revive(entry, answer, deadline)
+                    extended.setdefault(answer, []).append(entry.position)
             statuses.append(status)
-        for run, number in answers:
-            self._timers.set(deadline, run, number)
-        if extended:
-            self._changes.append(Extended(deadline, extended))
+        for (run, number), positions in extended.items():
+            if (run, number) in self._pending.answers:
+                self._timers.set(deadline, run, number)
+            self._changes.append(Extended(run, number, deadline, positions))
         return statuses
 
     def _find(self, delivery: DeliveryId) -> tuple[Status, Entry | None]:
@@ -324,11 +320,12 @@ class Consumer:
             if entry.last is not None and (run, number) < entry.last:
                 return Status.SUPERSEDED, None
             return Status.ACKED, entry
-        if self._letters.at(position) is not None:
+        if self._letters.at(position, generation) is not None:
             return Status.DEAD, None
         return (Status.ALREADY_ACKED if position <= self._last else self._unread.find(delivery)), None
 
     def _note_unread(self, change: Settled | Returned | Extended) -> None:
+        """Note what happened to a message that the log wasn't read for so far."""
         self._unread.apply(change)
         self._changes.append(change)
 
@@ -397,7 +394,7 @@ class Consumer:
             entry.failures += 1
             if 0 < self.limits.max_deliver <= entry.failures:
                 self._note_back(back)
-                self._bury(entry, DeadLetter(entry.message, entry.deliveries, error, now))
+                self._bury(entry, DeadLetter(entry.message, entry.deliveries, error, now, self._generation))
         return len(came)
 
     def _bury(self, entry: Entry, letter: DeadLetter) -> None:
@@ -466,9 +463,9 @@ class Consumer:
         Args:
             end: the `seq` of the log's last operation.
         """
-        if max(self._last, self._unread.upto) <= position_of(end, 1):
+        if max(self._last, self._unread.upto, self._letters.last) <= position_of(end, 1):
             return False
-        self._begin_generation(min(self.cursor, end))
+        self._begin_generation(min(self.cursor, end), end)
         return True
 
     def hold(self, tables: Iterable[int]) -> None:
@@ -479,20 +476,20 @@ class Consumer:
         self._phase = phase
         self._changes.append(Steered(phase))
 
-    def _begin_generation(self, cursor: int) -> None:
+    def _begin_generation(self, cursor: int, end: int | None = None) -> None:
         held = self._pending.held
         self._generation += 1
         self._pending = Pending()
         self._pending.hold(held)
         self._order, self._order_gone = deque(), 0
         self._timers.clear()
-        self._letters.begin_generation()
+        self._letters.begin_generation(self._generation, end)
         self._read_upto = self._noted_cursor = cursor
         self._last = position_of(cursor, 1)
         known = State.begin(cursor)
         known.counters = self.counters
         self._unread = Unread(known)
-        self._changes.append(Rewound(self._generation, cursor))
+        self._changes.append(Rewound(self._generation, cursor, end))
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 
@@ -508,9 +505,10 @@ class Consumer:
         letters, wanted = self._letters, self._letters.wanted(ids)
         found = {id_: letter for id_ in wanted if (letter := letters.remove(id_)) is not None}
         for letter in sorted(found.values(), key=lambda letter: letter.message.position, reverse=True):
-            id_ = letter.message.id
-            if letter.message.position in self._pending.entries:
-                self._changes.append(Dropped((id_,)))  # a rewind has brought it back already
+            id_, position = letter.message.id, letter.message.position
+            is_read = position <= self._last or self._unread.is_settled(position)
+            if not is_read or position in self._pending.entries:
+                self._changes.append(Dropped((id_,)))  # since a rewind, the log delivers it
             else:
                 letters.retried[id_] = letter
                 self._add_retried(letter)
@@ -530,7 +528,7 @@ class Consumer:
         return known
 
     def _drop_acked(self, position: int) -> None:
-        id_ = self._letters.at(position)
+        id_ = self._letters.at(position, self._generation)
         if id_ is not None:
             self._letters.remove(id_)
             self.counters.acked += 1
@@ -558,7 +556,7 @@ class Consumer:
         for position, entry in self._pending.entries.items():
             if not entry.is_retried:
                 state.open.add(position)
-            if entry.deliveries or entry.failures or entry.not_before:
+            if entry.last is not None or entry.failures or entry.not_before:
                 state.facts[position] = _fact(entry)
         state.cursor, state.generation, state.run, state.phase = self.cursor, self._generation, self._run, self._phase
         state.counters = replace(self.counters)

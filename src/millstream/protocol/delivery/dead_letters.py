@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from millstream.protocol.delivery.messages import DeadLetter
+from millstream.protocol.delivery.messages import DeadLetter, position_of
 
 
 class DeadLetters:
@@ -18,12 +18,17 @@ class DeadLetters:
     def __init__(self, dead: dict[str, DeadLetter], retried: dict[str, DeadLetter]) -> None:
         self.dead = dead
         self.retried = retried
-        self._ids = {letter.message.position: id_ for id_, letter in dead.items()}
-        """Ids of messages that died in this generation, by position."""
+        self._ids = {(letter.message.position, letter.generation): id_ for id_, letter in dead.items()}
 
-    def at(self, position: int) -> str | None:
-        """Return the id of the message that died at a position, in this generation."""
-        return self._ids.get(position)
+    @property
+    def last(self) -> int:
+        """The greatest position of a letter; -1 if there is none."""
+        letters = (*self.dead.values(), *self.retried.values())
+        return max((letter.message.position for letter in letters), default=-1)
+
+    def at(self, position: int, generation: int) -> str | None:
+        """Return the id of the message that died at a position in a generation; None if there is none."""
+        return self._ids.get((position, generation)) if self._ids else None
 
     def add(self, letter: DeadLetter) -> None:
         """Add a message that died; it is no longer retried."""
@@ -31,21 +36,32 @@ class DeadLetters:
         self.retried.pop(id_, None)
         self.dead.pop(id_, None)
         self.dead[id_] = letter
-        self._ids[letter.message.position] = id_
+        self._ids[letter.message.position, letter.generation] = id_
 
     def remove(self, id_: str) -> DeadLetter | None:
         """Remove and return a dead letter; None if there is none of this id."""
         letter = self.dead.pop(id_, None)
-        if letter is not None and self._ids.get(letter.message.position) == id_:
-            del self._ids[letter.message.position]
+        if letter is not None:
+            self._ids.pop((letter.message.position, letter.generation), None)
         return letter
 
     def wanted(self, ids: Iterable[str] | None) -> list[str]:
         """Return the given ids, or those of all dead letters."""
         return list(self.dead) if ids is None else list(ids)
 
-    def begin_generation(self) -> None:
-        """Make retried messages dead letters again; earlier deliveries no longer name one."""
-        self.dead.update(self.retried)
-        self.retried.clear()
+    def begin_generation(self, generation: int, end: int | None) -> None:
+        """Make retried messages dead letters again, and give those behind the log's end a place of their own."""
+        bury_again(self.dead, self.retried, generation, end)
         self._ids.clear()
+
+
+def bury_again(dead: dict[str, DeadLetter], retried: dict[str, DeadLetter], generation: int, end: int | None) -> None:
+    """Move retried messages to the dead ones; a message behind `end`, if given, gets a position that no record has."""
+    dead.update(retried)
+    retried.clear()
+    if end is None:
+        return
+    lost = [letter for letter in dead.values() if letter.message.position > position_of(end, 1)]
+    for number, letter in enumerate(lost):
+        message = letter.message._replace(position=-((generation << 32) + number) - 1)
+        dead[message.id] = letter._replace(message=message)

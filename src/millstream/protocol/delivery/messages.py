@@ -68,7 +68,10 @@ class Message(NamedTuple):
     """A record, or half of one, that a consumer is to receive. The machine compares its fields and never looks into `origin`."""
 
     position: int
-    """Its place in the order of delivery: `position_of` its `seq`; unique, growing with the log."""
+    """Its place in the order of delivery: `position_of` its `seq`; unique, growing with the log.
+
+    A dead letter has a negative one if its record was lost by a promotion, since another record may have its `seq`.
+    """
     before: int
     """The `seq` at the end of the operation before this message's operation."""
     id: str
@@ -115,3 +118,5 @@ class DeadLetter(NamedTuple):
     error: str
     died: int
     """When it died, in ms since 1970."""
+    generation: int
+    """The generation in which it died: a delivery of another one doesn't name it."""

@@ -145,7 +145,7 @@ class Pending:
 
         If a barrier holds it, it waits until the deadline instead.
         """
-        if not entry.is_released:
+        if self._is_held(entry):
             self.delay(entry, deadline)
             return
         answer = self.answers.get((run, number))
@@ -236,17 +236,20 @@ class Pending:
         for entry in held:
             self._release(entry, table)
 
+    def _is_held(self, entry: Entry) -> bool:
+        """Whether a barrier holds a message, or it is a barrier and earlier messages hold it."""
+        message = entry.message
+        if message.barrier and message.table is not None:
+            return self._tables[message.table].next_barrier is not entry
+        return not entry.is_released
+
     def _is_free(self, entry: Entry, answer: Answer | None) -> bool:
-        if entry.state is not _WAITING or entry.not_before or not entry.is_released:
+        if entry.state is not _WAITING or entry.not_before or self._is_held(entry):
             return False
         for group in entry.groups:
             if group.first is not entry or (group.flying and group.owner is not answer):
                 return False
-        message = entry.message
-        if message.barrier and message.table is not None:
-            table = self._tables[message.table]
-            return table.next_barrier is entry and message.table not in self.held
-        return not self.held or message.table not in self.held
+        return not self.held or entry.message.table not in self.held
 
     def _check(self, entry: Entry) -> None:
         """Put a message into the queue, or take it out, as it is free or not."""

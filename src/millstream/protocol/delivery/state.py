@@ -1,4 +1,4 @@
-"""A consumer's durable state: what a restart knows."""
+"""A consumer's durable state, from which a restart begins."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from millstream.protocol.delivery.changes import (
     letter_from_json,
     letter_to_json,
 )
+from millstream.protocol.delivery.dead_letters import bury_again
 from millstream.protocol.delivery.messages import DeadLetter, Phase, position_of
 
 
@@ -66,7 +67,7 @@ class Counters:
 
 @dataclass(slots=True)
 class State:
-    """What is known of a consumer: a snapshot, with the changes after it applied.
+    """The durable facts of a consumer: a snapshot, with the changes after it applied.
 
     Make the first one with `State.begin`. Applying a prefix of the machine's changes gives a state from which
     nothing is lost: messages settled after the prefix are delivered again.
@@ -118,10 +119,10 @@ class State:
                     fact = self._fact(position)
                     fact.failures += not fact.has_failed
                     fact.has_failed, fact.not_before = True, until
-            case Extended(deadline, positions):
+            case Extended(run, answer, deadline, positions):
                 for position in positions:
                     fact = self._fact(position)
-                    fact.deadline, fact.not_before = deadline, 0
+                    fact.run, fact.answer, fact.deadline, fact.not_before = run, answer, deadline, 0
             case Moved(cursor):
                 self.cursor = cursor
                 self._prune()
@@ -142,8 +143,10 @@ class State:
                         del self.dead[id_]
                     elif id_ in self.retried:
                         self.facts.pop(self.retried.pop(id_).message.position, None)
-            case Rewound(generation, cursor):
-                self.rewind(generation, cursor)
+            case Rewound(generation, cursor, end):
+                self.generation, self.cursor, self.upto = generation, cursor, position_of(cursor, 1)
+                self.open, self.settled, self.facts = set(), set(), {}
+                bury_again(self.dead, self.retried, generation, end)
             case Steered(phase):
                 self.phase = phase
             case Started(run):
@@ -181,13 +184,6 @@ class State:
         self.settled = {position for position in self.settled if position > covered}
         self.open = {position for position in self.open if position > covered}
         self._pruned_at = len(self.settled) + len(self.open)
-
-    def rewind(self, generation: int, cursor: int) -> None:
-        """Forget all deliveries, and begin behind another cursor. Dead letters and counters stay."""
-        self.generation, self.cursor, self.upto = generation, cursor, position_of(cursor, 1)
-        self.open, self.settled, self.facts = set(), set(), {}
-        self.dead.update(self.retried)
-        self.retried = {}
 
     def to_json(self) -> dict[str, Any]:
         """Return a value that JSON can hold."""

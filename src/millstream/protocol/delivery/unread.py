@@ -10,7 +10,7 @@ from millstream.protocol.delivery.state import Fact, State
 
 
 class Unread:
-    """What is known of messages that the log is still to be read for.
+    """The facts about messages that the log is still to be read for.
 
     Args:
         state: the state. It is changed.

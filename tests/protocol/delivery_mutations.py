@@ -1,0 +1,276 @@
+"""Defects of a consumer's machine. Each is a world with a machine that does one thing wrongly; a seed finds it.
+
+python -m tests.protocol.delivery_mutations [NAME…]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tests.mutations import Mutation, main
+from tests.protocol.delivery_world import World
+
+from millstream.protocol.delivery import Change, Consumer, Limits, Message, State
+from millstream.protocol.delivery import changes as kinds
+from millstream.protocol.delivery.dead_letters import DeadLetters
+from millstream.protocol.delivery.pending import Pending
+from millstream.protocol.delivery.unread import Unread
+from millstream.protocol.delivery.waiting import Answer, Entry, Group
+
+SEEDS_MAX = 2000
+
+
+def _wrong(pending: type[Pending] = Pending, unread: type[Unread] = Unread) -> type[Consumer]:
+    """Return a consumer's type whose parts are of other types."""
+
+    class Wrong(Consumer):
+        def __init__(self, limits: Limits, state: State, *, run: int) -> None:
+            super().__init__(limits, state, run=run)
+            self._pending.__class__ = pending
+            self._unread.__class__ = unread
+
+        def _begin_generation(self, cursor: int, end: int | None = None) -> None:
+            super()._begin_generation(cursor, end)
+            self._pending.__class__ = pending
+            self._unread.__class__ = unread
+
+    return Wrong
+
+
+def _without(kind: type[Any]) -> type[Consumer]:
+    """Return a consumer's type that doesn't store a kind of changes."""
+
+    class Silent(Consumer):
+        def take_changes(self) -> list[Change]:
+            return [change for change in super().take_changes() if not isinstance(change, kind)]
+
+    return Silent
+
+
+class CursorAtTheEnd(World):
+    """The cursor is where the log was read to."""
+
+    found_by = 1
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        @property
+        def cursor(self) -> int:
+            return self._read_upto
+
+
+class LonelyPending(Pending):
+    def come_back(self, entry: Entry) -> list[Entry]:
+        others = [other for group in entry.groups for other in group.flying.values() if other is not entry]
+        for other in others:
+            for group in other.groups:
+                group.flying.pop(other.position)
+        came = super().come_back(entry)
+        for other in others:
+            for group in other.groups:
+                group.flying[other.position] = other
+        return came
+
+
+class OnlyItselfReturns(World):
+    """A nack doesn't return the later messages of its group."""
+
+    found_by = 5
+    consumer_type = _wrong(LonelyPending)
+
+
+class HastyPending(Pending):
+    def _is_free(self, entry: Entry, answer: Answer | None) -> bool:
+        owners = [(group, group.owner) for group in entry.groups]
+        for group, _ in owners:
+            group.owner = answer
+        free = super()._is_free(entry, answer)
+        for group, owner in owners:
+            group.owner = owner
+        return free
+
+
+class TwoAnswersInFlight(World):
+    """A group in flight is delivered in another answer."""
+
+    found_by = 1
+    consumer_type = _wrong(HastyPending)
+
+
+class NoBarrierPending(Pending):
+    def add(self, message: Message) -> Entry:
+        return super().add(message._replace(barrier=False))
+
+
+class BarriersHoldNothing(World):
+    """Later messages pass a truncate."""
+
+    found_by = 5
+    consumer_type = _wrong(NoBarrierPending)
+
+
+class NeighboursDie(World):
+    """An expiry counts for each message of a group."""
+
+    found_by = 25
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def expire(self, now: int) -> int:
+            first, Group.is_first = Group.is_first, lambda _group, _entry: True  # type: ignore[method-assign]
+            try:
+                return super().expire(now)
+            finally:
+                Group.is_first = first  # type: ignore[method-assign]
+
+
+class CountedTwice(World):
+    """A nack after an expiry counts once more."""
+
+    found_by = 7
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def _fail(self, entry: Entry, *arguments: Any) -> int:
+            entry.has_failed = False
+            return super()._fail(entry, *arguments)
+
+
+class OlderAcksCount(World):
+    """An ack counts though the message was delivered again."""
+
+    found_by = 7
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def ack(self, ids: Iterable[Any]) -> Any:
+            return super().ack([one._replace(run=1 << 40) for one in ids])
+
+
+class AcksOutliveARewind(World):
+    """An ack from before a rewind counts."""
+
+    found_by = 5
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def ack(self, ids: Iterable[Any]) -> Any:
+            return super().ack([one._replace(generation=self.generation) for one in ids])
+
+
+class OneRun(World):
+    """A restart names its deliveries as the run before did."""
+
+    found_by = 1
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def __init__(self, limits: Limits, state: State, *, run: int) -> None:
+            super().__init__(limits, state, run=run)
+            self._run = 1
+            self._true_run = run
+
+        def snapshot(self) -> State:
+            state = super().snapshot()
+            state.run = self._true_run
+            return state
+
+
+class AcksNotStored(World):
+    """Acks aren't durable."""
+
+    found_by = 1
+    consumer_type = _without(kinds.Settled)
+
+
+class DeliveriesNotStored(World):
+    """Deliveries aren't durable."""
+
+    found_by = 1
+    consumer_type = _without(kinds.Delivered)
+
+
+class DeathsNotStored(World):
+    """Dead letters aren't durable."""
+
+    found_by = 1
+    consumer_type = _without(kinds.Died)
+
+
+class ReturnsNotStored(World):
+    """Failures aren't durable."""
+
+    found_by = 2
+    consumer_type = _without(kinds.Returned)
+
+
+class NothingRemembered(Unread):
+    def is_settled(self, position: int) -> bool:
+        return position < 0
+
+
+class HolesForgotten(World):
+    """A restart delivers everything behind the cursor."""
+
+    found_by = 1
+    consumer_type = _wrong(unread=NothingRemembered)
+
+
+class OldLetters(DeadLetters):
+    def at(self, position: int, generation: int) -> str | None:
+        return next((id_ for (at, since), id_ in self._ids.items() if at == position and since <= generation), None)
+
+
+class LettersOfAnyGeneration(World):
+    """An ack removes the dead letter of an earlier generation."""
+
+    found_by = 13
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def __init__(self, limits: Limits, state: State, *, run: int) -> None:
+            super().__init__(limits, state, run=run)
+            self._letters.__class__ = OldLetters
+
+
+class DeliversBeforeItHasRead(World):
+    """A restart delivers before it knows what is in flight."""
+
+    found_by = 336
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        @property
+        def is_restored(self) -> bool:
+            return True
+
+
+class DeathsHoldTheirGroup(World):
+    """A dead message's group doesn't go on."""
+
+    found_by = 1
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def _bury(self, entry: Entry, letter: Any) -> None:
+            super()._bury(entry, letter)
+            for group in entry.groups:
+                if group.first is not None:
+                    self._pending._dequeue(group.first)
+
+
+class PromotionKeepsAcks(World):
+    """A promotion that lost records doesn't void the ids of their deliveries."""
+
+    found_by = 5
+
+    class consumer_type(Consumer):  # noqa: N801 - the attribute's name
+        def cut_back(self, end: int) -> bool:
+            before = self._generation
+            is_cut = super().cut_back(end)
+            self._generation = before
+            return is_cut
+
+
+MUTATIONS: tuple[type[Mutation], ...] = (
+    CursorAtTheEnd, OnlyItselfReturns, TwoAnswersInFlight, BarriersHoldNothing, NeighboursDie, CountedTwice, OlderAcksCount,
+    AcksOutliveARewind, OneRun, AcksNotStored, DeliveriesNotStored, DeathsNotStored, ReturnsNotStored, HolesForgotten,
+    LettersOfAnyGeneration, DeliversBeforeItHasRead, DeathsHoldTheirGroup, PromotionKeepsAcks,
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(MUTATIONS, SEEDS_MAX, sys.argv[1:]))
