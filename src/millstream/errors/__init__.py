@@ -23,6 +23,7 @@ from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEn
 from millstream.errors._buffers import BufferTruncated as BufferTruncated
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
+from millstream.errors._delivery import DeliveryError as DeliveryError
 from millstream.errors._http import HttpError as HttpError
 from millstream.errors._ingest import DedupWindowExpired as DedupWindowExpired
 from millstream.errors._ingest import IdempotencyKeyReused as IdempotencyKeyReused

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from millstream.backoff import Backoff
@@ -21,9 +21,9 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
+from millstream.wal.commit_moments import numbers_around
 from millstream.wal.files import RealFiles
 from millstream.wal.index import (
-    HEADS_AHEAD_BYTES,
     OnDamage,
     SchemaPlace,
     ShardIndex,
@@ -49,7 +49,7 @@ from millstream.wal.segment_reader import (
     whole_before,
     within_offsets,
 )
-from millstream.wal.segment_scan import ReadAhead, ScannedFrame, commit_times, read_frame, reader_of
+from millstream.wal.segment_scan import ScannedFrame
 from millstream.wal.truncation_watch import HistoryWatch, Meanwhile
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
@@ -137,6 +137,15 @@ class StreamReader:
     def first_offset(self, shard: ShardId) -> Offset:
         """Return a shard's first remaining offset."""
         return self.extent.dropped(shard)[1]
+
+    def offset_beyond(self, shard: ShardId, seq: Seq) -> Offset:
+        """Return an offset of a shard before which all numbers are at or below `seq`."""
+        marks, persisted = self._marks()
+        if (mark := marks.get(shard)) is None:
+            return Offset(0)
+        with Meanwhile(self.extent, {shard: mark}):
+            found = (entry.offset for _, _, entry in self._frames_of(shard, seq, persisted, mark))
+            return next(found, mark.durable_offset)
 
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
         """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
@@ -423,37 +432,30 @@ class StreamReader:
             yield group
 
     def numbers_at(self, moment_us: int) -> tuple[Seq, Seq]:
-        """Return the numbers around a moment of the source's commits (µs since 1970 UTC), in whole commit groups.
-
-        Returns:
-            The last number before the first group with a commit at or after it, and the last number of the last group
-            with a commit at or before it.
-        """
-        marks, persisted = self._marks()
-        since: Seq | None = None
-        until = Seq(self.first_seq() - 1)
-        ends = (until, until)
-        """Ends of the previous group and of this one."""
-        frames = self._all_frames(marks, until, persisted)
-        for _, segment, entry in frames:
-            if entry.group_last_seq != ends[1]:
-                ends = (ends[1], entry.group_last_seq)
-            low, high = entry.commit_ts_min_us, entry.commit_ts_max_us
-            if low is None or high is None:
-                window = ReadAhead(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
-                head = read_frame(window, entry.position, payload=False).head
-                low, high = commit_times(head, read_header(self._files, segment)) or (None, None)
-            if low is None or high is None:
-                continue
-            if since is None and high >= moment_us:
-                since = ends[0]
-            if low <= moment_us:
-                until = ends[1]
-        return persisted if since is None else since, until
+        """Return the numbers around a moment of the source's commits (µs since 1970 UTC); see `numbers_around`."""
+        (marks, persisted), first = self._marks(), Seq(self.first_seq() - 1)
+        return numbers_around(self._files, self._all_frames(marks, first, persisted), moment_us, first, persisted)
 
     def schema_versions(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Return every readable schema, of every table, by table and version."""
         return dict(sorted(self._elsewhere().all().items()))
+
+    def schemas_between(
+        self, after: Seq, upto: Seq, known: Container[tuple[TableId, SchemaVersion]] = ()
+    ) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
+        """Return the schemas of the records of `(after, upto]`, by table and version, except the known ones."""
+        marks, _ = self._marks()
+        found: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
+        sources: dict[ShardId, SegmentSource] = {}
+        with Meanwhile(self.extent, marks):
+            for shard, mark in marks.items():
+                for _, segment, entry in self._frames_of(shard, after, upto, mark):
+                    for table in entry.tables:
+                        key = table.table_id, table.schema_version
+                        if key not in known and key not in found:
+                            one = frozenset((table.table_id,))
+                            found[key] = self._source(sources, shard, segment, entry, mark, one).schema(*key)
+        return found
 
     def schemas(self) -> dict[TableId, TableSchema]:
         """Return the latest schema of every table that the log has rows of."""

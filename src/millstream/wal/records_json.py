@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from millstream.errors import CorruptWal
 from millstream.model.ids import ShardId, TableId
@@ -79,7 +79,7 @@ class Cat:
             # Beyond the end of one shard, but not of all: that shard has nothing to yield yet.
             if any(end >= self.from_offset for end in ends.values()):
                 self._next = {shard: end for shard, end in ends.items() if end < self.from_offset}
-        return _merged([self._shard(shard, upto) for shard in shards])
+        return merge_shards([self._shard(shard, upto) for shard in shards])
 
     def is_behind(self) -> bool:
         """Return whether more is durable than was yielded."""
@@ -177,7 +177,26 @@ def to_json(facts: Mapping[str, Any]) -> str:
     return json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
 
 
-def _merged(shards: list[Iterator[Line]]) -> Iterator[Line]:
+class Merged(Protocol):
+    """A record of a shard, as `merge_shards` needs it; see `Line`."""
+
+    @property
+    def operation_seq(self) -> Seq:
+        """First number of its operation on its shard."""
+
+    @property
+    def index(self) -> int:
+        """Its index in its operation, or -1."""
+
+    @property
+    def operation(self) -> tuple[Any, ...]:
+        """Identity of its operation."""
+
+
+_Merged = TypeVar("_Merged", bound=Merged)
+
+
+def merge_shards(shards: list[Iterator[_Merged]]) -> Iterator[_Merged]:
     """Merge all shards' lines: operations by their first number, a transaction's records by their index."""
     heads = {number: line for number, lines in enumerate(shards) if (line := next(lines, None)) is not None}
     operation: tuple[Any, ...] | None = None

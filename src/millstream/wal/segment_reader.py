@@ -156,6 +156,10 @@ class SegmentSource:
         """Return whether the schemas of these tables have been loaded."""
         return all((table.table_id, table.schema_version) in self._schemas for table in tables)
 
+    def schema(self, table: TableId, version: SchemaVersion) -> TableSchema:
+        """Return a schema that has been loaded."""
+        return self._schemas.find(table, version)
+
     def bring_schemas(self, places: Iterable[SchemaPlace]) -> None:
         """Load the schemas at these positions, each once.
 

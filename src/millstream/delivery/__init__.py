@@ -1,0 +1,1 @@
+"""Delivery to consumers: named readers whose positions the home stores."""

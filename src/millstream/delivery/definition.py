@@ -1,0 +1,287 @@
+"""The definition of a consumer: what it receives, in which groups, and how it acknowledges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal, NoReturn
+
+import pyarrow as pa
+
+from millstream.errors import DeliveryError, RoutingError, UsageError
+from millstream.model.names import TablePatterns
+from millstream.model.predicate import Predicate
+from millstream.model.schema import TableKind, TableSchema
+
+NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
+KEY: Final = "key"
+NO_GROUPS: Final = "none"
+GroupBy = Literal["key", "none"] | tuple[str, ...]
+"""`key`: the table's key. `none`: each message is a group of its own. Else these columns."""
+
+_NUMBERS: Final[Mapping[str, tuple[int, int, int]]] = {
+    "ack_wait_ms": (30_000, 100, 43_200_000),
+    "max_deliver": (10, 0, 1000),
+    "max_ack_pending": (1000, 1, 100_000),
+}
+"""The default, the least and the greatest value."""
+_NOT_HERE: Final = ("webhook", "kafka", "redis", "command", "allow_private")
+_FIELDS: Final = ("name", "tables", "where", "columns", "kind", "group_by", "start", *_NUMBERS, "backfill")
+_COLUMN: Final = re.compile(
+    r"""\s*(?P<name>"(?:[^"]|"")+"|[^\s"]+)(?:\s+as\s+(?P<alias>"(?:[^"]|"")+"|[^\s"]+))?\s*\Z""", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A valid definition, with its defaults. Made by `parse`."""
+
+    name: str
+    tables: tuple[str, ...] | None
+    """Patterns; None for all tables, and logical messages."""
+    where: str | None
+    columns: tuple[str, ...] | None
+    kind: str
+    group_by: GroupBy
+    start: str
+    ack_wait_ms: int
+    max_deliver: int
+    max_ack_pending: int
+    backfill: bool
+
+    @classmethod
+    def parse(cls, body: object) -> Definition:
+        """Read a definition from a JSON value.
+
+        Raises:
+            DeliveryError (`invalid_consumer`): a field is missing, unknown, or not valid.
+        """
+        if not isinstance(body, Mapping):
+            _refuse("a definition is an object")
+        sinks = [field for field in _NOT_HERE if field in body]
+        if sinks:
+            _refuse(
+                f"a consumer can't have {sinks[0]} here",
+                sinks[0],
+                "Create the consumer without it, and receive its messages over HTTP or in Python.",
+            )
+        unknown = [str(field) for field in body if field not in _FIELDS]
+        if unknown:
+            _refuse(f"there is no field {unknown[0][:80]!r}", unknown[0][:80], f"Use: {', '.join(_FIELDS)}.")
+        name = body.get("name")
+        if not isinstance(name, str) or NAME.match(name) is None:
+            what = "a consumer needs a name" if name is None else f"{str(name)[:80]!r} can't name a consumer"
+            _refuse(
+                what,
+                "name",
+                "Choose a name of lower-case letters, digits, _ and -, with a letter first and at most 63 characters.",
+            )
+        tables = _texts(body, "tables")
+        if tables is not None:
+            try:
+                TablePatterns.parse(tables)
+            except UsageError as error:
+                _refuse(error.message, "tables", error.hint)
+        where = _text(body, "where", None)
+        if where is not None:
+            _predicate(where)
+        columns = _texts(body, "columns")
+        _renamed(columns)
+        kind = _text(body, "kind", "changes")
+        if kind != "changes":
+            hint = "Use kind `changes`, which delivers every record." if kind == "latest" else "Use kind `changes`."
+            _refuse(f"there are no consumers of kind {str(kind)[:80]!r} here", "kind", hint)
+        if _flag(body, "backfill"):
+            _refuse(
+                "a consumer can't have backfill here",
+                "backfill",
+                'Create the consumer with `"start": "earliest"` to receive the records that the log still has.',
+            )
+        start = _text(body, "start", "latest")
+        assert start is not None
+        if not start.strip():
+            _refuse("start is empty", "start", "Use `earliest`, `latest`, a token or a time.")
+        numbers = {field: _number(body, field) for field in _NUMBERS}
+        return cls(name, tables, where, columns, "changes", _group_by(body), start, backfill=False, **numbers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field, as JSON shows it; `parse` reads it again."""
+        return {
+            "name": self.name,
+            "tables": None if self.tables is None else list(self.tables),
+            "where": self.where,
+            "columns": None if self.columns is None else list(self.columns),
+            "kind": self.kind,
+            "group_by": self.group_by if isinstance(self.group_by, str) else list(self.group_by),
+            "start": self.start,
+            "ack_wait_ms": self.ack_wait_ms,
+            "max_deliver": self.max_deliver,
+            "max_ack_pending": self.max_ack_pending,
+            "backfill": self.backfill,
+        }
+
+    @cached_property
+    def predicate(self) -> Predicate | None:
+        """The parsed `where`."""
+        return None if self.where is None else Predicate.parse(self.where)
+
+    @cached_property
+    def renamed(self) -> Mapping[str, str] | None:
+        """The new name of each chosen column, in the order of the definition; None: all columns, as they are."""
+        return _renamed(self.columns)
+
+    @cached_property
+    def _patterns(self) -> TablePatterns:
+        return TablePatterns.parse(self.tables or ())
+
+    def takes(self, schema: TableSchema) -> bool:
+        """Return whether the consumer receives records that were written under this schema."""
+        if schema.kind is TableKind.MESSAGES:
+            return self.tables is None
+        return self._patterns.select(schema.namespace, schema.name)
+
+    def check(self, schemas: Iterable[TableSchema]) -> None:
+        """Check the definition against the present tables.
+
+        Args:
+            schemas: the latest schema of each table of the stream.
+
+        Raises:
+            DeliveryError (`invalid_consumer`): no matching table has a column of `where`, `columns` or `group_by`; a
+                literal of `where` is of another type than its column in every matching table that has it; or a column
+                of `group_by` isn't in the replica identity of a matching table.
+        """
+        matching = [schema for schema in schemas if schema.kind is not TableKind.MESSAGES and self.takes(schema)]
+        if not matching:
+            return
+        columns = {column.name for schema in matching for column in schema.columns}
+        grouped = () if isinstance(self.group_by, str) else self.group_by
+        named = {
+            "where": () if self.predicate is None else self.predicate.columns,
+            "columns": tuple(self.renamed or ()),
+            "group_by": grouped,
+        }
+        for field, names in named.items():
+            missing = [name for name in names if name not in columns]
+            if missing:
+                tables = ", ".join(sorted(schema.full_name for schema in matching)[:10])
+                _refuse(f"no matching table has a column {missing[0]!r}", field, f"Use columns of: {tables}.")
+        if self.predicate is not None:
+            _check_literals(self.predicate, matching)
+        for schema in matching if grouped else ():
+            own = {column.name for column in schema.columns}
+            outside = [name for name in grouped if name in own and name not in schema.identity]
+            if schema.identity and outside:
+                _refuse(
+                    f"column {outside[0]!r} of {schema.full_name} isn't in its replica identity, so old rows lack it",
+                    "group_by",
+                    f"Group by {', '.join(schema.identity)}, or widen the table's replica identity.",
+                )
+
+
+def _check_literals(predicate: Predicate, schemas: Iterable[TableSchema]) -> None:
+    failure: RoutingError | None = None
+    for schema in schemas:
+        if not {column.name for column in schema.columns}.isdisjoint(predicate.columns):
+            try:
+                predicate.matches(pa.RecordBatch.from_pylist([], schema=schema.to_arrow()))
+            except RoutingError as error:
+                failure = error
+            else:
+                return
+    if failure is not None:
+        _refuse(
+            failure.message.replace("the rule where", "the condition"), "where", "Compare with a literal of its type."
+        )
+
+
+def _predicate(text: str) -> Predicate:
+    try:
+        return Predicate.parse(text)
+    except UsageError as error:
+        _refuse(error.message, "where", error.hint)
+
+
+def _renamed(columns: Iterable[str] | None) -> Mapping[str, str] | None:
+    if columns is None:
+        return None
+    found: dict[str, str] = {}
+    for text in columns:
+        match = _COLUMN.match(text)
+        if match is None:
+            _refuse(
+                f"{text[:80]!r} names no column",
+                "columns",
+                'Write `name`, or `name as other`: ["id", "total as amount"].',
+            )
+        name = _unquoted(match["name"])
+        if name in found:
+            _refuse(f"column {name!r} is named twice", "columns")
+        found[name] = _unquoted(match["alias"] or match["name"])
+    if not found:
+        _refuse("columns is empty", "columns", "Name a column, or leave the field out for all of them.")
+    if len(set(found.values())) < len(found):
+        _refuse("two columns would have one name", "columns")
+    return found
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1].replace('""', '"') if text.startswith('"') else text
+
+
+def _group_by(body: Mapping[str, Any]) -> GroupBy:
+    value = body.get("group_by")
+    if value is None or value == KEY:
+        return "key"
+    if value == NO_GROUPS:
+        return "none"
+    if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
+        if len(set(value)) < len(value):
+            _refuse("a column is named twice", "group_by")
+        return tuple(value)
+    raise _refusal("group_by names no groups", "group_by", 'Use "key", "none" or a list of columns.')
+
+
+def _text(body: Mapping[str, Any], field: str, default: str | None) -> str | None:
+    value = body.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, str):
+        _refuse(f"{field} isn't a text", field)
+    return value
+
+
+def _texts(body: Mapping[str, Any], field: str) -> tuple[str, ...] | None:
+    value = body.get(field)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        _refuse(f"{field} isn't a list of texts", field, "Leave the field out for all of them.")
+    return tuple(value)
+
+
+def _flag(body: Mapping[str, Any], field: str) -> bool:
+    value = body.get(field, False)
+    if not isinstance(value, bool):
+        _refuse(f"{field} is neither true nor false", field)
+    return value
+
+
+def _number(body: Mapping[str, Any], field: str) -> int:
+    default, least, most = _NUMBERS[field]
+    value = body.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        _refuse(f"{field} isn't a whole number from {least} to {most}", field)
+    return value
+
+
+def _refuse(what: str, field: str | None = None, hint: str | None = None) -> NoReturn:
+    raise _refusal(what, field, hint)
+
+
+def _refusal(what: str, field: str | None = None, hint: str | None = None) -> DeliveryError:
+    return DeliveryError(what, code="invalid_consumer", hint=hint, field=field)

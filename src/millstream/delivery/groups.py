@@ -1,0 +1,108 @@
+"""The group of a record: a text that is equal for two records if and only if their table and key are equal.
+
+A group is a JSON list: the table's id, then each key column's value as PostgreSQL prints it, in the order of the key.
+The id stays when a table is renamed. Numbers that compare equal have one text (`1.0` and `1.00`). A text of more than
+`TEXT_MAX` characters is replaced by its SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final
+
+import pyarrow as pa
+
+from millstream.delivery.definition import KEY, NO_GROUPS, GroupBy
+from millstream.model.pgcolumns import render_column
+from millstream.model.records import Op
+from millstream.model.schema import Column, TableKind, TableSchema
+
+TEXT_MAX: Final = 200
+_NUMERIC_OID: Final = 1700
+_WITHOUT: Final = frozenset({Op.TRUNCATE.letter, Op.MESSAGE.letter})
+
+
+def groups_of(
+    schema: TableSchema, batch: pa.RecordBatch, group_by: GroupBy, ids: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Return the groups of records: the new key's, and behind it the old key's, if that is another one.
+
+    Args:
+        schema: the table's schema when the records were made.
+        batch: records in `record_schema(schema)`.
+        group_by: the consumer's.
+        ids: the records' ids: their groups if each is a group of its own.
+
+    Returns:
+        For each record its groups; none for a TRUNCATE and a logical message.
+    """
+    if schema.kind is TableKind.MESSAGES:
+        return [()] * batch.num_rows
+    ops = batch.column("__op").to_pylist()
+    if group_by == NO_GROUPS:
+        return [() if op in _WITHOUT else (id_,) for op, id_ in zip(ops, ids, strict=True)]
+    known = {column.name: (number, column) for number, column in enumerate(schema.columns)}
+    names = schema.key if group_by == KEY else [name for name in group_by if name in known]
+    if schema.kind is TableKind.RAW:
+        names = ()
+    first = batch.num_columns - len(schema.columns)
+    keyed = [(name, *known[name]) for name in names]
+    values = [render_column(batch.column(first + number), column) for _, number, column in keyed]
+    columns = [column for _, _, column in keyed]
+    exact, before = (batch.column(name).to_pylist() for name in ("__exact", "__before"))
+    unchanged = batch.column("__unchanged").to_pylist()
+    found: list[tuple[str, ...]] = []
+    for i, op in enumerate(ops):
+        if op in _WITHOUT:
+            found.append(())
+            continue
+        new: list[Any] = [column_values[i] for column_values in values]
+        old_values = dict(before[i] or ())
+        _replace(new, names, dict(exact[i] or ()))
+        left_out = unchanged[i] or ()
+        _replace(new, names, {name: value for name, value in old_values.items() if name in left_out})
+        own = _text(schema.table_id, columns, new)
+        if not old_values:
+            found.append((own,))
+            continue
+        _replace(new, names, old_values)
+        other = _text(schema.table_id, columns, new)
+        found.append((own,) if own == other else (own, other))
+    return found
+
+
+def _replace(values: list[Any], names: Sequence[str], others: Mapping[str, Any]) -> None:
+    """Replace the values of the columns that `others` has."""
+    for number, name in enumerate(names):
+        if name in others:
+            values[number] = others[name]
+
+
+def _text(table: int, columns: Sequence[Column], values: Sequence[Any]) -> str:
+    key = [_equal_form(value, column) for value, column in zip(values, columns, strict=True)]
+    text = json.dumps([int(table), *key], ensure_ascii=False, separators=(",", ":"))
+    if len(text) <= TEXT_MAX:
+        return text
+    return f"{int(table)}#{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
+
+
+def _equal_form(value: Any, column: Column) -> Any:
+    """Return the one text of all values that compare equal to this one."""
+    if not isinstance(value, str):
+        return value
+    if pa.types.is_floating(column.arrow):
+        return "0" if value == "-0" else value
+    if pa.types.is_decimal(column.arrow) or (column.pg is not None and column.pg.oid == _NUMERIC_OID):
+        try:
+            number = Decimal(value)
+        except InvalidOperation:
+            return value
+        if not number.is_finite():
+            return value
+        text = format(number, "f")
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        return "0" if text == "-0" else text
+    return value

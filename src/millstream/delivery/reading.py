@@ -1,0 +1,307 @@
+"""Reading the log for one consumer: its tables' records in commit order, those that `where` matches, as messages.
+
+A message's position is a number of its operation's range, though not always its record's own: numbers go from table to
+table within an operation, and messages go in commit order. So the operation's numbers are given to its messages in that
+order. On a log of several shards, the records of a transaction are in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.delivery.definition import Definition
+from millstream.delivery.groups import groups_of
+from millstream.errors import RoutingError
+from millstream.model.ids import SchemaVersion, ShardId, TableId
+from millstream.model.positions import Seq
+from millstream.model.predicate import Predicate
+from millstream.model.records import Op
+from millstream.model.schema import TableKind, TableSchema
+from millstream.protocol.delivery.messages import Message, position_of
+from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.records_json import merge_shards, table_lines, to_json
+from millstream.wal.segment_reader import filtered
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+_TRUNCATE: Final = Op.TRUNCATE.letter
+_DELETE: Final = Op.DELETE.letter
+
+
+class Origin(NamedTuple):
+    """What the service keeps of a message while it isn't settled."""
+
+    group: str | None
+    record: str
+    """The record as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A record on its way: with the keys by which shards are merged, and its message if the consumer receives it."""
+
+    operation_seq: Seq
+    index: int
+    operation: tuple[Any, ...]
+    seq: int
+    """A number of the operation's range."""
+    end: int
+    """The greatest number of the operation's records that were read with this one."""
+    message: Message | None
+
+
+class _Numbers(NamedTuple):
+    """Numbers of the records of a part, by row."""
+
+    offsets: Ints
+    seqs: Ints
+    ends: Ints
+
+
+class Step(NamedTuple):
+    """Some messages, and how far they were read."""
+
+    messages: list[Message]
+    upto: int
+    """The `seq` at the end of the last operation that was read whole."""
+    records: int
+    """Number of records of the consumer's tables that were read."""
+
+
+class ConsumerReader:
+    """Reads the log for one consumer.
+
+    Args:
+        stream: the stream's name, for ids and records.
+        reader: the log; no other thread uses it meanwhile.
+        definition: the consumer's.
+
+    Concurrency: none; the caller serialises.
+    """
+
+    def __init__(self, stream: str, reader: StreamReader, definition: Definition) -> None:
+        self._stream = stream
+        self._reader = reader
+        self._definition = definition
+        self._known: dict[tuple[TableId, SchemaVersion], bool] = {}
+        """Whether the consumer receives records of this table and schema version."""
+        self._steps: Iterator[Step] | None = None
+        self.quarantined: set[TableId] = set()
+        """Tables of which undecoded records were read."""
+
+    def restart(self) -> None:
+        """Forget the place in the log: the next `read` says where to begin."""
+        self._steps = None
+
+    def read(self, after: int) -> Step | None:
+        """Return the next messages; None if there is nothing more to read now.
+
+        Args:
+            after: the `seq` to begin behind, in the first call and after `restart`.
+
+        Raises:
+            OffsetExpired: retention has dropped what follows.
+            CorruptWal, LogTruncated: as `StreamReader`.
+        """
+        if self._steps is None:
+            upto = self._reader.persisted_upto()
+            if upto <= after:
+                return None
+            self._reader.extent.check_range(Seq(after), upto, upto)
+            self._steps = self._read(Seq(after), upto)
+        try:
+            step = next(self._steps, None)
+        except BaseException:
+            self._steps = None
+            raise
+        if step is None:
+            self._steps = None
+        return step
+
+    def _read(self, after: Seq, upto: Seq) -> Iterator[Step]:
+        wanted = self._wanted(after, upto)
+        if wanted is not None and not wanted:
+            yield Step([], int(upto), 0)
+            return
+        shards = self._reader.shards
+        if len(shards) == 1:
+            items = self._shard(shards[0], after, upto, wanted, alone=True)
+            pieces: Iterator[Iterable[_Item]] = (frame for frame in items)
+        else:
+            streams: list[Iterator[_Item]] = [
+                (item for frame in self._shard(shard, after, upto, wanted, alone=False) for item in frame)
+                for shard in shards
+            ]
+            merged = merge_shards(streams)
+            pieces = (_renumbered(list(some)) for _, some in groupby(merged, key=_operation))
+        done, before, operation = int(after), int(after), None
+        newest = int(after)
+        for piece in pieces:
+            messages = []
+            records = 0
+            for item in piece:
+                records += 1
+                if item.operation != operation:
+                    operation, done, before = item.operation, newest, max(newest, int(item.operation_seq) - 1)
+                newest = max(newest, item.end)
+                if item.message is not None:
+                    messages.append(item.message._replace(position=position_of(item.seq), before=before))
+            yield Step(messages, done, records)
+        yield Step([], int(upto), 0)
+
+    def _wanted(self, after: Seq, upto: Seq) -> frozenset[TableId] | None:
+        """Return the tables of which the consumer may receive records of `(after, upto]`; None for all."""
+        if self._definition.tables is None:
+            return None
+        for key, schema in self._reader.schemas_between(after, upto, self._known).items():
+            self._known[key] = self._definition.takes(schema)
+        return frozenset(table for (table, _), is_taken in self._known.items() if is_taken)
+
+    def _shard(
+        self, shard: ShardId, after: Seq, upto: Seq, wanted: frozenset[TableId] | None, *, alone: bool
+    ) -> Iterator[list[_Item]]:
+        """Yield a shard's records, frame by frame. If the shard is alone, only the records that are received."""
+        start = self._reader.offset_beyond(shard, after)
+        frame: list[TableRecords] = []
+        for part in self._reader.read(shard, start, tables=wanted, numbers=(after, upto)):
+            if frame and part.frame_offset != frame[0].frame_offset:
+                yield self._items(frame, alone=alone)
+                frame = []
+            frame.append(part)
+        if frame:
+            yield self._items(frame, alone=alone)
+
+    def _items(self, parts: list[TableRecords], *, alone: bool) -> list[_Item]:
+        parts = [part for part in parts if self._definition.takes(part.schema)]
+        if not parts:
+            return []
+        offsets = np.concatenate([part.batch.column("__offset").to_numpy() for part in parts])
+        numbers = np.concatenate([part.batch.column("__seq").to_numpy() for part in parts])
+        if alone:
+            # Operations stand one after the other in offsets as in numbers, so both orders have the same operations.
+            order = np.argsort(offsets, kind="stable")
+            numbers[order] = np.sort(numbers)
+        operations = np.concatenate([part.operation_seq.to_numpy() for part in parts])
+        firsts, places = np.unique(operations, return_inverse=True)
+        last = np.zeros(len(firsts), dtype=np.int64)
+        np.maximum.at(last, places, numbers)
+        ends = last[places]
+        found: list[tuple[int, _Item]] = []
+        begin = 0
+        for part in parts:
+            end = begin + part.batch.num_rows
+            keep = self._matching(part.schema, part.batch)
+            found += self._part(
+                part, _Numbers(offsets[begin:end], numbers[begin:end], ends[begin:end]), keep, alone=alone
+            )
+            begin = end
+        found.sort(key=_first)
+        return [item for _, item in found]
+
+    def _part(self, part: TableRecords, numbers: _Numbers, keep: Bools, *, alone: bool) -> Iterator[tuple[int, _Item]]:
+        if not alone:
+            yield from _unkept(part, numbers, ~keep)
+        if part.schema.kind is TableKind.RAW:
+            self.quarantined.add(part.schema.table_id)
+        for kept in filtered(part, keep):
+            schema = kept.schema
+            prefix = f"{self._stream}-{int(kept.shard)}-{int(kept.epoch)}-"
+            ids = [f"{prefix}{offset}" for offset in kept.batch.column("__offset").to_pylist()]
+            groups = groups_of(schema, kept.batch, self._definition.group_by, ids)
+            table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
+            own_numbers = numbers.seqs[keep].tolist(), numbers.ends[keep].tolist()
+            rows = zip(table_lines(kept, stream=self._stream), ids, groups, *own_numbers, strict=True)
+            for line, id_, own, number, end in rows:
+                facts = line.facts
+                if self._definition.renamed is not None and schema.kind is TableKind.TABLE:
+                    facts = chosen(facts, self._definition.renamed)
+                record = to_json(facts)
+                is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
+                origin = Origin(own[0] if own else None, record)
+                groups_held = () if is_barrier or self._definition.group_by == "none" else own
+                message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
+                yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
+
+    def _matching(self, schema: TableSchema, batch: pa.RecordBatch) -> Bools:
+        predicate = self._definition.predicate
+        if predicate is None or schema.kind is TableKind.RAW:
+            return np.ones(batch.num_rows, dtype=bool)
+        return matching(predicate, schema, batch)
+
+
+def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[tuple[int, _Item]]:
+    """Yield records that `where` leaves out: their numbers are their operation's, too."""
+    for rest in filtered(part, left_out):
+        names = ("__source", "__commit_lsn", "__xid", "__commit_index")
+        facts = [rest.batch.column(name).to_pylist() for name in names]
+        of_rows = [array[left_out].tolist() for array in numbers]
+        for source, lsn, xid, index, first, offset, number, end in zip(
+            *facts, rest.operation_seq.to_pylist(), *of_rows, strict=True
+        ):
+            operation = (source, lsn, xid) if xid is not None else (rest.shard, first)
+            yield offset, _Item(Seq(first), -1 if index is None else index, operation, number, end, None)
+
+
+def matching(predicate: Predicate, schema: TableSchema, batch: pa.RecordBatch) -> Bools:
+    """Return for each record whether a consumer's `where` lets it through.
+
+    A record on which it can't be evaluated passes, and so does a TRUNCATE: a delete that lacks a column, an unchanged
+    TOAST value, a value that stands in `__exact`, a column of another type than the literal.
+    """
+    first = batch.num_columns - len(schema.columns)
+    fields = [pa.field(column.name, column.arrow) for column in schema.columns]
+    own = pa.RecordBatch.from_arrays(batch.columns[first:], schema=pa.schema(fields))
+    try:
+        found = np.array(predicate.matches(own).to_numpy(zero_copy_only=False), dtype=bool)
+    except RoutingError:
+        return np.ones(batch.num_rows, dtype=bool)
+    ops = batch.column("__op")
+    found |= pc.equal(ops, _TRUNCATE).to_numpy(zero_copy_only=False)
+    named = [column.name for column in schema.columns if column.name in predicate.columns]
+    if any(name not in schema.identity for name in named):
+        found |= pc.equal(ops, _DELETE).to_numpy(zero_copy_only=False)
+    for name in ("__unchanged", "__exact"):
+        column = batch.column(name)
+        if named and column.null_count < len(column):
+            for i, values in enumerate(column.to_pylist()):
+                said = values if name == "__unchanged" else dict(values or ())
+                if said and any(each in said for each in named):
+                    found[i] = True
+    return found
+
+
+def chosen(facts: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record with the chosen columns alone, under their new names."""
+    found = dict(facts)
+    for field in ("row", "before", "exact"):
+        values = facts[field]
+        if values is not None:
+            found[field] = {new: values[name] for name, new in renamed.items() if name in values}
+    found["unchanged"] = [new for name, new in renamed.items() if name in facts["unchanged"]]
+    return found
+
+
+def _renumbered(items: list[_Item]) -> list[_Item]:
+    """Give the numbers of an operation's records to them in their order."""
+    numbers = sorted(item.seq for item in items)
+    first, end = min(item.operation_seq for item in items), numbers[-1]
+    return [
+        _Item(first, item.index, item.operation, number, end, item.message)
+        for item, number in zip(items, numbers, strict=True)
+    ]
+
+
+def _operation(item: _Item) -> tuple[Any, ...]:
+    return item.operation
+
+
+def _first(found: tuple[int, _Item]) -> int:
+    return found[0]

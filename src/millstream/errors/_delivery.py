@@ -1,0 +1,37 @@
+"""Errors of delivery to consumers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from millstream.errors._root import Code, MillstreamError, Retry
+
+
+class DeliveryError(MillstreamError):
+    """A consumer can't be made, found or used as asked."""
+
+    code = "delivery"
+    codes: ClassVar[Mapping[str, Code]] = {
+        "invalid_consumer": Code(
+            "A consumer's definition is invalid; nothing was made. Details: field, if it is one field's.",
+            hint="Correct the definition, and send it again.",
+            exit_code=2,
+        ),
+        "consumer_exists": Code(
+            "A consumer of that name exists, with another definition; nothing was changed. Details: stream, consumer.",
+            Retry.OPERATOR,
+            "Choose another name, or remove the consumer first: `millstream consumer rm NAME`.",
+            exit_code=2,
+        ),
+        "unknown_consumer": Code(
+            "The stream has no consumer of that name; details: stream, consumer.",
+            hint="Run `millstream consumer ls` to list the stream's consumers.",
+            exit_code=2,
+        ),
+        "consumer_state_unreadable": Code(
+            "The file of the consumers' state can't be read; details: file.",
+            Retry.OPERATOR,
+            "Restore the file from a copy, or move it away and create the consumers again.",
+        ),
+    }
