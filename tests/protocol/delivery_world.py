@@ -428,7 +428,7 @@ class World:
                 self.broken(f"{what}: {is_} instead of {should}")
 
     def is_over(self, id_: str) -> bool:
-        """Whether nobody waits for a message any longer."""
+        """Return whether no delivery of a message is to come."""
         return id_ in self.done or id_ in self.consumer.dead or id_ in self.consumer.retried
 
     def check_stored(self) -> None:
