@@ -140,7 +140,7 @@ def test_while_the_publication_is_missing_its_tables_are_quarantined_and_not_cop
         return
     row = stage.table("public.orders")
     assert row.state is TableState.QUARANTINED
-    assert row.reason.startswith(f"the publication {publication} isn't there")
+    assert row.reason.startswith(f"the publication {publication} doesn't exist")
     assert "CREATE PUBLICATION" in row.details["hint"]
     running.end()
 

@@ -429,7 +429,7 @@ def test_a_damaged_message_ends_capture_with_its_place_and_moves_no_slot(
     with monkeypatch.context() as patch:
         patch.setattr(SocketWire, "read", damaged)
         stage.sql("INSERT INTO orders VALUES (1, 'a', 1, now())")
-        with pytest.raises(ProtocolViolation, match=r"behind [0-9A-F]+/[0-9A-F]+") as caught:
+        with pytest.raises(ProtocolViolation, match=r"after [0-9A-F]+/[0-9A-F]+") as caught:
             stage.catch_up()
     assert "/" in caught.value.details["lsn"]
     assert (stage.slot_confirmed(), len(stage.log.entries)) == (confirmed, entries)

@@ -175,10 +175,10 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
     findings += [
         Finding(
             "column_renamed",
-            f"{table.full_name}.{quote_ident(name)} bears a name that Millstream gives to a column of its own: it is captured as {captured}",
+            f"{table.full_name}.{quote_ident(name)} has the name of one of Millstream's own columns: it is captured as {captured}",
             "nothing",
             table.full_name,
-            f"Nothing has to be done; ask for {captured} in queries.",
+            f"Nothing has to be done; use the name {captured} in queries.",
         )
         for name, captured in zip(names, log_names(names), strict=True)
         if captured != name

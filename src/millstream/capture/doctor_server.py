@@ -118,7 +118,7 @@ def check_server(connection: Connection, config: CaptureConfig) -> list[Finding]
         findings.append(
             Finding(
                 "slot_unbounded",
-                "max_slot_wal_keep_size is -1: a slot that nobody reads may fill the server's disk",
+                "max_slot_wal_keep_size is -1: a slot without a reader may fill the server's disk",
                 "nothing",
                 fix="Bound it to what the disk can spare; a slot that falls further behind is lost, and tables are copied"
                 " again.",
@@ -139,9 +139,9 @@ def _check_settings(settings: Mapping[str, str]) -> list[Finding]:
         findings.append(
             Finding(
                 "wal_sender_timeout_short",
-                f"wal_sender_timeout is {timeout_ms} ms: a pause of the network ends the stream, which begins again each time",
+                f"wal_sender_timeout is {timeout_ms} ms: a network pause of that length ends the stream, which then restarts",
                 "nothing",
-                fix="Give it half a minute or more.",
+                fix="Set it to 30 s or more.",
                 sql="ALTER SYSTEM SET wal_sender_timeout = '60s'; SELECT pg_reload_conf();",
             )
         )
@@ -150,7 +150,7 @@ def _check_settings(settings: Mapping[str, str]) -> list[Finding]:
             Finding(
                 "slot_times_out",
                 f"idle_replication_slot_timeout is {settings['idle_replication_slot_timeout']} s: while `millstream run` is down for"
-                " longer, the slot is invalidated, and every table copied again",
+                " longer, the slot is invalidated, and every table is copied again",
                 "nothing",
                 fix="Set it to 0, or to longer than capture will ever be down.",
                 sql="ALTER SYSTEM SET idle_replication_slot_timeout = 0; SELECT pg_reload_conf();",
@@ -176,7 +176,7 @@ def _check_standby(connection: Connection, settings: Mapping[str, str], slot: Sl
         findings.append(
             Finding(
                 "source_on_standby",
-                f"the slot {slot.name} of this standby is the copy of its primary's, which nobody may read here",
+                f"the slot {slot.name} of this standby is synchronized from its primary, so it can't be read here",
                 "source",
                 fix="Point the DSN at the primary, or name another slot in millstream.toml: one of this standby's own.",
             )
@@ -212,7 +212,7 @@ def _check_failover(
         return [
             Finding(
                 "slot_not_on_standbys",
-                "the server has standbys, and slots aren't copied to them before PostgreSQL 17: once one is promoted, every table is"
+                "the server has standbys, and PostgreSQL synchronizes slots to them only from version 17 on: after a promotion, every table is"
                 " copied again",
                 "nothing",
                 fix="Have the tool that promotes keep the slot on the standbys (Patroni's permanent slots, pg_failover_slots).",
@@ -224,7 +224,7 @@ def _check_failover(
         findings.append(
             Finding(
                 "slot_without_failover",
-                f"the server has standbys, and the slot {slot.name} isn't one that they keep a copy of: once one is promoted, every table"
+                f"the server has standbys, and the slot {slot.name} isn't synchronized to them: after a promotion, every table"
                 " is copied again",
                 "nothing",
                 fix="Stop `millstream run`, then run over a replication connection (psql 'dbname=… replication=database'):"
@@ -237,9 +237,9 @@ def _check_failover(
         findings.append(
             Finding(
                 "log_ahead_of_standbys",
-                "synchronized_standby_slots is empty: the log may have what a standby lacks when it is promoted, and isn't gone on with then",
+                "synchronized_standby_slots is empty: the log may have changes that a promoted standby lacks, and capture can't continue then",
                 "nothing",
-                fix="Name the physical slots of the standbys that may be promoted: capture then waits until these have what it is sent.",
+                fix="Name the physical slots of the standbys that may be promoted: capture then gets only changes that these standbys have.",
                 sql=f"ALTER SYSTEM SET synchronized_standby_slots = {sql.Literal(names).as_string(connection)}; SELECT pg_reload_conf();"
                 if names
                 else "",

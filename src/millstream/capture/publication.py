@@ -221,7 +221,7 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
         if row[0] and all(table.oid in own for table in tables):
             return []
         script = _create(connection, publication, tables, inserts_only=False).as_string(connection) + ";"
-        return [Lack(f"the publication {publication} isn't there, and this role may not make it", script, None)]
+        return [Lack(f"the publication {publication} doesn't exist, and this role may not create it", script, None)]
     lacks = []
     sent, members = _sent(connection, [publication]), _members(connection, [publication])
     for table in tables:
@@ -365,10 +365,10 @@ def _sync_one(
             script = create.as_string(connection)
             if inserts_only:
                 return {
-                    t.oid: f"the publication {name} isn't there and may not be made: {error.message}" for t in wanted
+                    t.oid: f"the publication {name} doesn't exist and can't be created: {error.message}" for t in wanted
                 }
             raise PublicationMissing(
-                f"the publication {name} isn't there and may not be made: {error.message}",
+                f"the publication {name} doesn't exist and can't be created: {error.message}",
                 hint=f"Run {'at the primary, ' if _on_standby(error) else ''}as the tables' owner: {script}; (`millstream doctor --sql` prints the whole script)",
                 sql=script,
             ) from error

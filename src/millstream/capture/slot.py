@@ -117,13 +117,13 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
         )
     if slot.plugin != "pgoutput" or slot.database != database:
         raise SourceError(
-            f"the slot {name} is one of plugin {slot.plugin or 'none (physical)'} in database {slot.database or 'none'}",
+            f"the slot {name} has plugin {slot.plugin or 'none (physical)'} and database {slot.database or 'none'}",
             hint="Name another slot in millstream.toml: this one belongs to something else.",
             slot=name,
         )
     if slot.synced and on_standby:
         raise SourceError(
-            f"the slot {name} of this standby is the copy of its primary's, which nobody may read here",
+            f"the slot {name} of this standby is synchronized from its primary, so it can't be read here",
             code="source_on_standby",
             hint="Point the DSN at the primary, or name another slot in millstream.toml: one of this standby's own.",
             slot=name,
@@ -137,8 +137,8 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
         )
     if reached and slot.confirmed > reached:
         raise SourceError(
-            f"the slot {name} stands at {format_lsn(slot.confirmed)}, the log has only up to {format_lsn(reached)}: it was"
-            " recreated, somebody else read from it, or this home is an older copy of one that ran on",
+            f"the slot {name} has confirmed {format_lsn(slot.confirmed)}, but the log ends at {format_lsn(reached)}: it was"
+            " recreated, another reader advanced it, or this home is an old copy",
             code="slot_ahead",
             hint=RECOPY_HINT,
             slot=name,
@@ -206,7 +206,7 @@ def ask_for_slot(
         )
     point, snapshot = result.get_value(0, 1), result.get_value(0, 2)
     if point is None:
-        raise SourceError("the source gave no position with its slot")
+        raise SourceError("the source returned no position with the slot")
     return parse_lsn(point.decode()), None if snapshot is None else snapshot.decode()
 
 

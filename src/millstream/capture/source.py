@@ -367,11 +367,11 @@ def check_end(connection: Connection, identity: SourceIdentity, reached: Lsn) ->
         return
     if identity.on_standby:
         raise SourceError(
-            f"the standby has replayed up to {format_lsn(end)}, the log has everything up to {format_lsn(reached)}",
+            f"the standby has replayed only up to {format_lsn(end)}, but the log has everything up to {format_lsn(reached)}",
             code="source_behind",
         )
     raise SourceError(
-        f"the source's WAL ends at {format_lsn(end)}, the log has everything up to {format_lsn(reached)}: it was set back to an"
+        f"the source's WAL ends at {format_lsn(end)}, but the log has everything up to {format_lsn(reached)}: the source was set back to an"
         " older state",
         code="source_replaced",
         hint="Point the DSN back to the server that the log followed. If this one is to be followed, it needs a timeline of its own: "

@@ -145,7 +145,7 @@ def follows(
             return False
         raise SourceError(
             f"the source is on timeline {found.timeline}, the log follows timeline {followed.timeline}, and the server has no"
-            f" history of its own ({found.timeline:08X}.history): where it branched off can't be told",
+            f" history of its own ({found.timeline:08X}.history): so the point at which it branched off is unknown",
             code="source_replaced",
             hint=f"Put that file back into the server's pg_wal folder (an archive has it). {BRANCH_HINT}",
         )
@@ -157,7 +157,7 @@ def follows(
     where = f"branched off at {format_lsn(upto)}" if upto else "has nothing in common with that"
     raise SourceError(
         f"the source is on {'another ' if same_number else ''}timeline {found.timeline}; the log follows timeline"
-        f" {followed.timeline} and has changes up to {format_lsn(reached)}, but this one {where}: it lacks what the log has above",
+        f" {followed.timeline} and has changes up to {format_lsn(reached)}, but this one {where}: it lacks the log's later changes",
         code="source_replaced",
         hint=BRANCH_HINT,
         branched_off=format_lsn(upto),

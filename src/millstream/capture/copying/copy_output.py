@@ -227,9 +227,9 @@ class _Pieces:
             self._owned = 0
             self._skip_message()
         elif kind == machine.MALFORMED:
-            raise ProtocolViolation("a row of a COPY has a length that none can have")
+            raise ProtocolViolation("a row of a COPY has an invalid length")
         else:
-            raise ProtocolViolation(f"a message {chr(kind)!r} came in a COPY")
+            raise ProtocolViolation(f"unexpected message {chr(kind)!r} in a COPY")
 
     def next_length(self) -> int:
         """Return the length of the message that begins here, which has been peeked at."""

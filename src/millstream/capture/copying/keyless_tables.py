@@ -127,7 +127,7 @@ class WholeReads:
         """
         if self._spill.free_bytes() < 2 * copy.table.size_bytes:
             raise DiskFull(
-                f"the rows of {copy.name} wait in a file and then enter the log: there is no space for both",
+                f"no disk space to copy {copy.name}: its rows are kept in a file until they are in the log",
                 hint="Free space on the home's disk, or give the table a primary key; the copy then continues.",
             )
         if copy.turn < self._config.plain_turns:

@@ -269,7 +269,7 @@ class ChunkReader:
             if found is None:
                 raise TableGone(f"the table {table.full_name} is gone")
             if found.key != table.key:
-                raise TableChanged(f"the table {table.full_name} has got another key", table=table.full_name)
+                raise TableChanged(f"the key of table {table.full_name} changed", table=table.full_name)
             if (found.namespace, found.name) != (table.namespace, table.name):
                 raise SourceError(f"the table {table.full_name} was renamed", sqlstate="42P01")
             if under is None:
@@ -300,7 +300,7 @@ class ChunkReader:
         try:
             self._connection.execute(snapshot.set_statement())
         except psycopg.Error as error:
-            raise SourceError("the source has given up the copy's snapshot", sqlstate=AGAIN) from error
+            raise SourceError("the source ended the transaction of the copy's snapshot", sqlstate=AGAIN) from error
         return self._lock_under(snapshot, name)
 
     def _lock_under(self, snapshot: SourceSnapshot, name: sql.Composable) -> Moment:
@@ -324,7 +324,7 @@ class ChunkReader:
                 [list(seen)],
             ).fetchall()
         if any(seen[oid] != now for oid, now in rows if seen[oid]):
-            raise SourceError(f"the table {table.full_name} was rewritten meanwhile", sqlstate=AGAIN)
+            raise SourceError(f"the table {table.full_name} was rewritten during the read", sqlstate=AGAIN)
 
     def split(self, table: SourceTable, parts: int) -> list[Key]:
         """Return keys that cut the table into about `parts` pieces of similar size, by a sample; perhaps none."""

@@ -127,5 +127,5 @@ def _create_slot(
 
     point, snapshot = ask_for_slot(replication, command.as_bytes(replication), meanwhile=meanwhile)
     if snapshot is None:
-        raise SourceError("the source gave no snapshot with its slot")
+        raise SourceError("the source returned no snapshot with the slot")
     return point, snapshot

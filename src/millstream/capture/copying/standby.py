@@ -77,7 +77,7 @@ class StandbySnapshots:
                 connection.execute(held.set_statement())
             except psycopg.Error as error:
                 self._drop()
-                raise SourceError("the standby has given up the copy's snapshot", sqlstate=AGAIN) from error
+                raise SourceError("the standby ended the transaction of the copy's snapshot", sqlstate=AGAIN) from error
             return held
 
     def _drop(self) -> None:

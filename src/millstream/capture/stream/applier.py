@@ -35,8 +35,8 @@ from millstream.ports import LogAppender
 
 IN_FLIGHT_MAX: Final = 3  # one group in its fsync, one that gathers in the log, one being decoded
 _SENSELESS_HINT: Final = (
-    "Nothing of it is in the log, and the slot stays where it is: start capture again. Where it stays, a proxy changes what it "
-    "carries, or the server's output plugin isn't PostgreSQL's own."
+    "Start capture again: nothing of the message is in the log. If the error repeats, a proxy alters the stream, "
+    "or the server's output plugin isn't PostgreSQL's own."
 )
 
 
@@ -171,7 +171,7 @@ class Applier:
         except ProtocolViolation as error:
             place = format_lsn(self.passed)
             raise ProtocolViolation(
-                f"behind {place} the source sent what makes no sense: {error.message}",
+                f"after {place} the source sent an invalid message: {error.message}",
                 hint=_SENSELESS_HINT,
                 **error.details | {"lsn": place},
             ) from error

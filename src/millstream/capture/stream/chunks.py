@@ -382,7 +382,7 @@ class _LibpqRows:
         run = MessageRun.of(found)  # type: ignore[arg-type]
         kinds = run.buffer[run.starts]
         if ((kinds == KEEPALIVE) & (run.ends - run.starts != _ENDS.size + 1)).any():
-            raise ProtocolViolation("the row behind a chunk has another length than it was asked to have")
+            raise ProtocolViolation("the row after a chunk has an unexpected length")
         return Block(run, kinds)
 
     def take_end(self) -> bool:

@@ -112,7 +112,7 @@ class Frames:
             if found:  # the next call meets what stopped it
                 return Block(MessageRun(self._view, starts[:found], ends[:found]), kinds[:found])
             if why == _MALFORMED:
-                raise ProtocolViolation("a message of an unknown kind or length came from the source")
+                raise ProtocolViolation("the source sent a message of an unknown kind or length")
             if not why or not self._take_other():
                 return None
 
@@ -127,7 +127,9 @@ class Frames:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise SourceError("the source takes nothing any more", code="source_unreachable") from None
+                    raise SourceError(
+                        "the source no longer reads from the connection", code="source_unreachable"
+                    ) from None
                 poll.poll(1000)
             except OSError as error:
                 raise SourceError(f"the connection broke: {error}", code="source_unreachable") from error
@@ -194,7 +196,7 @@ def pass_over(kind: str, body: bytes, *, what: str) -> None:
         fields = {part[:1]: part[1:].decode("utf-8", "replace") for part in body.split(b"\0") if part}
         raise translate_fields(fields.get(b"C"), fields.get(b"M", "the server ended the stream"))
     if kind not in "NSA":
-        raise ProtocolViolation(f"a message {kind!r} came in {what}")
+        raise ProtocolViolation(f"unexpected message {kind!r} in {what}")
 
 
 def _new_buffer(size: int) -> tuple[memoryview, Bytes8, Bytes8]:

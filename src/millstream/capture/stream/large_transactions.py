@@ -150,7 +150,7 @@ class LargeTransactions:
         if kind == STREAM_ABORT:
             self._abort_streamed(message)
             return None
-        raise ProtocolViolation(f"a message {chr(kind)!r} came outside of a streamed block")
+        raise ProtocolViolation(f"unexpected message {chr(kind)!r} outside of a streamed block")
 
     def begin_whole(self, received: Sequence[MessageRun]) -> None:
         """Move the transaction that is being received from memory to a file.
@@ -161,7 +161,7 @@ class LargeTransactions:
         first = received[0]
         begin = first[0]
         if begin[0] != BEGIN:
-            raise ProtocolViolation(f"a transaction begins with a message {chr(begin[0])!r}")
+            raise ProtocolViolation(f"a transaction starts with message {chr(begin[0])!r} instead of Begin")
         (self._whole_xid,) = struct.unpack_from(">I", begin, 17)
         self._whole = self._spill.create(self._whole_xid)
         self._whole.append(MessageRun(first.buffer, first.starts[1:], first.ends[1:]))

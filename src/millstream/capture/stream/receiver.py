@@ -324,7 +324,7 @@ class Receiver:
                 self._hand_over()
                 self._note_received(self._large.on_streamed(message))
             else:
-                raise ProtocolViolation("a streamed transaction came in the middle of another one")
+                raise ProtocolViolation("a streamed block came in the middle of another transaction")
             end += 1
         return end
 

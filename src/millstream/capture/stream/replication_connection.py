@@ -258,7 +258,7 @@ def _block(payloads: list[bytes | memoryview]) -> Block:
         is_keepalive, run.ends - run.starts == 18, (tags == ord("w")) & (run.ends - run.starts > HEADER_BYTES)
     )
     if not whole.all():
-        raise ProtocolViolation("a replication message of an unknown kind or length came")
+        raise ProtocolViolation("the source sent a replication message of an unknown kind or length")
     starts = np.where(is_keepalive, run.starts, run.starts + HEADER_BYTES)
     return Block(MessageRun(run.buffer, starts, run.ends), run.buffer[starts])
 

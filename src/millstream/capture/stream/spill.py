@@ -136,7 +136,7 @@ def told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise DiskFull(f"no space for what is too large for memory in {path}", path=str(path)) from error
+            raise DiskFull(f"no disk space in {path} for data that exceeds memory", path=str(path)) from error
         raise MillstreamError(
             f"{error.filename or path}: {error.strerror}", code="home_unwritable", path=str(path)
         ) from error
