@@ -310,7 +310,9 @@ def test_rows_for_which_there_is_no_space_are_waited_for_and_nothing_else_is(
     free = [0]
     monkeypatch.setattr(SpillFolder, "free_bytes", lambda _: free[0])
     running = stage.start()
-    wait_until(lambda: stage.state(TABLE) is not None and "no disk space" in stage.table(TABLE).reason, "the reason is told")
+    wait_until(
+        lambda: stage.state(TABLE) is not None and "no disk space" in stage.table(TABLE).reason, "the reason is told"
+    )
     stage.sql("INSERT INTO others VALUES (1)")
     wait_until(lambda: stage.log.replay().get("public.others"), "the others go on")
     free[0] = 1 << 40

@@ -7,7 +7,7 @@ order. On a log of several shards, the records of a transaction are in memory at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -58,6 +58,14 @@ class _Item:
     message: Message | None
 
 
+class _Piece(NamedTuple):
+    """Some records, in order."""
+
+    operation: tuple[Any, ...]
+    """The operation of the first record of the frame; whether it is received doesn't matter."""
+    items: list[_Item]
+
+
 class _Numbers(NamedTuple):
     """Numbers of the records of a part, by row."""
 
@@ -72,8 +80,6 @@ class Step(NamedTuple):
     messages: list[Message]
     upto: int
     """The `seq` at the end of the last operation that was read whole."""
-    records: int
-    """Number of records of the consumer's tables that were read."""
 
 
 class ConsumerReader:
@@ -129,45 +135,50 @@ class ConsumerReader:
     def _read(self, after: Seq, upto: Seq) -> Iterator[Step]:
         wanted = self._wanted(after, upto)
         if wanted is not None and not wanted:
-            yield Step([], int(upto), 0)
+            yield Step([], int(upto))
             return
         shards = self._reader.shards
         if len(shards) == 1:
-            items = self._shard(shards[0], after, upto, wanted, alone=True)
-            pieces: Iterator[Iterable[_Item]] = (frame for frame in items)
+            pieces: Iterator[_Piece] = self._shard(shards[0], after, upto, wanted, alone=True)
         else:
             streams: list[Iterator[_Item]] = [
-                (item for frame in self._shard(shard, after, upto, wanted, alone=False) for item in frame)
+                (item for piece in self._shard(shard, after, upto, wanted, alone=False) for item in piece.items)
                 for shard in shards
             ]
-            merged = merge_shards(streams)
-            pieces = (_renumbered(list(some)) for _, some in groupby(merged, key=_operation))
-        done, before, operation = int(after), int(after), None
-        newest = int(after)
-        for piece in pieces:
+            operations = groupby(merge_shards(streams), key=_operation)
+            pieces = (_Piece(operation, _renumbered(list(items))) for operation, items in operations)
+        operation, newest, before, done = None, int(after), int(after), int(after)
+        piece = next(pieces, None)
+        while piece is not None:
             messages = []
-            records = 0
-            for item in piece:
-                records += 1
+            for item in piece.items:
                 if item.operation != operation:
                     operation, done, before = item.operation, newest, max(newest, int(item.operation_seq) - 1)
                 newest = max(newest, item.end)
                 if item.message is not None:
                     messages.append(item.message._replace(position=position_of(item.seq), before=before))
-            yield Step(messages, done, records)
-        yield Step([], int(upto), 0)
+            piece = next(pieces, None)
+            if piece is not None and piece.operation != operation:
+                done = newest
+            yield Step(messages, int(upto) if piece is None else done)
+        yield Step([], int(upto))
 
     def _wanted(self, after: Seq, upto: Seq) -> frozenset[TableId] | None:
         """Return the tables of which the consumer may receive records of `(after, upto]`; None for all."""
         if self._definition.tables is None:
             return None
+        self.takes_of(after, upto)
+        return frozenset(table for (table, _), is_taken in self._known.items() if is_taken)
+
+    def takes_of(self, after: Seq, upto: Seq) -> Callable[[TableId, SchemaVersion], bool]:
+        """Return whether the consumer receives records of `(after, upto]` of a table and schema version."""
         for key, schema in self._reader.schemas_between(after, upto, self._known).items():
             self._known[key] = self._definition.takes(schema)
-        return frozenset(table for (table, _), is_taken in self._known.items() if is_taken)
+        return lambda table, version: self._known[table, version]
 
     def _shard(
         self, shard: ShardId, after: Seq, upto: Seq, wanted: frozenset[TableId] | None, *, alone: bool
-    ) -> Iterator[list[_Item]]:
+    ) -> Iterator[_Piece]:
         """Yield a shard's records, frame by frame. If the shard is alone, only the records that are received."""
         start = self._reader.offset_beyond(shard, after)
         frame: list[TableRecords] = []
@@ -179,10 +190,11 @@ class ConsumerReader:
         if frame:
             yield self._items(frame, alone=alone)
 
-    def _items(self, parts: list[TableRecords], *, alone: bool) -> list[_Item]:
+    def _items(self, parts: list[TableRecords], *, alone: bool) -> _Piece:
+        first = _first_operation(parts)
         parts = [part for part in parts if self._definition.takes(part.schema)]
         if not parts:
-            return []
+            return _Piece(first, [])
         offsets = np.concatenate([part.batch.column("__offset").to_numpy() for part in parts])
         numbers = np.concatenate([part.batch.column("__seq").to_numpy() for part in parts])
         if alone:
@@ -204,7 +216,7 @@ class ConsumerReader:
             )
             begin = end
         found.sort(key=_first)
-        return [item for _, item in found]
+        return _Piece(first, [item for _, item in found])
 
     def _part(self, part: TableRecords, numbers: _Numbers, keep: Bools, *, alone: bool) -> Iterator[tuple[int, _Item]]:
         if not alone:
@@ -235,6 +247,16 @@ class ConsumerReader:
         if predicate is None or schema.kind is TableKind.RAW:
             return np.ones(batch.num_rows, dtype=bool)
         return matching(predicate, schema, batch)
+
+
+def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:
+    """Return the operation of the first record of a frame."""
+    row, part = min(
+        ((int(np.argmin(offsets)), part) for part in parts if len(offsets := part.batch.column("__offset").to_numpy())),
+        key=lambda found: found[1].batch.column("__offset")[found[0]].as_py(),
+    )
+    source, lsn, xid = (part.batch.column(name)[row].as_py() for name in ("__source", "__commit_lsn", "__xid"))
+    return (source, lsn, xid) if xid is not None else (part.shard, part.operation_seq[row].as_py())
 
 
 def _unkept(part: TableRecords, numbers: _Numbers, left_out: Bools) -> Iterator[tuple[int, _Item]]:

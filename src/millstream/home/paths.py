@@ -50,6 +50,10 @@ class HomePaths:
         """
         return self.data / "replication" / stream / "role.json"
 
+    def delivery_folder(self, stream: str) -> Path:
+        """Return the folder of the state of a stream's consumers."""
+        return self.data / "delivery" / stream
+
     def spill_folder(self, stream: str) -> Path:
         """Return the folder for capture's transactions that are too large for memory."""
         return self.data / "spill" / stream

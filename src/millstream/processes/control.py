@@ -28,6 +28,7 @@ logger = structlog.get_logger("millstream.control")
 Act: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _LINE_BYTES_MAX: Final = 1 << 20
+_ANSWER_BYTES_MAX: Final = 1 << 28
 _TIMEOUT_S: Final = 2.0  # an answer is in memory; a part that is stopped must not hold `status` up
 
 
@@ -153,7 +154,7 @@ def _asked(home: Home, role: Role | WriterRole, asked: Mapping[str, Any], deadli
         connection.connect(str(path))
         connection.sendall(json.dumps(asked).encode() + b"\n")
         connection.settimeout(deadline_s)
-        answer = json.loads(_read_line(connection))
+        answer = json.loads(_read_line(connection, _ANSWER_BYTES_MAX))
         return answer if isinstance(answer, dict) else None
     return None
 
@@ -186,11 +187,11 @@ def _ours(path: Path) -> bool:
     return False
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _LINE_BYTES_MAX:
+def _read_line(connection: socket.socket, size_max: int = _LINE_BYTES_MAX) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < size_max:
         piece = connection.recv(65536)
         if not piece:
             break
         line += piece
-    return line
+    return bytes(line)

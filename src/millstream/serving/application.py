@@ -23,6 +23,7 @@ from millstream.ingest.lines import warm
 from millstream.model.access import Right
 from millstream.process_metrics import HTTP_REQUEST_SECONDS
 from millstream.serving.access import Access, allow
+from millstream.serving.consumers import Consumers
 from millstream.serving.health import Health
 from millstream.serving.line_writes import VERSION, LineWrites
 from millstream.serving.memory_budget import Intake, Receive
@@ -66,6 +67,7 @@ class Application:
         self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
         self.groups: Final = Groups(self._append)
         self.reading: Final = Reading(home, self.intake)
+        self.consumers: Final = Consumers(home, self.intake)
         self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compile or load it during the first requests: the first time on a machine it takes seconds.
@@ -80,6 +82,7 @@ class Application:
 
     def close(self) -> None:
         """Stop writing the home, if this process did."""
+        self.consumers.close()
         self.reading.close()
         self.appender.close()
 
@@ -149,6 +152,7 @@ class Application:
         tell_problems(app)
         app.state.access = self.access
         app.include_router(self.reading.router)
+        app.include_router(self.consumers.router)
         may_read = [Depends(allow(Right.READ))]
 
         @app.get(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from millstream.codec.log_frame import FrameKind
 from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
-from millstream.model.positions import Seq
+from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.index import ShardIndex, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import read_mark
 from millstream.wal.segment_scan import ReadAhead, commit_times, read_frame, reader_of
+
+if TYPE_CHECKING:
+    from millstream.codec.log_segment import TableEntry
+    from millstream.wal.reader import StreamReader
 
 _CACHED_FRAMES_MAX: Final = 50_000
 """Number of frames cached for segments that a bound splits; others aren't cached. About 25 MiB."""
@@ -106,6 +111,41 @@ class Backlogs:
             if time_us is not None:
                 oldest = time_us if oldest is None else min(oldest, time_us)
         return Backlog(records, size, oldest, int(records > 0))
+
+
+def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callable[[TableEntry], bool]) -> Backlog:
+    """Count some tables' records of the range `(after, upto]`, exactly; the bytes are those of their compressed columns.
+
+    Args:
+        reader: the log.
+        after: exclusive; a lower number than the log's first counts from there.
+        upto: inclusive.
+        takes: returns whether records of a frame's table are counted.
+
+    Raises:
+        CorruptWal, OffsetExpired, LogTruncated: as `StreamReader.read`.
+    """
+    records = size = 0
+    oldest: int | None = None
+    for shard, segment, entry in reader.frames_between(after, upto):
+        taken = [table for table in entry.tables if takes(table)]
+        if not taken:
+            continue
+        if entry.first_seq <= after or entry.last_seq > upto:
+            wanted = frozenset(table.table_id for table in taken)
+            end = Offset(entry.offset + entry.count)
+            parts = reader.read(shard, entry.offset, tables=wanted, upto=end, numbers=(after, upto))
+            count = sum(part.batch.num_rows for part in parts)
+            size += sum(table.size_bytes for table in taken) * count // max(1, sum(table.rows for table in taken))
+        else:
+            count = sum(table.rows for table in taken)
+            size += sum(table.size_bytes for table in taken)
+        records += count
+        if count and oldest is None:
+            oldest = entry.commit_ts_min_us
+            if oldest is None:
+                oldest = _commit_us(RealFiles(), segment, entry.position)
+    return Backlog(records, size, oldest)
 
 
 def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:

@@ -138,6 +138,10 @@ class StreamReader:
         """Return a shard's first remaining offset."""
         return self.extent.dropped(shard)[1]
 
+    def frames_between(self, after: Seq, upto: Seq) -> Iterator[Place]:
+        """Yield the places of all frames with records of `(after, upto]`, by commit group."""
+        yield from self._all_frames(self._marks()[0], after, upto)
+
     def offset_beyond(self, shard: ShardId, seq: Seq) -> Offset:
         """Return an offset of a shard before which all numbers are at or below `seq`."""
         marks, persisted = self._marks()
@@ -448,13 +452,11 @@ class StreamReader:
         found: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
         sources: dict[ShardId, SegmentSource] = {}
         with Meanwhile(self.extent, marks):
-            for shard, mark in marks.items():
-                for _, segment, entry in self._frames_of(shard, after, upto, mark):
-                    for table in entry.tables:
-                        key = table.table_id, table.schema_version
-                        if key not in known and key not in found:
-                            one = frozenset((table.table_id,))
-                            found[key] = self._source(sources, shard, segment, entry, mark, one).schema(*key)
+            for shard, segment, entry in self._all_frames(marks, after, upto):
+                for table in entry.tables:
+                    if (key := table[:2]) not in known and key not in found:
+                        source = self._source(sources, shard, segment, entry, marks[shard], frozenset(key[:1]))
+                        found[key] = source.schema(*key)
         return found
 
     def schemas(self) -> dict[TableId, TableSchema]:
@@ -466,9 +468,8 @@ class StreamReader:
         marks, _ = self._marks()
         with Meanwhile(self.extent, marks):
             for shard, mark in marks.items():
-                index = self._index(shard)
-                for segment in index.segments(mark):
-                    for entry in index.frames(segment, mark):
+                for segment in self._index(shard).segments(mark):
+                    for entry in self._index(shard).frames(segment, mark):
                         if entry.kind is FrameKind.SCHEMA and entry.tables:
                             table = entry.tables[0]
                             if table.schema_version >= newest.get(table.table_id, (0,))[0]:
@@ -583,8 +584,7 @@ class StreamReader:
     ) -> Iterator[TableRecords]:
         """Yield the records of one frame; none if it is damaged and damage is only reported."""
         shard, segment, entry = place
-        tables = entry.tables_of(wanted)
-        if not tables:
+        if not (tables := entry.tables_of(wanted)):
             return
         try:
             source = self._source(sources, shard, segment, entry, mark, wanted)

@@ -1,0 +1,50 @@
+"""The ids of deliveries as texts that only the home can make: an `ack_id` is 54 URL-safe characters."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import struct
+from typing import Final
+
+from millstream.protocol.delivery import DeliveryId
+
+_FIELDS: Final = struct.Struct(">IQQI")
+_MAC_BYTES: Final = 16
+_LENGTH: Final = 4 * -(-(_FIELDS.size + _MAC_BYTES) // 3) - 2
+
+
+class AckIds:
+    """Makes and reads the ids of one consumer's deliveries.
+
+    Args:
+        key: the home's secret.
+        incarnation: hex digits that no other consumer has, not even a later one of the same name.
+    """
+
+    def __init__(self, key: bytes, incarnation: str) -> None:
+        self._key = hashlib.blake2b(incarnation.encode(), key=key, digest_size=32).digest()
+
+    def text(self, delivery: DeliveryId) -> str:
+        """Return the text of a delivery."""
+        fields = _FIELDS.pack(*delivery)
+        return base64.urlsafe_b64encode(fields + self._mac(fields)).decode().rstrip("=")
+
+    def read(self, text: str) -> DeliveryId | None:
+        """Return the delivery of a text; None if it isn't one of this consumer's."""
+        if len(text) != _LENGTH or not text.isascii():
+            return None
+        try:
+            data = base64.b64decode(text + "==", altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            return None
+        fields, mac = data[: _FIELDS.size], data[_FIELDS.size :]
+        if not hmac.compare_digest(mac, self._mac(fields)):
+            return None
+        delivery = DeliveryId(*_FIELDS.unpack(fields))
+        return delivery if self.text(delivery) == text else None
+
+    def _mac(self, fields: bytes) -> bytes:
+        return hashlib.blake2b(fields, key=self._key, digest_size=_MAC_BYTES).digest()

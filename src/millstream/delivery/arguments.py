@@ -1,0 +1,99 @@
+"""The fields of requests to consumers; anything else in a body is `invalid_value`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from millstream.errors import InvalidValue
+
+BATCH_SIZE: Final = 100
+BATCH_SIZE_MAX: Final = 1000
+WAIT_MS_MAX: Final = 30_000
+ACK_IDS_MAX: Final = 10_000
+_ACK_WAIT_MS: Final = (100, 43_200_000)
+_DELAY_MS_MAX: Final = 86_400_000
+_PAGE: Final = 100
+_PAGE_MAX: Final = 1000
+ALL: Final = "all"
+
+
+def waiting(body: Any) -> tuple[int, float]:
+    """Return a `receive`'s number of messages, and how long it waits in seconds."""
+    fields = _fields(body, "batch_size", "wait_for_ms")
+    return _number(fields, "batch_size", BATCH_SIZE, 1, BATCH_SIZE_MAX), _number(
+        fields, "wait_for_ms", 0, 0, WAIT_MS_MAX
+    ) / 1000
+
+
+def settling(how: str, body: Any) -> tuple[list[str], int | None]:
+    """Return the ids of an `ack`, a `nack` or an `extend`, and its delay or wait in ms; None for the default."""
+    other = {"ack": (), "nack": ("delay_ms",), "extend": ("ack_wait_ms",)}[how]
+    fields = _fields(body, "ack_ids", *other)
+    ids = _texts(fields, "ack_ids")
+    if len(ids) > ACK_IDS_MAX:
+        raise InvalidValue(
+            f"ack_ids has {len(ids)} ids, and may have {ACK_IDS_MAX}", hint="Send them in several requests."
+        )
+    if how == "nack":
+        return ids, _number(fields, "delay_ms", 0, 0, _DELAY_MS_MAX)
+    if how == "extend" and fields.get("ack_wait_ms") is not None:
+        return ids, _number(fields, "ack_wait_ms", _ACK_WAIT_MS[0], *_ACK_WAIT_MS)
+    return ids, None
+
+
+def wanted_place(body: Any) -> str:
+    """Return the target of a rewind."""
+    text = _fields(body, "to").get("to")
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidValue("to isn't a text", hint="Use `earliest`, `latest`, a token or a time.")
+    return text
+
+
+def page(body: Any) -> tuple[tuple[int, str] | None, int]:
+    """Return behind which dead letter a page begins, and how many it has at most."""
+    fields = _fields(body, "after", "limit")
+    limit = _number(fields, "limit", _PAGE, 1, _PAGE_MAX)
+    after = fields.get("after")
+    if after is None:
+        return None, limit
+    died, _, id_ = str(after).partition(".")
+    if not died.isdigit() or not id_:
+        raise InvalidValue(
+            f"after={str(after)[:80]!r} isn't the `next` of an answer", hint="Leave it out to begin with the oldest."
+        )
+    return (int(died), id_), limit
+
+
+def dead_letter_ids(body: Any) -> list[str] | None:
+    """Return the ids of dead letters; None for all."""
+    fields = _fields(body, "ids")
+    return None if fields.get("ids") == ALL else _texts(fields, "ids")
+
+
+def _fields(body: Any, *known: str) -> Mapping[str, Any]:
+    if body is None:
+        return {}
+    if not isinstance(body, Mapping):
+        raise InvalidValue("the body isn't an object", hint=f"Send an object of: {', '.join(known)}.")
+    unknown = [str(field) for field in body if field not in known]
+    if unknown:
+        raise InvalidValue(f"there is no field {unknown[0][:80]!r}", hint=f"Use: {', '.join(known)}.")
+    return body
+
+
+def _number(fields: Mapping[str, Any], field: str, default: int, least: int, most: int) -> int:
+    value = fields.get(field, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InvalidValue(
+            f"{field} isn't a whole number from {least} to {most}",
+            hint=f"Send such a number, or leave the field out: the default is {default}.",
+        )
+    return value
+
+
+def _texts(fields: Mapping[str, Any], field: str) -> list[str]:
+    value = fields.get(field)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise InvalidValue(f"{field} isn't a list of texts", hint=f'Send {{"{field}": ["…"]}}, with ids of an answer.')
+    return value

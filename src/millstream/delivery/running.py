@@ -1,0 +1,333 @@
+"""One consumer at work: its machine, its place in the log, and the records of its dead letters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from millstream.delivery.ack_ids import AckIds
+from millstream.delivery.reading import ConsumerReader, Origin
+from millstream.delivery.store import Letter, Stored, died_letters
+from millstream.errors import CursorExpired, LogTruncated, MillstreamError, OffsetExpired
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq, StreamToken
+from millstream.protocol.delivery import (
+    Change,
+    Consumer,
+    DeadLetter,
+    Delivery,
+    DeliveryId,
+    Limits,
+    Message,
+    Phase,
+    Status,
+)
+from millstream.wal.lag import backlog_of_tables
+from millstream.wal.reader import StreamReader
+
+_SLICE_S: Final = 0.2
+"""How long the log is read before acknowledgements get their turn."""
+_QUARANTINE_FRESH_S: Final = 1.0
+WAITING_MAX: Final = 100_000
+"""Number of waiting messages in memory."""
+
+
+class Waiter:
+    """A `receive` that waits. `leave` ends it from any thread: its client has gone."""
+
+    def __init__(self) -> None:
+        self.wake: Final = threading.Event()
+        self.is_gone = False
+
+    def leave(self) -> None:
+        """End the wait; nothing is delivered."""
+        self.is_gone = True
+        self.wake.set()
+
+
+class Running:
+    """One consumer.
+
+    Args:
+        stream: the stream's name.
+        stream_id: its id.
+        stored: the consumer as the store has it; its state belongs to the machine from now on.
+        reader: the log, for this consumer alone.
+        key: the home's secret.
+        note: stores changes.
+        quarantined: returns the ids of the tables that are quarantined now, with their names.
+
+    Concurrency: the caller holds `lock`, except for `wake`.
+    """
+
+    def __init__(
+        self,
+        stream: str,
+        stream_id: StreamId,
+        stored: Stored,
+        reader: StreamReader,
+        key: bytes,
+        note: Callable[[str, list[Change], dict[str, Letter]], None],
+        quarantined: Callable[[], Mapping[TableId, str]],
+    ) -> None:
+        self.definition: Final = stored.definition
+        self.incarnation: Final = stored.incarnation
+        self.ids: Final = AckIds(key, stored.incarnation)
+        self.reader: Final = reader
+        self.lock: Final = threading.Lock()
+        self.is_deleted = False
+        self.is_closed = False
+        """Whether this process no longer has the consumers."""
+        self.waiters: set[Waiter] = set()
+        self.error: str | None = None
+        self._stream_id = stream_id
+        self._note = note
+        self._quarantined = quarantined
+        self._held: Mapping[TableId, str] = {}
+        self._held_at = 0.0
+        self._letters = stored.letters
+        self._records = ConsumerReader(stream, reader, stored.definition)
+        limits = Limits(
+            ack_wait_ms=self.definition.ack_wait_ms,
+            max_deliver=self.definition.max_deliver,
+            max_ack_pending=self.definition.max_ack_pending,
+            waiting_max=WAITING_MAX,
+        )
+        self.machine: Final = Consumer(limits, stored.state, run=max(stored.state.run + 1, now_ms()))
+        self.follow_log()
+
+    def wake(self) -> None:
+        """Let every waiting `receive` look again."""
+        for waiter in tuple(self.waiters):
+            waiter.wake.set()
+
+    def save(self) -> None:
+        """Store the machine's changes."""
+        changes = self.machine.take_changes()
+        if not changes or self.is_deleted:
+            return
+        letters = died_letters(changes)
+        self._letters.update(letters)
+        kept = self.machine.dead.keys() | self.machine.retried.keys()
+        if len(self._letters) > len(kept):
+            for id_ in self._letters.keys() - kept:
+                del self._letters[id_]
+        self._note(self.definition.name, changes, letters)
+
+    def stored(self) -> Stored:
+        """Return the consumer for the store; `save` was called."""
+        return Stored(self.definition, self.incarnation, self.machine.snapshot(), dict(self._letters))
+
+    def follow_log(self) -> None:
+        """Move the cursor back if it is beyond the log's end: another node's log was promoted."""
+        if self.machine.cut_back(int(self.reader.persisted_upto())):
+            self._records.restart()
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> tuple[list[dict[str, Any]], bool]:
+        """Return the messages that can be delivered now, and whether there is more of the log to read first.
+
+        Raises:
+            CursorExpired: the consumer was cut off.
+            CorruptWal …: the log can't be read.
+        """
+        machine = self.machine
+        self.check_kept()
+        machine.expire(now_ms())
+        self._hold_quarantined()
+        is_more = self._read(count)
+        answer = machine.receive(now_ms(), count)
+        self.save()
+        self.check_kept()
+        return [self._shown(delivery) for delivery in answer], is_more
+
+    def _read(self, count: int) -> bool:
+        """Offer messages until the machine has enough; return whether it stopped before that and before the end."""
+        machine, until = self.machine, time.monotonic() + _SLICE_S
+        try:
+            while machine.wants(count):
+                step = self._records.read(machine.read_upto)
+                if step is None:
+                    break
+                machine.offer(step.messages, step.upto)
+                if self._records.quarantined:
+                    self._hold_quarantined()
+                if time.monotonic() > until:
+                    return True
+        except OffsetExpired:
+            self._records.restart()
+            machine.cut_off()
+        except LogTruncated:
+            self._records.restart()
+            self.follow_log()
+            return True
+        except MillstreamError as error:
+            self._records.restart()
+            self.error = error.message
+            raise
+        self.error = None
+        return False
+
+    def _hold_quarantined(self) -> None:
+        if not self._records.quarantined or time.monotonic() - self._held_at < _QUARANTINE_FRESH_S:
+            return
+        self._held_at = time.monotonic()
+        now = self._quarantined()
+        self._held = {table: name for table, name in now.items() if table in self._records.quarantined}
+        self.machine.hold(int(table) for table in self._held)
+
+    def check_kept(self) -> None:
+        """Raise `CursorExpired` if the consumer was cut off."""
+        if self.machine.phase is Phase.CUT_OFF:
+            raise CursorExpired(
+                f"consumer {self.definition.name} was cut off: retention has dropped records that it hadn't settled",
+                hint="Rewind the consumer, for example to `earliest`; raise `retention_bytes_max` to keep more.",
+                holder=self.definition.name,
+                needed_from=self.machine.cursor + 1,
+                first=int(self.reader.first_seq()),
+            )
+
+    def _shown(self, delivery: Delivery) -> dict[str, Any]:
+        group, record = self._origin(delivery.message)
+        return {
+            "id": delivery.message.id,
+            "ack_id": self.ids.text(delivery.delivery_id),
+            "deliveries": delivery.deliveries,
+            "group": group,
+            "record": record,
+        }
+
+    def _origin(self, message: Message) -> tuple[str | None, str]:
+        """Return a message's group and its record as JSON; those of dead and retried ones are kept here."""
+        origin = message.origin
+        if isinstance(origin, Origin):
+            return origin
+        group, record = self._letters[message.id]
+        return group, record
+
+    # --- settling ----------------------------------------------------------------------------------------------------
+
+    def settle(
+        self, texts: list[str], do: Callable[[Consumer, list[DeliveryId]], list[Status]]
+    ) -> list[dict[str, str]]:
+        """Apply an ack, a nack or an extension; return the result of each text."""
+        self.machine.expire(now_ms())
+        deliveries = [self.ids.read(text) for text in texts]
+        statuses = iter(do(self.machine, [delivery for delivery in deliveries if delivery is not None]))
+        self.save()
+        self.wake()
+        return [
+            {"ack_id": text, "status": str(Status.UNKNOWN if delivery is None else next(statuses))}
+            for text, delivery in zip(texts, deliveries, strict=True)
+        ]
+
+    # --- steering ----------------------------------------------------------------------------------------------------
+
+    def rewind(self, seq: Seq) -> None:
+        """Begin behind another number."""
+        self.machine.rewind(int(seq))
+        self._records.restart()
+        self.save()
+        self.wake()
+
+    def cut_off(self) -> None:
+        """Note that retention has passed the cursor."""
+        self.machine.cut_off()
+        self._records.restart()
+        self.save()
+        self.wake()
+
+    # --- showing -----------------------------------------------------------------------------------------------------
+
+    def token(self) -> str:
+        """Return the cursor as a token."""
+        return str(StreamToken.scalar(self._stream_id, self.reader.whole_upto(Seq(self.machine.cursor))))
+
+    def shown_definition(self) -> dict[str, Any]:
+        """Return the definition and the cursor."""
+        return {**self.definition.as_dict(), "cursor": self.token()}
+
+    def shown(self) -> dict[str, Any]:
+        """Return the definition and the progress."""
+        machine = self.machine
+        machine.expire(now_ms())
+        self._hold_quarantined()
+        self.save()
+        counters = machine.counters
+        return {
+            **self.shown_definition(),
+            "state": str(machine.phase),
+            "in_flight": machine.in_flight,
+            "dead": len(machine.dead),
+            "delivered": counters.delivered,
+            "redelivered": counters.redelivered,
+            "acked": counters.acked,
+            "lag": self._lag(),
+            "backfill": None,
+            "error": self._trouble(),
+        }
+
+    def _lag(self) -> dict[str, Any]:
+        try:
+            upto = self.reader.persisted_upto()
+            after = max(Seq(self.machine.cursor), Seq(self.reader.first_seq() - 1))
+            takes = self._records.takes_of(after, upto)
+            found = backlog_of_tables(
+                self.reader, after, upto, lambda table: takes(table.table_id, table.schema_version)
+            )
+        except MillstreamError as error:
+            self.error = error.message
+            return {"records": None, "bytes": None, "seconds": None}
+        oldest = found.oldest_commit_us
+        seconds = 0.0 if oldest is None or not found.records else max(0.0, time.time() - oldest / 1e6)
+        return {"records": found.records, "bytes": found.size_bytes, "seconds": seconds}
+
+    def _trouble(self) -> str | None:
+        if self.error is not None:
+            return self.error
+        if self._held:
+            names = ", ".join(sorted(self._held.values()))
+            return f"records wait because their table is quarantined: {names}"
+        return None
+
+    def dead_letters(self, after: tuple[int, str] | None, limit: int) -> tuple[list[dict[str, Any]], str | None]:
+        """Return dead letters, the oldest first, and where the next ones begin; None if these are the last."""
+        letters = sorted(self.machine.dead.values(), key=_age)
+        if after is not None:
+            letters = [letter for letter in letters if _age(letter) > after]
+        some = letters[:limit]
+        following = f"{some[-1].died}.{some[-1].message.id}" if len(letters) > limit else None
+        return [self._shown_letter(letter) for letter in some], following
+
+    def _shown_letter(self, letter: DeadLetter) -> dict[str, Any]:
+        group, record = self._origin(letter.message)
+        died = datetime.fromtimestamp(letter.died / 1000, UTC).isoformat(timespec="milliseconds")
+        return {
+            "id": letter.message.id,
+            "deliveries": letter.deliveries,
+            "group": group,
+            "record": record,
+            "error": letter.error,
+            "died": died,
+        }
+
+    def settle_dead(self, ids: Iterable[str] | None, *, retry: bool) -> list[dict[str, str]]:
+        """Retry or drop dead letters; return the result of each id."""
+        done = self.machine.retry(ids) if retry else self.machine.drop(ids)
+        self.save()
+        self.wake()
+        word = "retried" if retry else "dropped"
+        return [{"id": id_, "status": word if was_dead else "unknown"} for id_, was_dead in done]
+
+
+def _age(letter: DeadLetter) -> tuple[int, str]:
+    return letter.died, letter.message.id
+
+
+def now_ms() -> int:
+    """Return the wall clock in ms since 1970."""
+    return time.time_ns() // 1_000_000

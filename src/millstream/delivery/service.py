@@ -1,0 +1,486 @@
+"""The consumers of one stream: made, received from, acknowledged and steered, in the one process that owns their state.
+
+`call` takes a request as JSON values, so that other processes can forward theirs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import structlog
+
+from millstream.delivery.arguments import dead_letter_ids, page, settling, waiting, wanted_place
+from millstream.delivery.definition import Definition
+from millstream.delivery.running import Running, Waiter, now_ms
+from millstream.delivery.starting import ParseMoment, check_kept, resolve
+from millstream.delivery.store import Letter, Store, Stored
+from millstream.errors import (
+    CursorExpired,
+    DeliveryError,
+    InvalidValue,
+    LogError,
+    MillstreamError,
+    TokenFromFuture,
+)
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.protocol.delivery import Change, Phase, State
+from millstream.wal.reader import StreamReader
+from millstream.workers import Worker
+
+logger = structlog.get_logger("millstream.delivery")
+
+_SYNC_EVERY_S: Final = 0.25
+"""How often what was noted is made durable: acknowledgements are within one second."""
+_HOLD_EVERY_S: Final = 2.0
+_LOOK_S: Final = 0.2
+_READS_AT_LEAST_S: Final = 5.0
+"""How long a `receive` that doesn't wait may read records that `where` leaves out."""
+
+
+class Holding(Protocol):
+    """The home's record of what each consumer still needs of the log; see `millstream.protocol.retention`."""
+
+    def hold(self, consumer: str, needed_from: Seq) -> None:
+        """Hold the log from a number on, and not below. Raises `CursorExpired` if the consumer was cut off."""
+
+    def release(self, consumer: str) -> None:
+        """Hold nothing for the consumer, even if it was cut off."""
+
+    def cut_off(self) -> set[str]:
+        """Return the consumers that were cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The parts of a home that a stream's consumers need."""
+
+    stream: str
+    stream_id: StreamId
+    folder: Path
+    """Folder of their state."""
+    open_reader: Callable[[], StreamReader]
+    holding: Holding
+    parse_moment: ParseMoment
+    quarantined: Callable[[], Mapping[TableId, str]]
+    """Returns the tables that are quarantined now, with their names."""
+
+
+class Answer(NamedTuple):
+    """The answer of a call."""
+
+    body: Any
+    is_new: bool = False
+    """Whether the call made what it returns."""
+    has_ended: bool = False
+    """Whether a `receive` without messages has nothing to wait for: the consumer is paused."""
+
+
+class StreamConsumers:
+    """The consumers of one stream.
+
+    Concurrency: any number of threads. This process has the home's `delivery` role.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        """Open them.
+
+        Raises:
+            DeliveryError (`consumer_state_unreadable`): their state can't be read.
+            LogError …: the log can't be read.
+        """
+        self._around = around
+        self._lock = threading.Lock()
+        """Guards the set of consumers; taken before a consumer's lock."""
+        self._storing = threading.Lock()
+        """Guards the store; taken after a consumer's lock."""
+        self._reader = around.open_reader()
+        self._store, stored = Store.open(around.folder)
+        self._running = {name: self._begin(found) for name, found in stored.items()}
+        for running in self._running.values():
+            running.save()
+        self._store.sync()
+        self._held: dict[str, int] = {}
+        self._hold_at = 0.0
+        self._wanted = threading.Event()
+        """Set while a `receive` waits for the log to grow."""
+        self._seen = Seq(0)
+        self._workers = [
+            Worker("consumers-sync", self._keep, every_s=_SYNC_EVERY_S).start(),
+            Worker("consumers-watch", self._watch).start(),
+        ]
+        self._calls: Final[Mapping[str, Callable[[str, Any, Waiter], Answer]]] = {
+            "show": self._show,
+            "delete": self._delete,
+            "pause": partial(self._steer, "pause"),
+            "resume": partial(self._steer, "resume"),
+            "rewind": self._rewind,
+            "receive": self._receive,
+            "ack": partial(self._settle, "ack"),
+            "nack": partial(self._settle, "nack"),
+            "extend": partial(self._settle, "extend"),
+            "dead": self._dead,
+            "retry": partial(self._settle_dead, "retry"),
+            "drop": partial(self._settle_dead, "drop"),
+        }
+
+    def call(self, what: str, name: str | None, body: Any, waiter: Waiter | None = None) -> Answer:
+        """Carry out a request.
+
+        Args:
+            what: `create`, `list`, or an action on the consumer of that name.
+            name: the consumer's; None for `create` and `list`.
+            body: the request's JSON value.
+            waiter: ends a `receive` that waits.
+
+        Raises:
+            DeliveryError (`unknown_consumer`, `invalid_consumer`, `consumer_exists`): as they say.
+            InvalidValue: a value of the body is out of range, or a field isn't known.
+            CursorExpired: retention has passed a token, or the consumer was cut off.
+            TokenFromFuture: a rewind goes beyond the stream's end.
+        """
+        if what == "create":
+            return self._create(body)
+        if what == "list":
+            return Answer({"consumers": self.all()})
+        return self._calls[what](str(name), body, waiter or Waiter())
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return every consumer with its progress, by name."""
+        with self._lock:
+            some = sorted(self._running.items())
+        found = []
+        for _, running in some:
+            with running.lock:
+                if not running.is_deleted:
+                    found.append(running.shown())
+        return found
+
+    def close(self) -> None:
+        """End every wait, make everything durable, and close the store."""
+        for worker in self._workers:
+            worker.stop()
+        self._wanted.set()
+        for worker in self._workers:
+            worker.join()
+        with self._lock:
+            for running in self._running.values():
+                with running.lock:
+                    running.is_closed = True
+                    running.save()
+                running.wake()
+            with self._storing:
+                self._store.close()
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def _create(self, body: Any) -> Answer:
+        definition = Definition.parse(body)
+        with self._lock:
+            known = self._running.get(definition.name)
+            if known is not None:
+                if known.definition != definition:
+                    raise DeliveryError(
+                        f"stream {self._around.stream} has a consumer {definition.name} with another definition",
+                        code="consumer_exists",
+                        stream=self._around.stream,
+                        consumer=definition.name,
+                    )
+                with known.lock:
+                    return Answer(known.shown_definition())
+            reader = self._around.open_reader()
+            definition.check(self._schemas(reader))
+            try:
+                start = self._resolve(definition.start, reader, partial(_invalid, "invalid_consumer", "start"))
+            except TokenFromFuture as error:
+                raise _invalid("invalid_consumer", "start", error.message) from error
+            self._around.holding.release(definition.name)
+            self._around.holding.hold(definition.name, Seq(start + 1))
+            try:
+                check_kept(start, reader, self._around.stream_id)
+                stored = Stored(definition, secrets.token_hex(8), State.begin(int(start)))
+                with self._storing:
+                    self._store.create(stored)
+            except BaseException:
+                self._around.holding.release(definition.name)
+                raise
+            running = self._begin(stored, reader)
+            with running.lock:
+                running.save()
+                with self._storing:
+                    self._store.sync()
+                self._held[definition.name] = int(start)
+                self._running[definition.name] = running
+                return Answer(running.shown_definition(), is_new=True)
+
+    def _show(self, name: str, body: Any, waiter: Waiter) -> Answer:
+        del body, waiter
+        with self._locked(name) as running:
+            return Answer(running.shown())
+
+    def _delete(self, name: str, body: Any, waiter: Waiter) -> Answer:
+        del body, waiter
+        with self._lock, self._locked_here(name) as running:
+            with self._storing:
+                self._store.remove(name)
+            running.is_deleted = True
+            del self._running[name]
+            self._held.pop(name, None)
+            self._around.holding.release(name)
+        running.wake()
+        return Answer(None)
+
+    def _steer(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:
+        del body, waiter
+        with self._locked(name) as running:
+            if how == "pause":
+                running.machine.pause()
+            else:
+                running.machine.resume()
+            running.save()
+            self._sync()
+            running.wake()
+            return Answer(running.shown())
+
+    def _rewind(self, name: str, body: Any, waiter: Waiter) -> Answer:
+        del waiter
+        text = wanted_place(body)
+        with self._locked(name) as running:
+            seq = self._resolve(text, running.reader, partial(_invalid, "invalid_value", "to"))
+            holding, before = self._around.holding, Seq(running.machine.cursor + 1)
+            was_cut_off = running.machine.phase is Phase.CUT_OFF
+            holding.release(name)
+            holding.hold(name, Seq(seq + 1))
+            try:
+                check_kept(seq, running.reader, self._around.stream_id)
+            except CursorExpired:
+                holding.release(name)
+                if not was_cut_off:
+                    holding.hold(name, before)
+                raise
+            running.rewind(seq)
+            self._held[name] = int(seq)
+            self._sync()
+            return Answer(running.shown())
+
+    def _receive(self, name: str, body: Any, waiter: Waiter) -> Answer:
+        count, wait_s = waiting(body)
+        begun_s = time.monotonic()
+        end_s = begun_s + wait_s
+        running = self._known(name)
+        running.waiters.add(waiter)
+        try:
+            while True:
+                waiter.wake.clear()
+                with self._locked_running(running):
+                    if waiter.is_gone or running.is_closed or running.machine.phase is Phase.PAUSED:
+                        return Answer({"messages": []}, has_ended=True)
+                    found, is_more = running.take(count)
+                    wake_ms = running.machine.next_wake()
+                now_s = time.monotonic()
+                if found or now_s >= (max(end_s, begun_s + _READS_AT_LEAST_S) if is_more else end_s):
+                    return Answer({"messages": found})
+                if not is_more:
+                    self._wanted.set()
+                    due_s = _LOOK_S if wake_ms is None else max(0.0, (wake_ms - now_ms()) / 1000)
+                    waiter.wake.wait(min(end_s - now_s, due_s, _LOOK_S))
+        finally:
+            running.waiters.discard(waiter)
+
+    def _settle(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:
+        del waiter
+        ids, number = settling(how, body)
+        with self._locked(name) as running:
+            results = running.settle(
+                ids,
+                lambda machine, deliveries: (
+                    machine.ack(deliveries)
+                    if how == "ack"
+                    else machine.nack(deliveries, now_ms(), delay_ms=number or 0)
+                    if how == "nack"
+                    else machine.extend(deliveries, now_ms(), number)
+                ),
+            )
+        return Answer({"results": results})
+
+    def _dead(self, name: str, body: Any, waiter: Waiter) -> Answer:
+        del waiter
+        after, limit = page(body)
+        with self._locked(name) as running:
+            running.machine.expire(now_ms())
+            running.save()
+            found, following = running.dead_letters(after, limit)
+        return Answer({"dead": found, "next": following})
+
+    def _settle_dead(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:
+        del waiter
+        ids = dead_letter_ids(body)
+        with self._locked(name) as running:
+            results = running.settle_dead(ids, retry=how == "retry")
+            self._sync()
+        return Answer({"results": results})
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, stored: Stored, reader: StreamReader | None = None) -> Running:
+        around = self._around
+        reader = around.open_reader() if reader is None else reader
+        return Running(around.stream, around.stream_id, stored, reader, self._store.key, self._note, around.quarantined)
+
+    def _note(self, name: str, changes: list[Change], letters: dict[str, Letter]) -> None:
+        with self._storing:
+            self._store.change(name, changes, letters)
+
+    def _sync(self) -> None:
+        with self._storing:
+            self._store.sync()
+
+    def _schemas(self, reader: StreamReader) -> list[Any]:
+        try:
+            return list(reader.schemas().values())
+        except LogError:
+            return []  # nothing has been written so far
+
+    def _resolve(self, text: str, reader: StreamReader, refuse: Callable[[str], MillstreamError]) -> Seq:
+        around = self._around
+        return resolve(text.strip(), reader, around.stream_id, around.parse_moment, lambda: datetime.now(UTC), refuse)
+
+    def _known(self, name: str) -> Running:
+        with self._lock:
+            running = self._running.get(name)
+        if running is None:
+            raise self._unknown(name)
+        return running
+
+    def _unknown(self, name: str) -> DeliveryError:
+        return DeliveryError(
+            f"stream {self._around.stream} has no consumer {name[:80]!r}",
+            code="unknown_consumer",
+            stream=self._around.stream,
+            consumer=name[:80],
+        )
+
+    def _locked(self, name: str) -> _Locked:
+        return self._locked_running(self._known(name))
+
+    @contextmanager
+    def _locked_here(self, name: str) -> Iterator[Running]:
+        """As `_locked`, for a caller that has the lock of the set."""
+        running = self._running.get(name)
+        if running is None:
+            raise self._unknown(name)
+        with running.lock:
+            yield running
+
+    def _locked_running(self, running: Running) -> _Locked:
+        return _Locked(running, self._unknown)
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> bool:
+        """Make everything durable that was noted, and move what the consumers hold of the log."""
+        try:
+            is_due = time.monotonic() - self._hold_at >= _HOLD_EVERY_S
+            cursors = self._cursors() if is_due else None
+            self._sync()  # retention goes by cursors that are durable
+            if cursors is not None:
+                self._hold_at = time.monotonic()
+                self._move_holders(cursors)
+            if self._store.wants_compaction:
+                self._compact()
+        except (MillstreamError, OSError) as error:
+            logger.warning("the consumers' state can't be kept for now", stream=self._around.stream, error=str(error))
+        return True
+
+    def _cursors(self) -> dict[str, int]:
+        with self._lock:
+            some = list(self._running.items())
+        found = {}
+        for name, running in some:
+            with running.lock:
+                running.machine.expire(now_ms())
+                running.save()
+                if not running.is_deleted and running.machine.phase is not Phase.CUT_OFF:
+                    found[name] = running.machine.cursor
+        return found
+
+    def _move_holders(self, cursors: Mapping[str, int]) -> None:
+        gone = self._around.holding.cut_off()
+        for name, cursor in cursors.items():
+            with self._lock:
+                running = self._running.get(name)
+                if running is None:
+                    continue
+                with running.lock:
+                    if name in gone and running.machine.phase is not Phase.CUT_OFF:
+                        running.cut_off()
+                    elif self._held.get(name, -1) < cursor <= running.machine.cursor:
+                        try:
+                            self._around.holding.hold(name, Seq(cursor + 1))
+                            self._held[name] = cursor
+                        except CursorExpired:
+                            running.cut_off()
+
+    def _compact(self) -> None:
+        with self._lock:
+            some = [running for _, running in sorted(self._running.items())]
+            for running in some:
+                running.lock.acquire()
+            try:
+                for running in some:
+                    running.save()
+                with self._storing:
+                    self._store.compact([running.stored() for running in some])
+            finally:
+                for running in some:
+                    running.lock.release()
+
+    def _watch(self) -> bool:
+        """Wake the waiting calls when the log grows."""
+        if not self._wanted.wait(_LOOK_S):
+            return True
+        try:
+            if self._reader.wait_beyond(self._seen, _LOOK_S):
+                self._seen = self._reader.persisted_upto()
+                for running in list(self._running.values()):
+                    running.wake()
+        except (MillstreamError, OSError) as error:
+            logger.warning("the log can't be read for now", stream=self._around.stream, error=str(error))
+            time.sleep(_LOOK_S)
+        if not any(running.waiters for running in list(self._running.values())):
+            self._wanted.clear()
+        return True
+
+
+class _Locked:
+    """A consumer for the caller alone; raises `unknown_consumer` if it was deleted."""
+
+    def __init__(self, running: Running, unknown: Callable[[str], DeliveryError]) -> None:
+        self._running = running
+        self._unknown = unknown
+
+    def __enter__(self) -> Running:
+        running = self._running
+        running.lock.acquire()
+        if running.is_deleted:
+            running.lock.release()
+            raise self._unknown(running.definition.name)
+        return running
+
+    def __exit__(self, *_: object) -> None:
+        self._running.lock.release()
+
+
+def _invalid(code: str, field: str, what: str) -> MillstreamError:
+    if code == "invalid_consumer":
+        return DeliveryError(what, code=code, hint="Use `earliest`, `latest`, a token or a time.", field=field)
+    return InvalidValue(what, hint="Use `earliest`, `latest`, a token or a time.", column=field)

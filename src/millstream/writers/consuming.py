@@ -1,0 +1,219 @@
+"""A home's consumers, in whichever process has their state: this one if no other does, else the other one by its socket.
+
+One process has the home's `delivery` role, from its first request until it closes the home. The others forward
+requests to it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.catalog import TableState
+from millstream.delivery.running import Waiter
+from millstream.delivery.service import Answer, StreamConsumers, Surroundings
+from millstream.errors import HomeBusy, LogError, WriterClosed
+from millstream.home.time_parsing import parse_as_of
+from millstream.leadership.roles import Roles
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.processes.control import ControlServer, have_done
+from millstream.processes.locks import RoleLock
+from millstream.protocol.retention import HolderKind
+from millstream.wal.reader import StreamReader
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.home.home import Home
+
+_ROLE: Final = "delivery"
+_ACT: Final = "consumers"
+_STARTS_WITHIN_S: Final = 10.0
+"""How long a process with the role may take until it answers."""
+_TRY_EVERY_S: Final = 0.05
+_ANSWERS_WITHIN_S: Final = 60.0
+_FORWARDED_WAIT_MS: Final = 500
+"""How long a forwarded `receive` waits at a time: its client may have gone."""
+_PREFIX: Final = "consumer:"
+"""Prefix of consumers' names among the catalog's holders, which has pipelines and followers, too."""
+
+
+class HomeConsumers:
+    """The consumers of a home's streams. The first request makes this process their owner, if no other process is.
+
+    Concurrency: any number of threads. A forked child forwards to its parent.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._lock = threading.Lock()
+        self._own: _Owner | None = None
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def call(
+        self, stream: str, what: str, name: str | None = None, body: Any = None, *, waiter: Waiter | None = None
+    ) -> Answer:
+        """Carry out a request; see `StreamConsumers.call`.
+
+        Raises:
+            UnknownStream: the home has no such stream.
+            ReadOnly, Fenced: another node leads the stream.
+            HomeBusy: another process has the consumers, and doesn't answer.
+            DeliveryError …: as `StreamConsumers.call`.
+        """
+        self._home.written_stream(stream)
+        if self._home.config.replication.nodes:
+            Roles(self._home).check_leads(stream)
+        waiter = waiter or Waiter()
+        if what == "receive":
+            return self._receive(stream, str(name), body, waiter)
+        return self._asked(stream, what, name, body, waiter)
+
+    def _receive(self, stream: str, name: str, body: Any, waiter: Waiter) -> Answer:
+        """Wait here, a little at a time, if another process has the consumers."""
+        owner = self._owner()
+        if owner is not None:
+            return owner.of(stream).call("receive", name, body, waiter)
+        end_s = None
+        while True:
+            forwarded = body
+            if isinstance(body, Mapping) and type(body.get("wait_for_ms")) is int:
+                end_s = time.monotonic() + min(30_000, body["wait_for_ms"]) / 1000 if end_s is None else end_s
+                left_ms = max(0, int((end_s - time.monotonic()) * 1000))
+                if body["wait_for_ms"] > _FORWARDED_WAIT_MS and body["wait_for_ms"] <= 30_000:
+                    forwarded = {**body, "wait_for_ms": min(left_ms, _FORWARDED_WAIT_MS)}
+            found = self._asked(stream, "receive", name, forwarded, waiter)
+            is_over = end_s is None or time.monotonic() >= end_s
+            if found.body["messages"] or is_over or waiter.is_gone or found.has_ended:
+                return found
+
+    def _asked(self, stream: str, what: str, name: str | None, body: Any, waiter: Waiter) -> Answer:
+        give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            owner = self._owner()
+            try:
+                if owner is not None:
+                    return owner.of(stream).call(what, name, body, waiter)
+                asked = {"stream": stream, "what": what, "name": name, "body": body}
+                answer = have_done(self._home, _ROLE, _ACT, asked, deadline_s=_ANSWERS_WITHIN_S)
+                if answer is not None:
+                    return Answer(**answer)
+            except WriterClosed:
+                if self._is_closed:
+                    raise
+            if time.monotonic() > give_up_s:
+                raise HomeBusy(
+                    "another process has the consumers' state, and doesn't answer",
+                    hint="Repeat the call; `millstream status` shows the processes of the home.",
+                )
+            time.sleep(_TRY_EVERY_S)
+
+    def close(self) -> None:
+        """Give the consumers up, if this process has them."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._is_closed, own = True, self._own
+            self._own = None
+        if own is not None:
+            own.close()
+
+    def _owner(self) -> _Owner | None:
+        """Return this process's owner of the consumers; None if another process has them."""
+        if self._pid != os.getpid():
+            return None
+        with self._lock:
+            if self._is_closed:
+                raise WriterClosed("the home was closed meanwhile")
+            if self._own is None:
+                self._home.prepare()
+                with suppress(HomeBusy):
+                    self._own = _Owner(self._home, RoleLock.take(self._home.run_folder, _ROLE, patience_s=0.0))
+            return self._own
+
+
+class _Owner:
+    """The consumers of all streams, in the process that has the role."""
+
+    def __init__(self, home: Home, role: RoleLock) -> None:
+        self._home = home
+        self._lock = threading.Lock()
+        self._streams: dict[str, StreamConsumers] = {}
+        with ExitStack() as opened:
+            opened.callback(role.release)
+            self._catalog = opened.enter_context(home.open_catalog())
+            opened.callback(self._close_streams)
+            opened.enter_context(ControlServer(home, _ROLE, {}, {_ACT: self._forwarded}))
+            self._opened = opened.pop_all()
+
+    def of(self, stream: str) -> StreamConsumers:
+        """Return the consumers of a stream."""
+        with self._lock:
+            found = self._streams.get(stream)
+            if found is None:
+                found = self._streams[stream] = StreamConsumers(surroundings(self._home, self._catalog, stream))
+            return found
+
+    def close(self) -> None:
+        """Make everything durable, and release the role."""
+        self._opened.close()
+
+    def _close_streams(self) -> None:
+        with self._lock:
+            streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.close()
+
+    def _forwarded(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self.of(asked["stream"]).call(asked["what"], asked["name"], asked["body"])
+        return answer._asdict()
+
+
+class _Holders:
+    """The consumers among the catalog's holders."""
+
+    def __init__(self, catalog: Catalog, stream: StreamId) -> None:
+        self._catalog = catalog
+        self._stream = stream
+
+    def hold(self, consumer: str, needed_from: Seq) -> None:
+        self._catalog.set_needed_from(self._stream, _PREFIX + consumer, needed_from, kind=HolderKind.CONSUMER)
+
+    def release(self, consumer: str) -> None:
+        self._catalog.release(self._stream, _PREFIX + consumer)
+
+    def cut_off(self) -> set[str]:
+        return {
+            position.name.removeprefix(_PREFIX)
+            for position in self._catalog.pipelines(self._stream)
+            if position.kind is HolderKind.CONSUMER and position.cut_off_at is not None
+        }
+
+
+def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
+    """Return what a stream's consumers need of the home."""
+    folder = str(home.wal_folder(stream))
+    try:
+        stream_id = StreamReader(folder).stream_id
+    except LogError:
+        stream_id = catalog.resolve_stream(stream)
+
+    def quarantined() -> Mapping[TableId, str]:
+        rows = catalog.tables(stream_id)
+        return {row.id: f"{row.namespace}.{row.name}" for row in rows if row.state is TableState.QUARANTINED}
+
+    return Surroundings(
+        stream,
+        stream_id,
+        home.delivery_folder(stream),
+        lambda: StreamReader(folder),
+        _Holders(catalog, stream_id),
+        lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
+        quarantined,
+    )

@@ -1,0 +1,130 @@
+"""The store of consumers' state: what was noted is there after a restart, also if the last write was torn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.delivery.ack_ids import AckIds
+from millstream.delivery.definition import Definition
+from millstream.delivery.reading import Origin
+from millstream.delivery.store import LOG_NAME, Store, Stored, died_letters
+from millstream.errors import DeliveryError
+from millstream.protocol.delivery import Consumer, DeliveryId, Limits, Message, State, position_of
+from millstream.testing.errors import coded
+
+
+def stored(name: str, incarnation: str = "aa") -> Stored:
+    return Stored(Definition.parse({"name": name}), incarnation, State.begin(0))
+
+
+def messages(count: int, begin: int = 1) -> list[Message]:
+    return [
+        Message(
+            position_of(n), n - 1, f"web-0-1-{n}", (f"g{n}",), 1, barrier=False, size=10, origin=Origin(f"g{n}", "{}")
+        )
+        for n in range(begin, begin + count)
+    ]
+
+
+def played(store: Store, name: str) -> Consumer:
+    """Play a consumer whose first message dies, whose second is in flight, and whose third is settled."""
+    machine = Consumer(Limits(max_deliver=1), State.begin(0), run=7)
+    machine.offer(messages(3), 3)
+    first, _, third = machine.receive(1000, 3)
+    machine.nack([first.delivery_id], 1001)
+    machine.ack([third.delivery_id])
+    changes = machine.take_changes()
+    store.change(name, changes, died_letters(changes))
+    return machine
+
+
+def test_state_outlives_a_restart(tmp_path: Path) -> None:
+    store, none = Store.open(tmp_path / "web")
+    assert none == {}
+    for name in ("one", "two", "gone"):
+        store.create(stored(name))
+    machine = played(store, "one")
+    store.remove("gone")
+    # No sync: a killed process loses nothing that was written.
+    again, found = Store.open(tmp_path / "web")
+    assert sorted(found) == ["one", "two"]
+    state, expected = found["one"].state, machine.snapshot()
+    assert (state.cursor, state.run, state.counters, list(state.dead)) == (1, 7, expected.counters, ["web-0-1-1"])
+    assert state.facts == expected.facts
+    assert found["one"].letters == {"web-0-1-1": ["g1", "{}"]}
+    assert again.key == store.key
+    for one in (store, again):
+        one.close()
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "append"])
+def test_a_torn_end_is_dropped(tmp_path: Path, harm: str) -> None:
+    store, _ = Store.open(tmp_path)
+    store.create(stored("one"))
+    store.create(stored("two"))
+    store.close()
+    log = tmp_path / LOG_NAME
+    data = bytearray(log.read_bytes())
+    if harm == "cut":
+        del data[-3:]
+    elif harm == "flip":
+        data[-3] ^= 1
+    else:
+        data += b"\x05\x00"
+    log.write_bytes(data)
+    store, found = Store.open(tmp_path)
+    assert sorted(found) == (["one", "two"] if harm == "append" else ["one"])
+    store.create(stored("three"))
+    store.close()
+    store, found = Store.open(tmp_path)
+    assert sorted(found) == sorted({*found, "three"})
+    store.close()
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    Store.open(tmp_path)[0].close()
+    (tmp_path / LOG_NAME).write_bytes(b"something else")
+    with pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
+        Store.open(tmp_path)
+
+
+def test_compaction_keeps_the_state_and_shrinks_the_log(tmp_path: Path) -> None:
+    store, _ = Store.open(tmp_path)
+    store.create(stored("one"))
+    machine = Consumer(Limits(), State.begin(0), run=7)
+    n = 0
+    while not store.wants_compaction:
+        machine.offer(messages(500, n + 1), n + 500)
+        n += 500
+        machine.ack([delivery.delivery_id for delivery in machine.receive(n, 500)])
+        store.change("one", machine.take_changes(), {})
+    size = (tmp_path / LOG_NAME).stat().st_size
+    assert size > 1 << 20
+    store.compact([Stored(Definition.parse({"name": "one"}), "aa", machine.snapshot())])
+    assert (tmp_path / LOG_NAME).stat().st_size < size / 100
+    assert not store.wants_compaction
+    played(store, "one")
+    store.close()
+    store, found = Store.open(tmp_path)
+    assert (found["one"].state.counters.acked, found["one"].state.cursor) == (n + 1, 1)
+    store.close()
+
+
+def test_the_files_are_their_owners_alone(tmp_path: Path) -> None:
+    Store.open(tmp_path / "web")[0].close()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "web").iterdir()}
+    assert modes == {"consumers.log": 0o600, "key": 0o600}
+
+
+def test_an_ack_id_is_one_consumers() -> None:
+    delivery = DeliveryId(3, 2**60, 1_790_000_000_000, 2**31)
+    ids = AckIds(b"k" * 32, "aa")
+    text = ids.text(delivery)
+    assert ids.read(text) == delivery
+    assert len(text) == 54
+    assert (AckIds(b"k" * 32, "ab").read(text), AckIds(b"j" * 32, "aa").read(text)) == (None, None)
+    for at in range(len(text)):
+        changed = text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :]
+        assert ids.read(changed) is None
