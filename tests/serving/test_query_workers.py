@@ -22,7 +22,7 @@ import millstream
 from millstream.errors import InvalidQuery, LakeError, QueryBound, QueryTimeout
 from millstream.home.home import Home
 from millstream.lake.query.bounds import QueryBounds
-from millstream.serving.query_workers import AskedQuery, Asking, QueryWorkers
+from millstream.serving.queries.workers import AskedQuery, Asking, QueryWorkers
 from millstream.testing.errors import coded
 
 MEMORY = 64 << 20
@@ -56,7 +56,7 @@ def children() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if "millstream.serving.query_worker" in child.cmdline():
+            if "millstream.serving.queries.worker" in child.cmdline():
                 found.append(child)
     return found
 
@@ -181,7 +181,7 @@ import os, signal, sys
 from pathlib import Path
 import psutil
 from millstream.home.home import Home
-from millstream.serving.query_workers import Asking, QueryWorkers
+from millstream.serving.queries.workers import Asking, QueryWorkers
 from millstream.lake.query.bounds import QueryBounds
 
 home = Home(Path(sys.argv[1]))

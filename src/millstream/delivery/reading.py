@@ -37,7 +37,7 @@ _DELETE: Final = Op.DELETE.letter
 
 
 class Origin(NamedTuple):
-    """What the service keeps of a message while it isn't settled."""
+    """The facts that the service keeps of a message until it is settled."""
 
     group: str | None
     record: str
@@ -87,7 +87,7 @@ class ConsumerReader:
 
     Args:
         stream: the stream's name, for ids and records.
-        reader: the log; no other thread uses it meanwhile.
+        reader: the log; no other thread may use it at the same time.
         definition: the consumer's.
 
     Concurrency: none; the caller serialises.

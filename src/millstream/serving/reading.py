@@ -31,7 +31,7 @@ from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
 from millstream.serving.access import Access, allow
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
-from millstream.serving.query_workers import Asking, QueryWorkers
+from millstream.serving.queries.workers import Asking, QueryWorkers
 from millstream.serving.requests import headers_said
 from millstream.serving.row_streams import as_stream, in_pieces
 from millstream.serving.writes import JSON_TYPE, media_type

@@ -19,7 +19,7 @@ from millstream.wal.mark import read_mark
 from millstream.wal.segment_scan import ReadAhead, commit_times, read_frame, reader_of
 
 if TYPE_CHECKING:
-    from millstream.codec.log_segment import TableEntry
+    from millstream.codec.log_segment import FrameTable
     from millstream.wal.reader import StreamReader
 
 _CACHED_FRAMES_MAX: Final = 50_000
@@ -113,7 +113,7 @@ class Backlogs:
         return Backlog(records, size, oldest, int(records > 0))
 
 
-def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callable[[TableEntry], bool]) -> Backlog:
+def backlog_of_tables(reader: StreamReader, after: Seq, upto: Seq, takes: Callable[[FrameTable], bool]) -> Backlog:
     """Count some tables' records of the range `(after, upto]`, exactly; the bytes are those of their compressed columns.
 
     Args:

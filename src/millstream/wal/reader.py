@@ -584,7 +584,7 @@ class StreamReader:
     ) -> Iterator[TableRecords]:
         """Yield the records of one frame; none if it is damaged and damage is only reported."""
         shard, segment, entry = place
-        if not (tables := entry.tables_of(wanted)):
+        if not entry.tables_of(wanted):
             return
         try:
             source = self._source(sources, shard, segment, entry, mark, wanted)

@@ -19,7 +19,7 @@ from millstream.delivery.running import Waiter
 from millstream.delivery.service import Answer, StreamConsumers, Surroundings
 from millstream.errors import HomeBusy, LogError, WriterClosed
 from millstream.home.time_parsing import parse_as_of
-from millstream.leadership.roles import Roles
+from millstream.leadership.role_files import Roles
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.processes.control import ControlServer, have_done

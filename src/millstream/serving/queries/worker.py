@@ -1,6 +1,6 @@
 """The process that runs callers' queries: started by the server, which may kill it at any time without loss.
 
-It reads requests from its standard input and answers on its standard output (see `query_workers`). It
+It reads requests from its standard input and answers on its standard output (see `workers`). It
 ends when its input ends: with its server.
 """
 
@@ -24,7 +24,7 @@ import pyarrow as pa
 from millstream.app.local_client import open_lake
 from millstream.errors import MillstreamError, QueryBound
 from millstream.lake.query.bounds import QueryBounds
-from millstream.serving.query_frames import Frame, QueryRequest, WorkerStart, write_frame
+from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, write_frame
 from millstream.serving.row_streams import as_stream, in_pieces
 from millstream.workers import Worker
 

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Final, cast
 
 from millstream.errors import LakeError, MillstreamError, QueryBound, QueryTimeout, error_of
 from millstream.private_files import make_folder
-from millstream.serving.query_frames import Frame, QueryRequest, WorkerStart, read_frame
+from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, read_frame
 from millstream.workers import Worker
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class _Worker:
     def __init__(self, start: WorkerStart) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "millstream.serving.query_worker"],
+            [sys.executable, "-m", "millstream.serving.queries.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

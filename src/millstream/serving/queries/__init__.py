@@ -1,0 +1,1 @@
+"""Answers SQL queries in worker processes with bounds on their memory and time."""
