@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -24,20 +24,23 @@ BOUNDS = ConnectionBounds(connections_max=100, request_s=30.0, idle_s=30.0, unre
 LARGE = 64 << 20
 
 
-@dataclass
+@dataclasses.dataclass
 class Served:
     """A server of an application that answers each path in its own way."""
 
     port: int = 0
-    server: HttpServer = field(init=False)
-    gone: list[str] = field(default_factory=list)
+    server: HttpServer = dataclasses.field(init=False)
+    begun: list[str] = dataclasses.field(default_factory=list)
+    """Paths of all requests, in order."""
+    gone: list[str] = dataclasses.field(default_factory=list)
     """Paths whose clients left before an answer."""
     sent: int = 0
     """Bytes of the large answer that the server has taken."""
-    unread: list[str] = field(default_factory=list)
+    unread: list[str] = dataclasses.field(default_factory=list)
 
     async def application(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
+        self.begun.append(path)
         if path == "/fails":
             raise ValueError("a bug")
         if path == "/silent":
@@ -46,6 +49,9 @@ class Served:
             while (await receive())["type"] != "http.disconnect":
                 pass
             self.gone.append(path)
+            return
+        if path in {"/steps", "/begins"}:
+            await self._stream(path, receive, send)
             return
         if path in {"/short", "/long", "/splits"}:
             length = {"/short": b"9", "/long": b"1", "/splits": b"3"}[path]
@@ -78,6 +84,19 @@ class Served:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"."})
 
+    async def _stream(self, path: str, receive: Any, send: Any) -> None:
+        """Send steps, or nothing behind the header until the client is gone."""
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if path == "/steps":
+            for _ in range(6):
+                await asyncio.sleep(0.3)
+                await send({"type": "http.response.body", "body": b"step ", "more_body": True})
+            await send({"type": "http.response.body"})
+            return
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone.append(path)
+
     def connected(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
@@ -89,11 +108,11 @@ class Served:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    heard = b""
+    heard = bytearray()
     with contextlib.suppress(ConnectionResetError):
-        while piece := connection.recv(65536):
+        while piece := connection.recv(1 << 20):
             heard += piece
-    return heard
+    return bytes(heard)
 
 
 def get(path: str, *, version: str = "1.1", method: str = "GET", more: str = "") -> bytes:
@@ -196,6 +215,62 @@ def test_an_application_learns_that_its_client_is_gone(served: Served) -> None:
             connection.sendall(sent)
             wait_for(lambda: served.server.connections)
         wait_for(lambda: len(served.gone) == 1)
+
+
+@pytest.mark.parametrize("path", ["/waits", "/begins"])
+@pytest.mark.parametrize("behind", [b"", get("/x"), get("/x") + b"no request at all\r\n\r\n"])
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_an_application_learns_that_its_client_is_gone_whatever_it_has_sent_behind(
+    path: str, behind: bytes, is_reset: bool
+) -> None:
+    """Nothing is read while requests wait, so the end was not seen."""
+    with serving(dataclasses.replace(BOUNDS, half_closed_s=30.0 if is_reset else 0.5), drain_s=1.0) as served:
+        with served.connected() as connection:
+            connection.sendall(get(path) + behind)
+            wait_for(lambda: served.begun == [path])
+            time.sleep(0.2)
+            if is_reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        wait_for(lambda: served.gone == [path], seconds=20)
+        wait_for(lambda: not served.server.connections, seconds=20)
+        assert served.begun == [path]
+
+
+def test_a_client_that_ended_its_side_gets_its_answers_whole() -> None:
+    """The answer was cut off. A client that is sent something isn't given up, however long it takes."""
+    steps = b"5\r\nstep \r\n" * 6 + b"0\r\n\r\n"
+    with serving(dataclasses.replace(BOUNDS, half_closed_s=0.9)) as served:
+        for sent, answers in (
+            (get("/steps"), 1),
+            (get("/steps") + get("/steps"), 2),
+            (get("/steps") + get("/steps") + get("/x", method="POST", more="Content-Length: 9\r\n") + b"abc", 2),
+            (get("/steps") + get("/x")[:-4], 1),
+        ):
+            with served.connected() as connection:
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                heard = read_all(connection)
+            assert heard.count(steps) == heard.count(b"HTTP/1.1 200 OK") == answers
+        assert served.gone == ["/x"], "its body never came"
+        with served.connected() as connection:
+            connection.sendall(get("/large"))
+            connection.shutdown(socket.SHUT_WR)
+            assert len(read_all(connection)) > LARGE
+
+
+def test_a_client_that_ended_its_side_before_its_request_was_whole_is_gone() -> None:
+    with serving() as served:
+        for sent in (b"", get("/x")[:-4], get("/x", method="POST", more="Content-Length: 9\r\n") + b"abc"):
+            with served.connected() as connection:
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                assert read_all(connection) == b""
+        wait_for(lambda: served.gone == ["/x"])
+        with served.connected() as connection:
+            connection.sendall(get("/unread"))
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+            connection.shutdown(socket.SHUT_WR)
+            assert read_all(connection) == b""
 
 
 def test_a_client_that_does_not_read_holds_the_answer_back(served: Served) -> None:

@@ -23,6 +23,7 @@ import structlog
 from millstream.errors import HttpError
 from millstream.serving.access import CERTIFICATE, name_in_certificate
 from millstream.serving.memory_budget import Receive
+from millstream.serving.peer_state import PeerState, peer_state
 from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of
 from millstream.serving.request_heads import HeadRefused, check_head
 from millstream.serving.requests import Scope, Send
@@ -51,6 +52,8 @@ class ConnectionBounds:
     """Seconds between two requests, and for a client to take nothing of an answer."""
     unread_bytes_max: int
     """Bytes of a body that is read and dropped: its request was answered before it was whole."""
+    half_closed_s: float = 10.0
+    """Seconds without a byte of the answer until a client that has ended its side counts as gone."""
 
 
 class Exchange:
@@ -198,6 +201,10 @@ class Connection(asyncio.Protocol):
         self._parser = self._new_parser()
         self._bounds = server.bounds
         self._is_paused = False
+        self._is_half_closed = False
+        """Whether the client has ended its side, and the rest of the answers is being sent."""
+        self._silence: tuple[float, int] | None = None
+        """When a client that has ended its side was last sent anything, and the bytes written by then."""
         self.can_write = asyncio.Event()
         """Cleared while the client doesn't read what was sent."""
         self.can_write.set()
@@ -258,6 +265,31 @@ class Connection(asyncio.Protocol):
         self.can_write.set()
         # These refer to the connection, too: without them it needs no garbage collection.
         self.exchange = self._running = self._parser = None
+
+    def eof_received(self) -> bool:
+        """Return whether to go on sending after the client has ended its side; see asyncio.Protocol.
+
+        A client that has sent its requests may end its side of the connection and wait for the answers. A
+        client that is gone looks the same until it is sent something. nginx, uvicorn and Go's server take
+        both for gone, and cut answers off. Here answers to complete requests are sent to their ends. The
+        application is told that the client is gone once the connection is reset, or no byte of an answer
+        was sent for `half_closed_s`. asyncio has no half-closed TLS connections: with TLS the end of the
+        client's side ends the connection.
+        """
+        if self._base["scheme"] == "https":
+            return False
+        newest, running = self.exchange, self._running
+        if newest is not None and newest is not running and newest.more_body:
+            self._waiting.pop()  # the newest: it will never be whole
+        elif running is not None and running.more_body:
+            return False
+        if running is None or running.is_answered:
+            return False
+        self.exchange = self._waiting[-1] if self._waiting else running
+        self.exchange.keeps_alive = False
+        self._is_half_closed = True
+        self._coming_since = self._idle_since = None
+        return True
 
     def pause_writing(self) -> None:
         """Let answers wait; see asyncio.Protocol."""
@@ -411,7 +443,7 @@ class Connection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Read nothing more from the client for now."""
-        if not self._is_paused:
+        if not self._is_paused and not self._is_half_closed:
             self._is_paused = True
             self.transport.pause_reading()
 
@@ -457,7 +489,12 @@ class Connection(asyncio.Protocol):
         elif now - self._taken_at > self._bounds.idle_s:
             self.transport.abort()
             return
-        if self.transport.is_closing() or self._waiting:
+        if self.transport.is_closing():
+            return
+        if self._is_gone(now, unsent_bytes):
+            self.transport.abort()
+            return
+        if self._waiting:
             return
         if self._coming_since is None:
             if self._idle_since is not None and now - self._idle_since > self._bounds.idle_s:
@@ -480,6 +517,24 @@ class Connection(asyncio.Protocol):
                 HttpError(f"the request wasn't whole within {self._bounds.request_s:g} s", code="request_timeout")
             )
         )
+
+    def _is_gone(self, now: float, unsent_bytes: int) -> bool:
+        """Return whether the client of the running request is gone, though nothing was read that shows it.
+
+        While requests wait nothing is read, and after the end of the client's side there is nothing to read.
+        """
+        running = self._running
+        is_read = not self._is_paused and not self._is_half_closed
+        if is_read or running is None or running.is_answered or running.more_body:
+            self._silence = None
+            return False
+        state = peer_state(self.transport.get_extra_info("socket").fileno())
+        if state is not PeerState.ENDED:
+            self._silence = None
+            return state is PeerState.GONE
+        if self._silence is None or unsent_bytes or self._silence[1] != self._written_bytes:
+            self._silence = now, self._written_bytes
+        return now - self._silence[0] > self._bounds.half_closed_s
 
     def refuse(self, document: Mapping[str, Any]) -> None:
         """Answer a request that can't be taken with a problem, behind the answers before it; close the connection.
