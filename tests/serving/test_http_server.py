@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import httpx
 import pytest
 import uvloop
 from tests.app.homes import wait_for
+from tests.serving.servers import Authority
 
 from millstream.serving.connections import ConnectionBounds
 from millstream.serving.http_server import HttpServer
@@ -120,13 +123,15 @@ def get(path: str, *, version: str = "1.1", method: str = "GET", more: str = "")
 
 
 @contextlib.contextmanager
-def serving(bounds: ConnectionBounds = BOUNDS, *, drain_s: float = 30.0) -> Iterator[Served]:
+def serving(
+    bounds: ConnectionBounds = BOUNDS, *, drain_s: float = 30.0, context: ssl.SSLContext | None = None
+) -> Iterator[Served]:
     found = Served()
     end: Future[Callable[[], object]] = Future()
 
     async def serve() -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        found.server = HttpServer(found.application, bounds, drain_s=drain_s)
+        found.server = HttpServer(found.application, bounds, drain_s=drain_s, context=context)
         end.set_result(lambda: loop.call_soon_threadsafe(ended.set))
         await found.server.serve(listener, ended)
 
@@ -524,3 +529,86 @@ def test_the_only_coding_of_a_body_is_chunks_in_http_1_1(
     heard = served.answers(sent + b"1\r\na\r\n0\r\n\r\n")
     assert status_of(heard) == status
     assert (b"x-path" in heard) is (status == 200)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("pki"))
+
+
+@pytest.fixture(scope="module")
+def context(authority: Authority) -> ssl.SSLContext:
+    found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    found.load_cert_chain(*authority.issue("server"))
+    return found
+
+
+def ended(connections: list[socket.socket], seconds: float) -> int:
+    """Return how many connections the other side ends while it is quiet for no longer than so many seconds."""
+    poll = select.poll()
+    for connection in connections:
+        poll.register(connection, select.POLLIN)
+    number = 0
+    while ready := poll.poll(seconds * 1000):
+        for descriptor, _ in ready:
+            poll.unregister(descriptor)
+        number += len(ready)
+    return number
+
+
+def test_handshakes_count_as_connections(authority: Authority, context: ssl.SSLContext) -> None:
+    """Any number of clients that never began a handshake was let in."""
+    at_most = 20
+    client = authority.client()
+    with contextlib.ExitStack() as stack:
+        served = stack.enter_context(serving(dataclasses.replace(BOUNDS, connections_max=at_most), context=context))
+        opened = [client.wrap_socket(served.connected(), server_hostname="127.0.0.1") for _ in range(at_most // 2)]
+        silent = [served.connected() for _ in range(300)]
+        for connection in (*opened, *silent):
+            stack.enter_context(connection)
+        assert ended(silent, 2.0) == len(silent) - at_most // 2
+        for connection in opened:
+            connection.sendall(get("/x"))
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+        for connection in silent:
+            connection.close()
+        # Their places are free again: every connection up to the limit is accepted, and none beyond it.
+        wait_for(lambda: not served.server.handshakes, seconds=20)
+        for _ in range(at_most // 2):
+            opened.append(stack.enter_context(client.wrap_socket(served.connected(), server_hostname="127.0.0.1")))
+            opened[-1].sendall(get("/x"))
+            assert opened[-1].recv(1000).startswith(b"HTTP/1.1 200 ")
+        with served.connected() as one_more, pytest.raises((ssl.SSLError, ConnectionError)):
+            client.wrap_socket(one_more, server_hostname="127.0.0.1")
+        for connection in opened:
+            connection.close()
+
+
+def test_a_handshake_is_bounded_in_time_and_a_broken_one_holds_nothing(
+    authority: Authority, context: ssl.SSLContext
+) -> None:
+    bounds = ConnectionBounds(connections_max=1, request_s=0.5, idle_s=30.0, unread_bytes_max=1)
+    with serving(bounds, context=context) as served:
+        for sent in (b"", b"\x16\x03\x01", get("/x"), b"\x16\x03\x01\x00\x05\x01\x00\x00\x01\x03"):
+            with served.connected() as connection:
+                connection.sendall(sent)
+                began = time.monotonic()
+                read_all(connection)
+                assert time.monotonic() - began < 20
+            wait_for(lambda: not served.server.handshakes, seconds=20)
+        with (
+            served.connected() as plain,
+            authority.client().wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        ):
+            connection.sendall(get("/x", more=CLOSE))
+            assert read_all(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_end_waits_for_no_handshake(context: ssl.SSLContext) -> None:
+    with serving(context=context) as served:
+        silent = served.connected()
+        wait_for(lambda: served.server.handshakes)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+    assert read_all(silent) == b""
+    silent.close()

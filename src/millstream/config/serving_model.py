@@ -83,7 +83,8 @@ class HttpConfig(Section):
     connections_max: int = Field(
         default=10_000,
         ge=1,
-        description="Number of open connections, including idle ones, at most. Others get status 503.",
+        description="Number of open connections, including idle ones and TLS handshakes, at most. Others get status "
+        "503; with TLS they are closed without an answer.",
     )
     request_timeout: Duration = Field(
         default="30s",

@@ -182,6 +182,9 @@ class Server(Protocol):
     def start(self, exchange: Exchange) -> None:
         """Start a task that answers a request."""
 
+    def enter(self, connection: Connection) -> None:
+        """Take a connection that was made."""
+
     def leave(self, connection: Connection) -> None:
         """Forget a connection that was closed."""
 
@@ -249,7 +252,7 @@ class Connection(asyncio.Protocol):
         }
         if secured is not None and (name := name_in_certificate(secured.getpeercert())) is not None:
             self._base[CERTIFICATE] = name
-        self.server.connections.add(self)
+        self.server.enter(self)
         if len(self.server.connections) > self._bounds.connections_max:
             self.refuse(plain_problem(503, f"{self._bounds.connections_max} connections are open, as many as may be"))
 

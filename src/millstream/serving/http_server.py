@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import time
+from collections.abc import AsyncIterator
 from email.utils import formatdate
 from typing import Final
 
@@ -17,6 +19,10 @@ logger = structlog.get_logger("millstream.serve")
 
 _LOOKS: Final = 4
 """Number of checks within a connection's shortest limit."""
+_HANDSHAKE_S: Final = 60.0
+"""How long a TLS handshake may take, if requests may take longer."""
+_ACCEPTS_AGAIN_S: Final = 1.0
+"""Seconds between attempts to accept a connection, if the process has no descriptor left."""
 
 
 class HttpServer:
@@ -44,6 +50,8 @@ class HttpServer:
         self._drain_s = drain_s
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
+        self.handshakes: dict[Connection, asyncio.Task[None]] = {}
+        """TLS connections whose handshake isn't done, and their tasks."""
         self._left = asyncio.Event()
         """Set when a connection was closed."""
 
@@ -52,6 +60,11 @@ class HttpServer:
         task = asyncio.get_running_loop().create_task(exchange.run(self.application))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def enter(self, connection: Connection) -> None:
+        """Take a connection that was made."""
+        self.handshakes.pop(connection, None)
+        self.connections.add(connection)
 
     def leave(self, connection: Connection) -> None:
         """Forget a connection that was closed."""
@@ -67,16 +80,70 @@ class HttpServer:
             backlog: connections that may wait to be accepted.
         """
         self._set_date()
-        accepting = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self), sock=listener, ssl=self._context, backlog=backlog
-        )
         watching = asyncio.create_task(self._watch())
         try:
-            await ended.wait()
+            async with self._accepting(listener, backlog):
+                await ended.wait()
         finally:
-            accepting.close()
             await self._drain()
             watching.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _accepting(self, listener: socket.socket, backlog: int) -> AsyncIterator[None]:
+        if self._context is None:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: Connection(self), sock=listener, backlog=backlog
+            )
+            try:
+                yield
+            finally:
+                server.close()
+            return
+        with listener:
+            listener.setblocking(False)
+            listener.listen(backlog)
+            accepting = asyncio.create_task(self._accept(listener, self._context))
+            try:
+                yield
+            finally:
+                left = [accepting, *self.handshakes.values()]
+                for task in left:
+                    task.cancel()
+                await asyncio.wait(left)
+
+    async def _accept(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+        """Accept connections of TLS until cancelled.
+
+        asyncio's own server knows of a connection only after its handshake, so any number of silent clients could
+        connect. Here handshakes count as connections. A client that is one too many gets no handshake.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.warning("a connection couldn't be accepted", error=str(error))
+                await asyncio.sleep(_ACCEPTS_AGAIN_S)
+                continue
+            if len(self.connections) + len(self.handshakes) >= self.bounds.connections_max:
+                client.close()
+                await asyncio.sleep(0)  # other connections have their turn
+                continue
+            connection = Connection(self)
+            self.handshakes[connection] = loop.create_task(self._shake_hands(connection, client, context))
+
+    async def _shake_hands(self, connection: Connection, client: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                client,
+                ssl=context,
+                ssl_handshake_timeout=min(_HANDSHAKE_S, self.bounds.request_s),
+            )
+        except OSError as error:  # TLS's own errors, too
+            logger.debug("a TLS handshake failed", error=str(error))
+        finally:
+            self.handshakes.pop(connection, None)
 
     async def _drain(self) -> None:
         for connection in list(self.connections):
