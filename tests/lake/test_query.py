@@ -367,7 +367,7 @@ def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout,
     with pytest.raises(BeyondRetention) as caught:
         LakeSession(layout, as_of=NOON - timedelta(seconds=1))
     assert NOON.isoformat() in caught.value.hint
-    with pytest.raises(TokenFromFuture, match=r"at [0-9a-f]{8}\.s9, [0-9a-f]{8}\.s10 is beyond") as future:
+    with pytest.raises(TokenFromFuture, match=r"up to [0-9a-f]{8}\.s9, not [0-9a-f]{8}\.s10") as future:
         LakeSession(layout, as_of=Seq(10))
     assert ".s9 or earlier" in future.value.hint
     with LakeSession(layout, as_of=Seq(4)) as before, pytest.raises(InvalidQuery):
@@ -399,7 +399,7 @@ def test_what_retention_dropped_is_neither_guessed_nor_needed(
         with pytest.raises(BeyondRetention) as caught:
             session.query(ids)
         assert caught.value.details["first"] == 6
-        assert re.search(r"as of [0-9a-f]{8}\.s5: .* behind [0-9a-f]{8}\.s6 \(2026-03-01T12:02", caught.value.message)
+        assert re.search(r"as of [0-9a-f]{8}\.s5: .* after [0-9a-f]{8}\.s6 \(2026-03-01T12:02", caught.value.message)
         assert "history_retention" in caught.value.hint
         assert session.query('SELECT count(*) AS n FROM public."Order ""Lines"""').to_pylist() == [{"n": 1}]
 

@@ -92,7 +92,7 @@ def test_of_tables_that_capitals_alone_tell_apart_a_statement_is_shown_the_one_t
         assert session.query("SHOW TABLES").num_rows == 4
         for sql, found in asked.items():
             assert session.query(sql).column("id").to_pylist() == [found], sql
-        with pytest.raises(InvalidQuery, match=r'public\."Orders" and public\.orders differ by capitals alone'):
+        with pytest.raises(InvalidQuery, match=r'public\."Orders" and public\.orders differ only by case'):
             session.query('FROM "Orders" JOIN orders USING (id)')
         with pytest.raises(InvalidQuery, match=r"no table public\.ORDERS"):
             session.query('FROM "ORDERS"')

@@ -196,7 +196,7 @@ def test_a_table_made_again_goes_on_behind_the_one_that_bore_its_name(
 def test_a_column_of_ours_in_the_table_is_an_error_by_name(layout: LakeLayout, orders: TableSchema, records: Records):
     odd = replace(orders, columns=(*orders.columns, Column("Valid_From", pa.string())))
     land(layout, odd, records(odd, ("c", 1, {"id": 1, **at(1)})), 1)
-    with pytest.raises(LakeError, check=coded("lake_schema_conflict"), match=r"public\.orders has a column Valid_From"):
+    with pytest.raises(LakeError, check=coded("lake_schema_conflict"), match=r"column Valid_From of public\.orders"):
         fold_into_versions(layout, odd, Seq(1))
 
 

@@ -108,7 +108,9 @@ def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
     path = layout.table_path(view, schema)
     if "://" in path:
         raise LakeError(
-            f"{path} is in the way, and can't be moved there", hint="Move it away by hand, and ask again.", path=path
+            f"{path} must be moved away, and an object store can't move it",
+            hint="Move it away by hand, then request the rebuild again.",
+            path=path,
         )
     number = 1
     while Path(f"{path}{_ASIDE}{number}").exists():

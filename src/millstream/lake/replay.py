@@ -78,9 +78,9 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     folder, table = table_named(cut, name)
     if upto > cut.n:
         reached, beyond = (StreamToken.scalar(layout.stream_id, n) for n in (cut.n, upto))
-        raise TokenFromFuture(f"the lake stands at {reached}, {beyond} is beyond it", reached=int(cut.n))
+        raise TokenFromFuture(f"the lake has records only up to {reached}, not {beyond}", reached=int(cut.n))
     if upto <= after:
-        raise UsageError(f"the range ends at {upto} and begins behind {after}: there is nothing in it")
+        raise UsageError(f"the range after {after} up to {upto} is empty")
     path = replay_path(layout, into)
     history_path = f"{layout.root}/history/{folder}"
     history = open_table(layout, history_path, layout.app_id("history", table.table_id))

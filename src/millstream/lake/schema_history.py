@@ -133,7 +133,7 @@ def newest_schema(opened: OpenTable) -> TableSchema:
     """
     encoded = opened.properties.get(SCHEMA_PROPERTY)
     if encoded is None:
-        raise LakeTableForeign(f"{opened.path} doesn't say what its columns were at the source", path=opened.path)
+        raise LakeTableForeign(f"{opened.path} doesn't record its columns at the source", path=opened.path)
     return decode(encoded)
 
 

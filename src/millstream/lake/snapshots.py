@@ -275,7 +275,7 @@ def _row(layout: LakeLayout, opened: OpenTable, number: int, path: str) -> Cut:
         found = batch.filter(pc.equal(batch.column("number"), number))
         if found.num_rows:
             return _decode(found.to_pylist()[0])
-    raise LakeTableForeign(f"{opened.path} lacks cut {number} that it just had", path=opened.path)
+    raise LakeTableForeign(f"cut {number} disappeared from {opened.path}", path=opened.path)
 
 
 def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
@@ -288,7 +288,7 @@ def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
                 rows += batch.filter(pc.equal(batch.column("n"), int(opened.n))).to_pylist()
     if not rows:
         raise LakeTableForeign(
-            f"{opened.path} lacks the cut at {opened.n} that it once had", path=opened.path, version=opened.version
+            f"the cut at {opened.n} disappeared from {opened.path}", path=opened.path, version=opened.version
         )
     return _decode(max(rows, key=lambda row: int(row["number"])))
 

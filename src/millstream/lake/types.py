@@ -132,7 +132,7 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool 
         if have.get_field_index(field.name) < 0:
             if field.name.lower() in lower:
                 raise LakeError(
-                    f"{table}: a column's name changed by case only ({field.name}); a Delta table can't tell them apart",
+                    f"{table}: a column's name changed by case only ({field.name}); a Delta table can't distinguish the two",
                     code="lake_schema_conflict",
                     hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
                     "the old one is kept next to it.",

@@ -136,7 +136,7 @@ def unfolded_versions(
     """
     history = open_history(layout, schema)
     if not opened.held:
-        raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is folded for the first time just now')
+        raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is being folded for the first time')
     fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
     fold.stands = opened.n
     tail = read_history(
@@ -575,7 +575,7 @@ def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
     if clash:
         name = f"{schema.namespace}.{schema.name}"
         raise LakeError(
-            f"{name} has a column {clash[0]}, which in its versions is Millstream's",
+            f"the column {clash[0]} of {name} has the name of a column that Millstream adds to versions",
             code="lake_schema_conflict",
             hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
             table=name,

@@ -131,8 +131,8 @@ def merge_current(
     emptied = bool(mixed) or (owner is not None and owner.key != schema.key)
     if relation is not None and not emptied and schema.key and relation.key and relation.key != schema.key:
         raise LakeTableForeign(
-            f"{place.quoted} of {target.place} has got another primary key than its source's ({', '.join(schema.key)})",
-            hint="Drop that key there: Millstream makes its own.",
+            f"{place.quoted} of {target.place} has a primary key other than its source's ({', '.join(schema.key)})",
+            hint="Drop that key there; Millstream creates its own.",
             table=place.quoted,
         )
 

@@ -156,12 +156,13 @@ def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: 
         )
     if encoding != "UTF8":
         raise DestinationError(
-            f"{target.place} keeps text as {encoding}: it can't hold what others can", hint="Make it with UTF8."
+            f"{target.place} keeps text as {encoding}: it can't store all characters",
+            hint="Create it with encoding UTF8.",
         )
     grants = [f"GRANT {', '.join(lacks)} ON DATABASE {database} TO {user};"] if lacks else []
     grants += [f"GRANT USAGE, CREATE ON SCHEMA {schema} TO {user};" for schema in closed]
     if grants:
-        raise DestinationError(f"{target.place}: {user} may not make all that is needed", hint=" ".join(grants))
+        raise DestinationError(f"{target.place}: {user} lacks privileges that are needed", hint=" ".join(grants))
     return f"{target.place} can be written" + ("" if is_made else "; the first run makes what it needs")
 
 
@@ -203,7 +204,7 @@ def _check_cut(connection: Connection, target: PostgresTarget, cut: Seq) -> None
     has = 0 if row is None else int(row[0])
     if has < cut:
         raise DestinationWentBack(
-            f"{target.place} had everything up to {cut} of stream {target.stream_name} and has it up to {has} now",
+            f"{target.place} had stream {target.stream_name} up to {cut}, and now has it only up to {has}",
             has=has,
         )
 

@@ -227,20 +227,20 @@ def check_owner(
     where = f"{place.quoted} of {target.place}"
     if owner is None and relation is not None:
         raise LakeTableForeign(
-            f"{where} is there already, and isn't this table's",
+            f"{where} exists already and doesn't belong to this table",
             hint=f"Rename or drop it there, then run `millstream tables retry {place.quoted}`; before the first run, "
             f"`schema_prefix` in [streams.{target.stream_name}.lake] gives all tables separate schemas.",
             table=place.quoted,
         )
     if owner is not None and (owner.stream, owner.pipeline) != target.owner:
         raise LakeTableForeign(
-            f"{where} is another stream's",
+            f"{where} belongs to another stream",
             hint=f"Set `schema_prefix` in [streams.{target.stream_name}.lake], or drop the table and its row in millstream_lake.tables.",
             table=place.quoted,
         )
     if owner is not None and relation is None:
         raise LakeError(
-            f"{where} was made by Millstream and isn't there any more",
+            f"{where} was created by Millstream and no longer exists",
             code="lake_history_lost",
             hint=f"Run DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = ({', '.join(map(literal, (place.view, place.namespace, place.name)))}), "
             "then `millstream tables copy`, to write the table again.",

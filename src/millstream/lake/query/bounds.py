@@ -115,7 +115,7 @@ class QueryWatch:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     self._failure = QueryTimeout(
-                        f"the query wasn't done within {bounds.time_s:g} s", time_s=bounds.time_s
+                        f"the query didn't finish within {bounds.time_s:g} s", time_s=bounds.time_s
                     )
                 elif _bytes_in(self._scratch) > bounds.spill_bytes:
                     self._failure = self._spilled(bounds)
@@ -128,9 +128,7 @@ class QueryWatch:
     @staticmethod
     def _spilled(bounds: QueryBounds) -> QueryBound:
         size = bounds.spill_bytes
-        return QueryBound(
-            f"the query puts more than {size} bytes aside on the disk", code="query_spill_full", size_max=size
-        )
+        return QueryBound(f"the query spills more than {size} bytes to disk", code="query_spill_full", size_max=size)
 
 
 def _bytes_in(folder: str) -> int:

@@ -127,7 +127,7 @@ class Engine:
             self.connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)}")
             self.connection.execute(f"CREATE VIEW {quote(namespace)}.{quote(name)} AS {sql}")
         except duckdb.CatalogException as error:
-            raise LakeError("differs from another table by capitals alone: name one of them in a statement") from error
+            raise LakeError("differs from another table only by case: use one of the two in a statement") from error
 
     def drop_views(self, namespace: str, name: str) -> None:
         """Drop a table's views: of its rows, its records and its versions. Case doesn't matter, as in DuckDB."""

@@ -83,7 +83,9 @@ class HandedFiles:
         gone = isinstance(error, FileNotFoundError)
         self.failure = LakeUnavailable(
             f"a file of the lake {'is gone' if gone else 'could not be read'}: {path}: {error.strerror}",
-            hint="Ask again, in a new session." if gone else "Check the disk and the permissions of the lake's folder.",
+            hint="Query again, in a new session."
+            if gone
+            else "Check the disk and the permissions of the lake's folder.",
             path=path,
         )
         return self.failure

@@ -89,8 +89,8 @@ class Namesakes:
             if len(meant) > 1:
                 names = " and ".join(sorted(qualified_name(*tables[folder]) for folder in meant))
                 raise InvalidQuery(
-                    f"{names} differ by capitals alone, and DuckDB takes them for one",
-                    hint="Name one of them in a statement. Write a column of such a name as table.column.",
+                    f"{names} differ only by case, and DuckDB treats them as one name",
+                    hint="Use only one of them in a statement. Write a column of such a name as table.column.",
                 )
             if not meant and len(folders) == 1 and not _are_others(key, tables[folders[0]], written, known):
                 meant = folders

@@ -27,7 +27,9 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
         now = datetime.now(UTC)
         if as_of > now:
             raise PositionError(
-                f"{as_of.isoformat()} lies in the future", code="time_from_future", hint=f"It is {now.isoformat()} now."
+                f"{as_of.isoformat()} lies in the future",
+                code="time_from_future",
+                hint=f"Use a time up to now, {now.isoformat()}.",
             )
         cut = cut_at_time(layout, as_of)
         if cut is None:
@@ -38,7 +40,7 @@ def standing_at(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, 
     if as_of > reached:
         token, asked = (StreamToken.scalar(layout.stream_id, n) for n in (reached, as_of))
         raise TokenFromFuture(
-            f"the lake stands at {token}, {asked} is beyond it",
+            f"the lake has records only up to {token}, not {asked}",
             hint=f"Query at {token} or earlier; `millstream status` shows the records still to land.",
             reached=int(reached),
         )
@@ -58,7 +60,7 @@ def beyond(layout: LakeLayout, schema: TableSchema, n: Seq, gone: Seq, *, anew: 
     when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
     at, begins = (StreamToken.scalar(layout.stream_id, position) for position in (n, gone))
     return BeyondRetention(
-        f"{schema.full_name} can't be shown as of {at}: its history begins behind {begins}{when}",
+        f"{schema.full_name} can't be shown as of {at}: its history begins after {begins}{when}",
         hint="Query a later time: `millstream pipeline rebuild --from source` restarted the history then; the old one "
         "was quarantined next to it."
         if anew
@@ -75,7 +77,7 @@ def rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
     waits = next((table.waits for table in known if table.table_id == schema.table_id), "")
     return LakeBehind(
         f"{schema.full_name} is being rebuilt from its source: {waits or 'its copy has yet to land'}",
-        hint="Ask again when its copy has landed; `millstream tables` shows how far that is.",
+        hint="Query again when its copy has landed; `millstream tables` shows how far that is.",
         table=schema.full_name,
     )
 
@@ -83,11 +85,11 @@ def rebuilding(schema: TableSchema, known: Iterable[KnownTable]) -> LakeBehind:
 def _before(layout: LakeLayout, asked: str) -> BeyondRetention:
     first = first_cut(layout)
     if first is None:
-        return BeyondRetention(f"nothing has landed in the lake yet, and so not at {asked}", first=None)
+        return BeyondRetention(f"the lake is empty, so it can't be read at {asked}", first=None)
     at = first.commit_ts_max or first.committed_at
     token = StreamToken.scalar(layout.stream_id, first.n)
     return BeyondRetention(
         f"the lake begins at {at.isoformat()} ({token}), after {asked}",
-        hint=f"Ask for {at.isoformat()} or later.",
+        hint=f"Query {at.isoformat()} or later.",
         first=str(token),
     )

@@ -211,7 +211,7 @@ class LakeSession:
         import duckdb
 
         if len(self.statements(sql)) != 1:
-            raise InvalidQuery("one statement at a time, please")
+            raise InvalidQuery("a query must be one statement")
         if LIST.fullmatch(sql):
             sql = LISTED
         try:
@@ -541,7 +541,7 @@ class LakeSession:
         if opened is not None and opened.n is not None and opened.n > self._n:
             opened = open_table(self._layout, path, app, version=table.scd2)
         if opened is None or opened.n is None:
-            raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is folded for the first time just now')
+            raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is being folded for the first time')
         self._engine.view(
             SCD2,
             f"{schema.namespace}.{schema.name}",

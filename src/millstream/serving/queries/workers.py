@@ -159,7 +159,7 @@ class AskedQuery:
 
     def _over(self) -> QueryTimeout:
         time_s = self._workers.bounds.time_s
-        return QueryTimeout(f"the query wasn't done within {time_s:g} s", time_s=time_s)
+        return QueryTimeout(f"the query didn't finish within {time_s:g} s", time_s=time_s)
 
     def _left_s(self) -> float:
         return max(0.0, self._until_s - time.monotonic())
