@@ -11,7 +11,7 @@ from tests.capture.capture_stage import Stage
 from millstream.capture.connection import connect
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, list_tables, read_table
-from millstream.capture.watcher import Tables
+from millstream.capture.watcher import WatchedTables
 from millstream.catalog import TableRow, TableState
 from millstream.model.names import TablePatterns
 from millstream.model.positions import Lsn
@@ -34,10 +34,10 @@ def test_a_look_that_fails_by_a_bug_ends_capture_with_it(stage: Stage, monkeypat
     running = stage.start()
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
 
-    def look(_tables: Tables, _connection: Connection, _passed: Lsn) -> None:
+    def look(_tables: WatchedTables, _connection: Connection, _passed: Lsn) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Tables, "look", look)
+    monkeypatch.setattr(WatchedTables, "look", look)
     wait_until(lambda: running.ended, "capture ends")
     assert isinstance(running.error, ZeroDivisionError)
 

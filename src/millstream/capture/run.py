@@ -52,7 +52,7 @@ from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.timeline import TimelineWatch, follows, read_history
-from millstream.capture.watcher import Tables, Watcher
+from millstream.capture.watcher import WatchedTables, Watcher
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
 from millstream.errors import (
@@ -122,7 +122,7 @@ class _CaptureSession:
     applier: Applier
     receiver: Receiver
     watcher: Watcher
-    tables: Tables
+    tables: WatchedTables
     copies: CopiesAndRepairs
     chunks: ChunkWire | None
     """The receiver's wire, if the session reads chunks."""
@@ -250,7 +250,7 @@ class _Capture:
             source = self._source_to_follow(identity, replication, control, slot)
             reached = self._reached(source)
             directory = CatalogDirectory(self._catalog, self._stream, source, config)
-            tables = Tables(config, self._catalog, directory)
+            tables = WatchedTables(config, self._catalog, directory)
             tables.look(control, Lsn(0))
             if not tables.facts:
                 raise SourceError(
@@ -489,7 +489,7 @@ class _Capture:
         return reached
 
     def _open_chunks(
-        self, dsn: str, identity: SourceIdentity, reached: Lsn, confirmed: Lsn, tables: Tables
+        self, dsn: str, identity: SourceIdentity, reached: Lsn, confirmed: Lsn, tables: WatchedTables
     ) -> ChunkWire | None:
         """Begin to read chunks; None if the source refuses, which then isn't asked again."""
         config, choice = self._config, self._choice
@@ -520,7 +520,7 @@ class _Capture:
             self._reads_chunks = False
             return None
 
-    def _start_streaming(self, replication: Connection, reached: Lsn, tables: Tables) -> Wire:
+    def _start_streaming(self, replication: Connection, reached: Lsn, tables: WatchedTables) -> Wire:
         options = sql.SQL(", ").join(
             sql.SQL(f"{name} ") + sql.Literal(value)
             for name, value in pgoutput_options(tables.coverage.publications, origin=self._config.origin).items()

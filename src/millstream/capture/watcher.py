@@ -55,7 +55,7 @@ NO_TRUNCATES: Final = "truncates"
 logger = structlog.get_logger("millstream.capture")
 
 
-class Tables:
+class WatchedTables:
     """The source's tables and their rows in the catalog, which `look` updates."""
 
     def __init__(self, config: CaptureConfig, catalog: Catalog, directory: CatalogDirectory) -> None:
@@ -196,7 +196,7 @@ class Watcher:
         self,
         config: CaptureConfig,
         identity: SourceIdentity,
-        tables: Tables,
+        tables: WatchedTables,
         directory: CatalogDirectory,
         *,
         passed: Callable[[], Lsn],

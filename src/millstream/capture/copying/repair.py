@@ -31,7 +31,7 @@ from millstream.capture.copying.text import chunk_operation
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
-from millstream.capture.watcher import Tables
+from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import MillstreamError
 from millstream.failpoints import hit
@@ -112,7 +112,7 @@ class Repairs:
         identity: SourceIdentity,
         catalog: Catalog,
         directory: CatalogDirectory,
-        tables: Tables,
+        tables: WatchedTables,
         stream: StreamId,
         nudge: Callable[[], None],
     ) -> None:

@@ -35,7 +35,7 @@ from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamHold
 from millstream.capture.stream.spill import SpillFolder
-from millstream.capture.watcher import Tables
+from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import CodecError, DiskFull, MillstreamError, NoFreeSlot, SourceError
 from millstream.failpoints import hit
@@ -73,7 +73,7 @@ class TableCopies:
         identity: SourceIdentity,
         catalog: Catalog,
         directory: CatalogDirectory,
-        tables: Tables,
+        tables: WatchedTables,
         stream: StreamId,
         nudge: Callable[[], None],
         *,
