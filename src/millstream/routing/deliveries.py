@@ -18,7 +18,7 @@ WRITES_KNOWN_MAX: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class SinkDelivery:
     """One operation in flight to one sink."""
 
     write: bytes | None
@@ -45,7 +45,7 @@ class Deliveries:
         """Writes that were taken, longest unasked first."""
         self._on_way: dict[bytes, Future[SinkOutcome]] = {}
 
-    def begin(self, sink: str, write: tuple[WriteId, int] | None) -> Delivery:
+    def begin(self, sink: str, write: tuple[WriteId, int] | None) -> SinkDelivery:
         """Begin the delivery of an operation to a sink. If it `is_new`, the caller calls `end`, in any case.
 
         Args:
@@ -54,7 +54,7 @@ class Deliveries:
                 same identity are another write.
         """
         if write is None:
-            return Delivery(None, Future())
+            return SinkDelivery(None, Future())
         write_id, digest = write
         told = repr((sink, write_id.session, write_id.number, write_id.key, digest))
         key = blake2b(told.encode(), digest_size=16).digest()
@@ -63,13 +63,13 @@ class Deliveries:
                 self._taken.move_to_end(key)
                 outcome: Future[SinkOutcome] = Future()
                 outcome.set_result({"duplicate": True})
-                return Delivery(key, outcome, is_new=False)
+                return SinkDelivery(key, outcome, is_new=False)
             if key in self._on_way:
-                return Delivery(key, self._on_way[key], is_new=False)
+                return SinkDelivery(key, self._on_way[key], is_new=False)
             self._on_way[key] = Future()
-            return Delivery(key, self._on_way[key])
+            return SinkDelivery(key, self._on_way[key])
 
-    def end(self, delivery: Delivery, outcome: SinkOutcome | BaseException) -> None:
+    def end(self, delivery: SinkDelivery, outcome: SinkOutcome | BaseException) -> None:
         """Set the outcome of a delivery, for all its waiters. An exception outside our tree is raised there."""
         if delivery.write is not None:
             with self._lock:

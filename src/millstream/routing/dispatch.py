@@ -19,7 +19,7 @@ from millstream.model.replication import AckLevel
 from millstream.model.steps import run, run_async
 from millstream.model.writes import SessionFacts, WriteId
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
-from millstream.routing.deliveries import Deliveries, Delivery
+from millstream.routing.deliveries import Deliveries, SinkDelivery
 from millstream.routing.sinks import TOOK
 
 logger = structlog.get_logger("millstream.routing")
@@ -190,7 +190,7 @@ class Dispatcher:
         """
         told: list[dict[str, Future[SinkOutcome]]] = [{} for _ in each]
         for sink, counts in in_sinks.items():
-            new: dict[int, Delivery] = {}
+            new: dict[int, SinkDelivery] = {}
             for number, count in enumerate(counts):
                 if not count or isinstance(each[number], MillstreamError):
                     continue
@@ -210,7 +210,7 @@ class Dispatcher:
                 )
         return told
 
-    def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[Delivery], deadline_s: float | None) -> None:
+    def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[SinkDelivery], deadline_s: float | None) -> None:
         outcomes: Sequence[SinkOutcome | BaseException]
         try:
             outcomes = self._sinks[sink].append(ops, deadline_s=deadline_s)
@@ -219,7 +219,7 @@ class Dispatcher:
             outcomes = [error] * len(deliveries)
         self._end(deliveries, outcomes)
 
-    def _end(self, deliveries: Sequence[Delivery], outcomes: Sequence[SinkOutcome | BaseException]) -> None:
+    def _end(self, deliveries: Sequence[SinkDelivery], outcomes: Sequence[SinkOutcome | BaseException]) -> None:
         for delivery, outcome in zip(deliveries, outcomes, strict=True):
             self._deliveries.end(delivery, outcome)
 
