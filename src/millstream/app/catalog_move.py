@@ -26,7 +26,7 @@ _NOT_FREE: Final = "What this home's log refers to can't be renumbered: name a d
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class CatalogMoveResult:
     """The result of a move."""
 
     streams: tuple[str, ...]
@@ -35,7 +35,7 @@ class Moved:
     """The old file, no longer read."""
 
 
-def move_catalog(home: Home) -> Moved:
+def move_catalog(home: Home) -> CatalogMoveResult:
     """Move a home's embedded catalog to the configured database.
 
     Raises:
@@ -73,4 +73,4 @@ def move_catalog(home: Home) -> Moved:
                     noted = new.database.insert(t.facts).values(scope=_MOVES, name=identity.id, value="true")
                     connection.execute(noted)
         home.catalog_file.rename(kept)
-    return Moved(names, place, kept)
+    return CatalogMoveResult(names, place, kept)
