@@ -68,7 +68,7 @@ _BACKOFF: Final = Backoff(0.5, 30.0, jitter=0)
 
 
 @dataclass(slots=True)
-class Running:
+class RunningProcess:
     """A part with its state; the supervisor's own."""
 
     part: SupervisedProcess
@@ -113,7 +113,7 @@ class Supervisor:
         healthy_after_s: float = 60.0,
         patience_s: float = 60.0,
     ) -> None:
-        self.parts: Final = {part.name: Running(part, replace(backoff)) for part in parts}
+        self.parts: Final = {part.name: RunningProcess(part, replace(backoff)) for part in parts}
         self._on_event = on_event
         self._healthy_after_s = healthy_after_s
         self._patience_s = patience_s
@@ -164,7 +164,7 @@ class Supervisor:
             if running.state is PartState.WAITING and time.monotonic() >= running.due_s:
                 self._start(running)
 
-    def _start(self, running: Running) -> None:
+    def _start(self, running: RunningProcess) -> None:
         listen, tell = os.pipe()
         try:
             process = subprocess.Popen(
@@ -225,7 +225,7 @@ class Supervisor:
             running.outcome = facts
         self._on_event((name, what, facts))
 
-    def _died(self, running: Running) -> None:
+    def _died(self, running: RunningProcess) -> None:
         process = running.process
         assert process is not None
         assert process.stdin is not None
@@ -248,14 +248,14 @@ class Supervisor:
             running.state, running.due_s = PartState.WAITING, time.monotonic() + delay_s
             self._on_event((running.part.name, "died", {**facts, "restart_in_s": delay_s, "error": running.error}))
 
-    def _is_hopeless(self, running: Running, error: dict[str, Any]) -> bool:
+    def _is_hopeless(self, running: RunningProcess, error: dict[str, Any]) -> bool:
         running.errors += 1
         most = running.part.errors_max
         if most is not None and error.get("code") == "unexpected":
             most += 1
         return error.get("retry") in {"operator", "never"} or (most is not None and running.errors >= most)
 
-    def _over(self, running: Running, state: PartState, facts: dict[str, Any]) -> None:
+    def _over(self, running: RunningProcess, state: PartState, facts: dict[str, Any]) -> None:
         running.state = state
         self._on_event((running.part.name, state.value, facts))
 
