@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from millstream.client.steps import Answer, Call, Lost, Nap, append_call, appended
+from millstream.client.steps import Call, HttpAnswer, Lost, Nap, append_call, appended
 from millstream.errors import (
     AppendOutcomeUnknown,
     Fenced,
@@ -19,11 +19,13 @@ from millstream.errors import (
 from millstream.serving.problems import status_of
 
 PROBLEM = {"content-type": "application/problem+json"}
-NO_KEYS = Answer(409, PROBLEM, json.dumps({"code": SessionsNeedOneWriter.code, "detail": "several writers"}).encode())
+NO_KEYS = HttpAnswer(
+    409, PROBLEM, json.dumps({"code": SessionsNeedOneWriter.code, "detail": "several writers"}).encode()
+)
 
 
 def calls_of(
-    answers: list[Answer | Lost], *, key: str | None, deadline_s: float = 0.0
+    answers: list[HttpAnswer | Lost], *, key: str | None, deadline_s: float = 0.0
 ) -> tuple[list[Call], MillstreamError]:
     """Return the calls, one for each answer, and the final error."""
     call = append_call("web", "t", [{"x": 1}], session=None, number=None, idempotency_key=key, keep_valid_rows=False)
@@ -52,7 +54,7 @@ def test_a_key_of_the_clients_own_is_left_out_where_a_stream_has_several_writers
 @pytest.mark.parametrize("error", [PartialWrite(""), RoutingError("", code="no_route_matches")])
 def test_what_routing_says_is_told_and_not_tried_again(error: MillstreamError) -> None:
     """A partial write was sent again until the deadline, also to the sinks that had taken it."""
-    said = Answer(int(status_of(error)), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
+    said = HttpAnswer(int(status_of(error)), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
     asked, ended = calls_of([said], key=None, deadline_s=30.0)
     assert (len(asked), type(ended), ended.code) == (1, type(error), error.code)
 
@@ -61,7 +63,7 @@ def test_what_routing_says_is_told_and_not_tried_again(error: MillstreamError) -
 def test_who_doesnt_lead_says_who_does(error: type[MillstreamError]) -> None:
     """The server answered 500, after which the outcome of the write is unknown."""
     facts = {"code": error.code, "detail": "no", "details": {"leader": "b"}}
-    said = Answer(int(status_of(error(""))), PROBLEM, json.dumps(facts).encode())
+    said = HttpAnswer(int(status_of(error(""))), PROBLEM, json.dumps(facts).encode())
     asked, ended = calls_of([said], key=None, deadline_s=30.0)
     assert (len(asked), type(ended), ended.details["leader"]) == (1, error, "b")
     _, ended = calls_of([Lost("cut off", sent=True), said], key=None, deadline_s=30.0)

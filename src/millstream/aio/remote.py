@@ -26,8 +26,8 @@ from millstream.client.client import (
 from millstream.client.pieces import Pieces, latest_of
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
 from millstream.client.steps import (
-    Answer,
     Call,
+    HttpAnswer,
     Lost,
     Nap,
     append_call,
@@ -178,7 +178,7 @@ class AsyncRemoteHome:
     async def _json(self, call: Call) -> dict[str, Any]:
         return json_of(await self._asked(call), self._url)
 
-    async def _asked(self, call: Call) -> Answer:
+    async def _asked(self, call: Call) -> HttpAnswer:
         return await run_async(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic), self._do)
 
     async def _pieces(self, call: Call) -> AsyncGenerator[pa.Table, None]:
@@ -195,13 +195,13 @@ class AsyncRemoteHome:
         if not pieces.ended:
             raise cut_off(self._url, "the connection was closed")
 
-    async def _do(self, step: Call | Nap) -> Answer | Lost | None:
+    async def _do(self, step: Call | Nap) -> HttpAnswer | Lost | None:
         if isinstance(step, Nap):
             await asyncio.sleep(step.seconds)
             return None
         return await self._exchanged(step)
 
-    async def _exchanged(self, call: Call) -> Answer | Lost:
+    async def _exchanged(self, call: Call) -> HttpAnswer | Lost:
         request = request_of(self._http, call, self._timeout_s)
         try:
             response = await self._http.send(request, stream=True)

@@ -16,8 +16,8 @@ import pyarrow as pa
 from millstream.client.pieces import Pieces, latest_of
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
 from millstream.client.steps import (
-    Answer,
     Call,
+    HttpAnswer,
     Lost,
     Nap,
     append_call,
@@ -190,7 +190,7 @@ class RemoteHome:
     def _json(self, call: Call) -> dict[str, Any]:
         return json_of(self._asked(call), self._url)
 
-    def _asked(self, call: Call) -> Answer:
+    def _asked(self, call: Call) -> HttpAnswer:
         return run(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic), self._do)
 
     def _pieces(self, call: Call) -> Iterator[pa.Table]:
@@ -205,13 +205,13 @@ class RemoteHome:
         if not pieces.ended:
             raise cut_off(self._url, "the connection was closed")
 
-    def _do(self, step: Call | Nap) -> Answer | Lost | None:
+    def _do(self, step: Call | Nap) -> HttpAnswer | Lost | None:
         if isinstance(step, Nap):
             time.sleep(step.seconds)
             return None
         return self._exchanged(step)
 
-    def _exchanged(self, call: Call) -> Answer | Lost:
+    def _exchanged(self, call: Call) -> HttpAnswer | Lost:
         request = request_of(self._http, call, self._timeout_s)
         try:
             response = self._http.send(request, stream=True)
@@ -318,9 +318,11 @@ def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, timeout_s: 
     )
 
 
-def answer_of(response: httpx.Response, body: bytes, opened: object) -> Answer:
+def answer_of(response: httpx.Response, body: bytes, opened: object) -> HttpAnswer:
     """Return the answer in a response."""
-    return Answer(response.status_code, {name.lower(): value for name, value in response.headers.items()}, body, opened)
+    return HttpAnswer(
+        response.status_code, {name.lower(): value for name, value in response.headers.items()}, body, opened
+    )
 
 
 def lost_of(error: httpx.RequestError, url: str) -> Lost:

@@ -86,7 +86,7 @@ class Nap:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """An answer."""
 
     status: int
@@ -108,7 +108,7 @@ class Lost:
     """Change that is needed before an answer can come: a resend would be lost again."""
 
 
-Steps: TypeAlias = Generator[Call | Nap, Answer | Lost | None, _Result]
+Steps: TypeAlias = Generator[Call | Nap, HttpAnswer | Lost | None, _Result]
 
 
 def check_url(url: str) -> str:
@@ -151,7 +151,7 @@ def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> 
     return {name: str(token) for name, token in (("after", after), ("upto", upto)) if token is not None}
 
 
-def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[Answer]:
+def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[HttpAnswer]:
     """Return the answer to a query, which is resent while no server answers or has room.
 
     Args:
@@ -314,7 +314,7 @@ def only_stream(names: list[str]) -> str:
     return names[0]
 
 
-def json_of(answer: Answer, url: str) -> dict[str, Any]:
+def json_of(answer: HttpAnswer, url: str) -> dict[str, Any]:
     """Return the object in an answer; `AnswerUnreadable` if there is none."""
     try:
         found = json.loads(answer.body)
@@ -325,7 +325,7 @@ def json_of(answer: Answer, url: str) -> dict[str, Any]:
     return found
 
 
-def problem_of(answer: Answer, url: str) -> MillstreamError:
+def problem_of(answer: HttpAnswer, url: str) -> MillstreamError:
     """Return the error in an answer."""
     said = answer.headers.get("content-type", "").partition(";")[0].strip()
     if said == _PROBLEM_TYPE:
@@ -354,7 +354,7 @@ def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Tab
     return pa.concat_tables(found)
 
 
-def _appended_of(answer: Answer, url: str) -> Appended:
+def _appended_of(answer: HttpAnswer, url: str) -> Appended:
     facts = json_of(answer, url)
     try:
         return Appended.from_dict(facts)
@@ -393,14 +393,14 @@ def _doubt(
     return error
 
 
-def _no_answer(answer: Answer, url: str) -> AnswerUnreadable:
+def _no_answer(answer: HttpAnswer, url: str) -> AnswerUnreadable:
     said = answer.body[:200].decode(errors="replace")
     return AnswerUnreadable(
         f"{url} answered {answer.status}, but not with an answer of Millstream: {said!r}", url=url, status=answer.status
     )
 
 
-def _wait_of(answer: Answer, otherwise_s: float) -> float:
+def _wait_of(answer: HttpAnswer, otherwise_s: float) -> float:
     """Return the seconds of `Retry-After`; a date there is ignored."""
     said = answer.headers.get("retry-after", "")
     return max(float(said), otherwise_s) if said.isascii() and said.isdecimal() else otherwise_s
