@@ -46,7 +46,7 @@ from millstream.capture.source import (
     insert_lsn,
 )
 from millstream.capture.stream.applier import Applier
-from millstream.capture.stream.barrier import StreamHold
+from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.chunks import ChunkWire, open_chunks
 from millstream.capture.stream.receiver import Receiver
 from millstream.capture.stream.replication_connection import Wire, start_replication
@@ -294,7 +294,7 @@ class _Capture:
                 status_s=status_s,
             )
             shared = (config, identity, self._catalog, directory, tables, self._stream, receiver.nudge)
-            hold = StreamHold()
+            hold = StreamBarrier()
             copied = TableCopies(*shared, spill=self._spill, hold=hold, reads_backlog=chunks is not None)
             copies = CopiesAndRepairs(copied, Repairs(*shared))
             applier = Applier(

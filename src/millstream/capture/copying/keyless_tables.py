@@ -7,7 +7,7 @@ get such a position, a table is read in turns:
 - *Plain*, twice at most: under a present snapshot, while the stream goes on. If a transaction that the snapshot
   doesn't see touched the table, there is no such position, and the reading is given up at once.
 - *Held*: under the snapshot of a temporary logical slot, which sees exactly the commits below an LSN, while later
-  commits wait (`stream_hold`) until the rows have entered. The stream goes on up to that LSN, and by then no change
+  commits wait (`StreamBarrier`) until the rows have entered. The stream goes on up to that LSN, and by then no change
   of the table can have come after it. PostgreSQL gives such a snapshot when the running transactions have ended. So
   it is asked for first without holding anything. The stream may pass its LSN by then, with changes of the table after
   it. In that case it is asked for with the stream held, for as long as the patience lasts, which doubles each time.
@@ -34,7 +34,7 @@ from millstream.capture.copying.state import Copy, OpenChunk, Range
 from millstream.capture.copying.text import read_copied
 from millstream.capture.copying.throttle import CopyRate
 from millstream.capture.schema_registry import CatalogDirectory
-from millstream.capture.stream.barrier import StreamHold
+from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
 from millstream.errors import DiskFull, SnapshotWaits, SourceError
 from millstream.failpoints import hit
@@ -88,7 +88,7 @@ class WholeReads:
         self,
         config: CaptureConfig,
         spill: SpillFolder,
-        hold: StreamHold,
+        hold: StreamBarrier,
         directory: CatalogDirectory,
         *,
         patience_s: float,

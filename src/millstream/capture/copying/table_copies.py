@@ -33,7 +33,7 @@ from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, C
 from millstream.capture.copying.workers import ChunkWorkers, Work
 from millstream.capture.schema_registry import CatalogDirectory
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
-from millstream.capture.stream.barrier import StreamHold
+from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
@@ -78,7 +78,7 @@ class TableCopies:
         nudge: Callable[[], None],
         *,
         spill: SpillFolder,
-        hold: StreamHold,
+        hold: StreamBarrier,
         reads_backlog: bool = False,
     ) -> None:
         self._config = config

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from millstream import process_metrics
 from millstream.capture.schema_registry import CatalogDirectory
-from millstream.capture.stream.barrier import StreamHold, cut
+from millstream.capture.stream.barrier import StreamBarrier, cut
 from millstream.capture.stream.large_transactions import Spilled, StreamedRelation
 from millstream.capture.stream.receiver import Item, Position, Receiver, TransactionRun
 from millstream.capture.stream.slot_confirmation import SlotConfirmation
@@ -97,7 +97,7 @@ class Applier:
         settling: Future[Ack] | None = None,
         confirmed: Lsn | None = None,
         copies: CopySink,
-        hold: StreamHold,
+        hold: StreamBarrier,
         before_each: Callable[[], None] = lambda: None,
     ) -> None:
         self._receiver = receiver

@@ -23,7 +23,7 @@ _LSN: Final = slice(1, 9)
 """Position of the commit's LSN in a Begin message."""
 
 
-class StreamHold:
+class StreamBarrier:
     """The LSN from which on commits wait. One owner at a time; thread-safe."""
 
     def __init__(self) -> None:
