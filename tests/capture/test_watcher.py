@@ -9,7 +9,7 @@ from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
-from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, list_tables, read_table
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import TableRow, TableState
@@ -48,15 +48,15 @@ def test_a_copy_that_ended_since_the_states_were_read_is_not_begun_again(
     stage.sql("CREATE TABLE orders (id int PRIMARY KEY)", "INSERT INTO orders VALUES (1), (2)")
     running = stage.start()
     wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it is copied")
-    refresh, looks = CatalogDirectory.refresh, 0
+    refresh, looks = SchemaRegistry.refresh, 0
 
-    def late(directory: CatalogDirectory) -> list[TableRow]:
+    def late(directory: SchemaRegistry) -> list[TableRow]:
         nonlocal looks
         looks += 1
         return [replace(row, state=TableState.COPY_REQUESTED) for row in refresh(directory)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(CatalogDirectory, "refresh", late)
+        patch.setattr(SchemaRegistry, "refresh", late)
         wait_until(lambda: looks > 4, "such states are looked at")
     running.stop()
     stage.catch_up()

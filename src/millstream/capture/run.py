@@ -24,7 +24,7 @@ from millstream.capture.connection import connect_replication, pinned, take_byte
 from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
 from millstream.capture.copying.table_copies import UNFINISHED, TableCopies
 from millstream.capture.publication import pgoutput_options
-from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.slot import (
     SlotState,
     check_slot,
@@ -249,7 +249,7 @@ class _Capture:
             slot = read_slot(control, config.slot)
             source = self._source_to_follow(identity, replication, control, slot)
             reached = self._reached(source)
-            directory = CatalogDirectory(self._catalog, self._stream, source, config)
+            directory = SchemaRegistry(self._catalog, self._stream, source, config)
             tables = WatchedTables(config, self._catalog, directory)
             tables.look(control, Lsn(0))
             if not tables.facts:

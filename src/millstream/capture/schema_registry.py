@@ -35,7 +35,7 @@ class _CachedSchema:
     schema: TableSchema | None
 
 
-class CatalogDirectory:
+class SchemaRegistry:
     """`codec.pgoutput.TableDirectory` over the catalog, for one source.
 
     Concurrency: the decoding thread reads; `learn` and `forget` may be called from others.

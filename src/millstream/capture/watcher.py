@@ -33,7 +33,7 @@ from millstream.capture.publication import (
     sync_publications,
 )
 from millstream.capture.rewrite_detection import KnownLayouts
-from millstream.capture.schema_registry import NO_IDENTITY, CatalogDirectory
+from millstream.capture.schema_registry import NO_IDENTITY, SchemaRegistry
 from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same, insert_lsn
 from millstream.catalog import Catalog, TableRow, TableState
@@ -58,7 +58,7 @@ logger = structlog.get_logger("millstream.capture")
 class WatchedTables:
     """The source's tables and their rows in the catalog, which `look` updates."""
 
-    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: CatalogDirectory) -> None:
+    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: SchemaRegistry) -> None:
         self._config = config
         self._catalog = catalog
         self._directory = directory
@@ -197,7 +197,7 @@ class Watcher:
         config: CaptureConfig,
         identity: SourceIdentity,
         tables: WatchedTables,
-        directory: CatalogDirectory,
+        directory: SchemaRegistry,
         *,
         passed: Callable[[], Lsn],
         on_look: Callable[[list[TableRow]], None],

@@ -33,7 +33,7 @@ from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.copying.state import Copy, OpenChunk, Range
 from millstream.capture.copying.text import read_copied
 from millstream.capture.copying.throttle import CopyRate
-from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
 from millstream.errors import DiskFull, SnapshotWaits, SourceError
@@ -89,7 +89,7 @@ class WholeReads:
         config: CaptureConfig,
         spill: SpillFolder,
         hold: StreamBarrier,
-        directory: CatalogDirectory,
+        directory: SchemaRegistry,
         *,
         patience_s: float,
         lock: threading.RLock,

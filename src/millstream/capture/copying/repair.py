@@ -29,7 +29,7 @@ from millstream.capture.copying.state import Stage
 from millstream.capture.copying.table_copies import TableCopies
 from millstream.capture.copying.text import chunk_operation
 from millstream.capture.copying.workers import ChunkWorkers, Work
-from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
 from millstream.capture.watcher import WatchedTables
 from millstream.catalog import Catalog, TableRow, TableState
@@ -111,7 +111,7 @@ class Repairs:
         config: CaptureConfig,
         identity: SourceIdentity,
         catalog: Catalog,
-        directory: CatalogDirectory,
+        directory: SchemaRegistry,
         tables: WatchedTables,
         stream: StreamId,
         nudge: Callable[[], None],

@@ -7,7 +7,7 @@ import time
 
 from millstream.capture.copying.reader import table_of
 from millstream.capture.copying.text import chunk_operation, truncate_rows
-from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
@@ -19,7 +19,7 @@ from millstream.model.schema import TableSchema
 class CopySchemas:
     """The schemas of one session's copies. `voiding` on the applier's thread, `numbered` on any."""
 
-    def __init__(self, catalog: Catalog, directory: CatalogDirectory, stream: StreamId) -> None:
+    def __init__(self, catalog: Catalog, directory: SchemaRegistry, stream: StreamId) -> None:
         self._catalog = catalog
         self._directory = directory
         self._stream = stream

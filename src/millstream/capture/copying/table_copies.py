@@ -31,7 +31,7 @@ from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, 
 from millstream.capture.copying.text import CopiedRows, chunk_operation
 from millstream.capture.copying.throttle import AIM_BYTES, CUT_AT, ChunkSizes, CopyRate, OpenBytes
 from millstream.capture.copying.workers import ChunkWorkers, Work
-from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.source import Connection, SourceIdentity, SourceTable, connect_same
 from millstream.capture.stream.barrier import StreamBarrier
 from millstream.capture.stream.spill import SpillFolder
@@ -72,7 +72,7 @@ class TableCopies:
         config: CaptureConfig,
         identity: SourceIdentity,
         catalog: Catalog,
-        directory: CatalogDirectory,
+        directory: SchemaRegistry,
         tables: WatchedTables,
         stream: StreamId,
         nudge: Callable[[], None],

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from millstream import process_metrics
-from millstream.capture.schema_registry import CatalogDirectory
+from millstream.capture.schema_registry import SchemaRegistry
 from millstream.capture.stream.barrier import StreamBarrier, cut
 from millstream.capture.stream.large_transactions import Spilled, StreamedRelation
 from millstream.capture.stream.receiver import Item, Position, Receiver, TransactionRun
@@ -90,7 +90,7 @@ class Applier:
         self,
         receiver: Receiver,
         log: LogAppender,
-        directory: CatalogDirectory,
+        directory: SchemaRegistry,
         catalog: Catalog,
         *,
         reached: Lsn,
