@@ -201,7 +201,7 @@ def test_workers_end_with_their_server(home: Home) -> None:
 
 
 def test_who_takes_nothing_is_let_go_when_the_time_is_over(home: Home) -> None:
-    (home.path / "millstream.toml").write_text('[streams.web]\n[http]\nquery_timeout = "2s"\nqueries_max = 1\n')
+    (home.path / "millstream.toml").write_text('[streams.web]\n[http]\nquery_timeout = "5s"\nqueries_max = 1\n')
     body = json.dumps({"sql": "select r, md5(r::varchar) m from range(1000000000000) t(r)"}).encode()
     head = f"POST /v1/streams/web/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     with serving(home.path) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as lazy:
