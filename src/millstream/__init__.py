@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from millstream.app.local_client import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.client.client import RemoteHome as RemoteHome
     from millstream.client.client import connect as connect
+    from millstream.client.following import Following as Following
     from millstream.client.protocol import Latest as Latest
     from millstream.client.protocol import Session as Session
     from millstream.codec.buffer_reading import BufferItem as BufferItem
@@ -41,6 +42,7 @@ _PUBLIC = {
     "BufferMeta": ("millstream.model.buffers", "BufferMeta"),
     "BufferOffset": ("millstream.model.buffers", "BufferOffset"),
     "BufferedOp": ("millstream.model.buffers", "BufferedOp"),
+    "Following": ("millstream.client.following", "Following"),
     "Latest": ("millstream.client.protocol", "Latest"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.local_client", "OpenHome"),

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from millstream.aio.remote import AsyncRemoteHome as AsyncRemoteHome
     from millstream.aio.remote import connect as connect
     from millstream.aio.session import AsyncSession as AsyncSession
+    from millstream.client.following import AsyncFollowing as AsyncFollowing
 
 _PUBLIC = {
+    "AsyncFollowing": "millstream.client.following",
     "AsyncOpenHome": "millstream.aio.local_client",
     "AsyncRemoteHome": "millstream.aio.remote",
     "AsyncSession": "millstream.aio.session",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import datetime
@@ -12,9 +13,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from millstream.aio.session import AsyncSession, valid_columns
-from millstream.app.local_client import OpenHome, check_stream, home_appender, level_of, open_lake, write_id_of
+from millstream.app.local_client import (
+    OpenHome,
+    check_stream,
+    home_appender,
+    level_of,
+    open_lake,
+    open_reader,
+    write_id_of,
+)
+from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, check_deadline, session_of
 from millstream.errors import WriterClosed
+from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
 from millstream.ingest.requests import one_request, sole_outcome
 
@@ -41,6 +52,7 @@ class AsyncOpenHome:
         self._reading = OpenHome(home)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="aio-reader")
         """A home is read from one thread."""
+        self._followings: weakref.WeakSet[AsyncFollowing] = weakref.WeakSet()
         self._queries = ThreadPoolExecutor(_QUERIES_AT_ONCE, thread_name_prefix="aio-query")
         self._appender: HomeAppender | None = None
         self._making = asyncio.Lock()
@@ -66,6 +78,8 @@ class AsyncOpenHome:
         """Close everything that was opened. If this process writes the home's streams, others may from here on."""
         async with self._making:
             self._closed, appender = True, self._appender
+        for following in list(self._followings):
+            await following.close()
         if appender is not None:
             await asyncio.to_thread(appender.close)
         self._reader.shutdown(wait=False)
@@ -92,6 +106,24 @@ class AsyncOpenHome:
         async with aclosing(taken) as batches:
             async for batch in batches:
                 yield batch
+
+    def follow(
+        self,
+        stream: str,
+        *,
+        table: str | Sequence[str] | None = None,
+        after: StreamToken | str | None = None,
+    ) -> AsyncFollowing:
+        """Follow as `OpenHome.follow`, with `async for`; errors are raised by the first item."""
+
+        def begin() -> Iterator[Step]:
+            tables = FollowedTables(table)
+            reader = open_reader(self._home, stream)
+            return follow_steps(reader, tables, position_of(reader, after))
+
+        following = AsyncFollowing(lambda: self._taken(begin), LOCAL_POLL_S)
+        self._followings.add(following)
+        return following
 
     async def read_latest(
         self,

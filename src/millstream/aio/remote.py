@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+import weakref
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from types import TracebackType
@@ -23,7 +24,8 @@ from millstream.client.client import (
     request_of,
     tls_of,
 )
-from millstream.client.pieces import Pieces, latest_of
+from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
+from millstream.client.pieces import Pieces, change_of, latest_of
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
 from millstream.client.steps import (
     Call,
@@ -34,6 +36,7 @@ from millstream.client.steps import (
     appended,
     asked,
     between,
+    changes_call,
     check_name,
     check_url,
     json_of,
@@ -61,6 +64,7 @@ class AsyncRemoteHome:
     def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
         self._url = check_url(url)
         self._timeout_s = timeout_s
+        self._followings: weakref.WeakSet[AsyncFollowing] = weakref.WeakSet()
         self._http = httpx.AsyncClient(**client_settings(self._url, token, tls, timeout_s))
 
     def __repr__(self) -> str:
@@ -81,6 +85,8 @@ class AsyncRemoteHome:
 
     async def close(self) -> None:
         """Close the connections."""
+        for following in list(self._followings):
+            await following.close()
         await self._http.aclose()
 
     async def streams(self) -> list[str]:
@@ -106,6 +112,35 @@ class AsyncRemoteHome:
             async for piece in pieces:
                 for batch in piece.to_batches():
                     yield batch
+
+    def follow(
+        self,
+        stream: str,
+        *,
+        table: str | Sequence[str] | None = None,
+        after: StreamToken | str | None = None,
+    ) -> AsyncFollowing:
+        """Follow as `OpenHome.follow`, with `async for`; errors are raised by the first item."""
+        following = AsyncFollowing(lambda: self._changes(stream, table, after), REMOTE_POLL_S)
+        self._followings.add(following)
+        return following
+
+    async def _changes(
+        self, stream: str, table: str | Sequence[str] | None, after: StreamToken | str | None
+    ) -> AsyncGenerator[Step, None]:
+        end = await self.token(stream)
+        at = end if after is None else StreamToken.parse(str(after))
+        is_first = True
+        while True:
+            if is_first or not end <= at:
+                async with aclosing(self._pieces(changes_call(stream, table, at, end))) as pieces:
+                    async for piece in pieces:
+                        batches, token = change_of(piece)
+                        for batch in batches:
+                            yield batch, token
+                at, is_first = end, False
+            yield None, at
+            end = await self.token(stream)
 
     async def read_latest(
         self,

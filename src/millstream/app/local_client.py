@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from millstream.client.following import LOCAL_POLL_S, Following
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, check_deadline, session_of
 from millstream.errors import LogError, UsageError, WriterClosed
 from millstream.export.record_reading import latest_stretches, read_records
+from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
 from millstream.home.time_parsing import microseconds, parse_as_of
 from millstream.model.ids import StreamId, parse_region_log_name
@@ -48,6 +51,7 @@ class OpenHome:
         self._home = home
         self._latest_bytes_max = latest_bytes_max
         self._readers: dict[str, StreamReader] = {}
+        self._followings: weakref.WeakSet[Following] = weakref.WeakSet()
         self._appending = threading.Lock()
         self._appender: HomeAppender | None = None
         self._closed = False
@@ -71,6 +75,8 @@ class OpenHome:
     def close(self) -> None:
         """Close everything that was opened. If this process writes the home's streams, others may from here on."""
         self._readers.clear()
+        for following in list(self._followings):
+            following.close()
         with self._appending:
             self._closed, appender = True, self._appender
         if appender is not None:
@@ -82,7 +88,7 @@ class OpenHome:
 
     def token(self, stream: str, *, vector: bool = False) -> StreamToken:
         """Return a stream's newest consistent cut; with `vector`, each writer's position, without waiting for any."""
-        reader = self._reader(stream)
+        reader = self.reader(stream)
         return reader.vector_token() if vector else reader.token()
 
     def check_age(self, stream: str) -> None:
@@ -127,7 +133,52 @@ class OpenHome:
                 `upto` and more.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
-        yield from read_records(self._reader(stream), table=table, after=after, upto=upto)
+        yield from read_records(self.reader(stream), table=table, after=after, upto=upto)
+
+    def follow(
+        self,
+        stream: str,
+        *,
+        table: str | Sequence[str] | None = None,
+        after: StreamToken | str | None = None,
+    ) -> Following:
+        """Yield a stream's records as they come, each batch with a token to resume from: a blocking iterator.
+
+        It yields records once readers may see them: durable, and on as many followers as the stream
+        requires. It works next to a process that writes the home, and in it. The home stores nothing about it.
+
+            with home.follow("shop", table="orders", after=saved) as changes:
+                for batch, token in changes:
+                    ...
+
+        Args:
+            stream: the stream's name.
+            table: `schema.table`, or several; a table that isn't there yet is waited for. None for all.
+                A table goes by the name that it has when a record is written.
+            after: a token that was returned before, exclusive. None: from now on, not from the beginning.
+
+        Returns:
+            An iterator that waits for more, and ends once it or the home is closed, by whichever thread.
+            Each batch is as `read` yields it, of one table and schema version. Its token is the end of
+            the last operation before the next record: a reader that resumes from it misses nothing, and
+            gets an operation again from its beginning if the batch ended inside it.
+
+        Raises:
+            UnknownStream: there is none of that name.
+            InvalidToken: `after` is malformed, another stream's, or has a position for each writer.
+            OffsetExpired: retention has dropped records behind `after`; also while iterating, if the caller
+                is slower than retention.
+            TokenFromFuture: `after` lies beyond what may be read.
+            UsageError: a text is no table's name.
+            ReplicaTooStale: as `read`, at the call.
+        """
+        tables = FollowedTables(table)
+        reader = open_reader(self._home, stream)
+        at = position_of(reader, after)
+        token = StreamToken.scalar(reader.stream_id, at)
+        following = Following(follow_steps(reader, tables, at), token, LOCAL_POLL_S)
+        self._followings.add(following)
+        return following
 
     def read_latest(
         self,
@@ -158,7 +209,7 @@ class OpenHome:
             QueryBound (`query_memory_full`): one operation changes more rows of the table than a server reads at once.
         """
         yield from latest_stretches(
-            self._reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=self._latest_bytes_max
+            self.reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=self._latest_bytes_max
         )
 
     def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
@@ -329,7 +380,8 @@ class OpenHome:
 
         return collect_status(self._home)
 
-    def _reader(self, stream: str) -> StreamReader:
+    def reader(self, stream: str) -> StreamReader:
+        """Return the reader of a stream's log that this home's reads use; raises as `read`."""
         name = self._home.pick_stream(stream)
         if name not in self._readers:
             self._readers[name] = open_reader(self._home, name)

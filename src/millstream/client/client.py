@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -13,7 +14,8 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
-from millstream.client.pieces import Pieces, latest_of
+from millstream.client.following import REMOTE_POLL_S, Following, Step
+from millstream.client.pieces import Pieces, change_of, latest_of
 from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
 from millstream.client.steps import (
     Call,
@@ -24,6 +26,7 @@ from millstream.client.steps import (
     appended,
     asked,
     between,
+    changes_call,
     check_name,
     check_url,
     json_of,
@@ -75,6 +78,7 @@ class RemoteHome:
     def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
         self._url = check_url(url)
         self._timeout_s = timeout_s
+        self._followings: weakref.WeakSet[Following] = weakref.WeakSet()
         self._http = httpx.Client(**client_settings(self._url, token, tls, timeout_s))
 
     def __repr__(self) -> str:
@@ -95,6 +99,8 @@ class RemoteHome:
 
     def close(self) -> None:
         """Close the connections."""
+        for following in list(self._followings):
+            following.close()
         self._http.close()
 
     def streams(self) -> list[str]:
@@ -118,6 +124,35 @@ class RemoteHome:
         params = between(after, upto) | ({} if table is None else {"table": table})
         for piece in self._pieces(Call("GET", of_stream(stream, "records"), params, in_pieces=True)):
             yield from piece.to_batches()
+
+    def follow(
+        self,
+        stream: str,
+        *,
+        table: str | Sequence[str] | None = None,
+        after: StreamToken | str | None = None,
+    ) -> Following:
+        """Follow as `OpenHome.follow`; an unknown stream, and a token that isn't there, are reported at the call."""
+        end = self.token(stream)
+        at = end if after is None else StreamToken.parse(str(after))
+        steps = self._changes(stream, table, at, end)
+        following = Following(steps, at, REMOTE_POLL_S, first=next(steps))
+        self._followings.add(following)
+        return following
+
+    def _changes(
+        self, stream: str, table: str | Sequence[str] | None, at: StreamToken, end: StreamToken
+    ) -> Generator[Step, None, None]:
+        is_first = True
+        while True:
+            if is_first or not end <= at:
+                for piece in self._pieces(changes_call(stream, table, at, end)):
+                    batches, token = change_of(piece)
+                    for batch in batches:
+                        yield batch, token
+                at, is_first = end, False
+            yield None, at
+            end = self.token(stream)
 
     def read_latest(
         self,

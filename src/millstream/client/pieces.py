@@ -54,6 +54,27 @@ def latest_piece(emptied: bool, rows: pa.Table, token: StreamToken) -> Iterator[
     return piece(rows.to_batches(), rows.schema.with_metadata(said))
 
 
+def change_piece(batch: pa.RecordBatch, token: StreamToken) -> Iterator[bytes]:
+    """Yield a step of `follow`: the token is in the metadata of the batch's schema."""
+    said = {**(batch.schema.metadata or {}), _TOKEN: str(token).encode()}
+    schema = batch.schema.with_metadata(said)
+    return piece([batch.replace_schema_metadata(said)], schema)
+
+
+def change_of(rows: pa.Table) -> tuple[list[pa.RecordBatch], StreamToken]:
+    """Return the arguments of `change_piece`.
+
+    Raises:
+        AnswerUnreadable: it isn't one.
+    """
+    said = dict(rows.schema.metadata or {})
+    try:
+        token = StreamToken.parse(said.pop(_TOKEN).decode())
+    except (KeyError, ValueError, InvalidToken) as error:
+        raise AnswerUnreadable(f"a batch has no token: {error}") from error
+    return rows.replace_schema_metadata(said or None).to_batches(), token
+
+
 def latest_of(rows: pa.Table) -> tuple[bool, pa.Table, StreamToken]:
     """Return the arguments of `latest_piece`.
 

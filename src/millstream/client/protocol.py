@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,6 +41,7 @@ from millstream.model.steps import run
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.client.following import Following
     from millstream.ingest.columns import Rows
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
@@ -111,6 +112,16 @@ class HomeCalls(Protocol):
         upto: StreamToken | str | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Read records between two tokens, in order: `(after, upto]`."""
+        ...
+
+    def follow(
+        self,
+        stream: str,
+        *,
+        table: str | Sequence[str] | None = None,
+        after: StreamToken | str | None = None,
+    ) -> Following:
+        """Yield a stream's records as they come, each batch with a token to resume from."""
         ...
 
     def read_latest(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -67,7 +67,7 @@ class Call:
     method: str
     path: str
     """The path from the server's root, quoted."""
-    params: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     in_pieces: bool = False
@@ -294,6 +294,17 @@ def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None
         asks["as_of"] = as_of.isoformat() if isinstance(as_of, datetime) else str(as_of)
     headers = {"Content-Type": "application/json", "Accept": PIECES_TYPE}
     return Call("POST", of_stream(stream, "query"), {}, headers, json.dumps(asks).encode(), in_pieces=True)
+
+
+def changes_call(stream: str, table: str | Sequence[str] | None, after: StreamToken | str, upto: StreamToken) -> Call:
+    """Return the request for the records between two tokens, each batch with its token."""
+    names = [table] if isinstance(table, str) else table
+    if names is not None and not names:
+        raise UsageError("no table is named", hint="Name at least one table, or leave the argument out for all.")
+    params: dict[str, str | Sequence[str]] = {**between(after, upto)}
+    if names is not None:
+        params["table"] = list(names)
+    return Call("GET", of_stream(stream, "changes"), params, in_pieces=True)
 
 
 def merged_call(stream: str, table: str, at: datetime | None) -> Call:

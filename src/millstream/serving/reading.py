@@ -23,12 +23,14 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
 from millstream.app.local_client import OpenHome
-from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, failed, latest_piece, piece
+from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
 from millstream.client.protocol import LATEST_ROWS_MAX
 from millstream.config.quantities import duration_s, size_bytes
 from millstream.errors import HttpError, MillstreamError, Overloaded
+from millstream.export.stretches import FollowedTables, batches_between, position_of
 from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
+from millstream.model.positions import StreamToken
 from millstream.serving.access import Access, allow
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.queries.workers import Asking, QueryWorkers
@@ -153,6 +155,29 @@ class Reading:
             def made(home: OpenHome) -> Iterator[bytes]:
                 for batch in home.read(stream, table=table, after=after, upto=upto):
                     yield from piece([batch], batch.schema)
+
+            return await self._answer(request, made, PIECES_TYPE)
+
+        @get(
+            "/{stream}/changes",
+            responses=_PIECES,
+            dependencies=may_read,
+            summary="Records between two tokens, as `follow` gives them: each batch with a token to resume from.",
+            response_class=StreamingResponse,
+        )
+        async def changes(
+            request: Request,
+            stream: str,
+            after: Annotated[str, Query(max_length=4096)],
+            upto: _Text = None,
+            table: Annotated[list[str] | None, Query(max_length=1000)] = None,
+        ) -> Response:
+            def made(home: OpenHome) -> Iterator[bytes]:
+                reader, tables = home.reader(stream), FollowedTables(table)
+                low = position_of(reader, after)
+                high = position_of(reader, upto)
+                for batch, position in batches_between(reader, tables, low, max(low, high)):
+                    yield from change_piece(batch, StreamToken.scalar(reader.stream_id, position))
 
             return await self._answer(request, made, PIECES_TYPE)
 
