@@ -23,7 +23,7 @@ from millstream.wal.segment_scan import ScannedFrame, scan_segment
 from millstream.wal.whole_groups import marks_of_whole_groups
 
 
-class LogExtent:
+class ReadableRange:
     """The bounds of one stream's log. The arguments are `StreamReader`'s.
 
     Raises:

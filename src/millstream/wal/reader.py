@@ -35,7 +35,7 @@ from millstream.wal.index import (
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.mark import writer_cuts
 from millstream.wal.merging import Place, by_shard_or_group, group_records
-from millstream.wal.readable_range import LogExtent
+from millstream.wal.readable_range import ReadableRange
 from millstream.wal.salvage import KnownSchemas
 from millstream.wal.segment_reader import (
     GroupSize,
@@ -82,7 +82,9 @@ class StreamReader:
     ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
-        self.extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable)
+        self.extent = ReadableRange(
+            self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable
+        )
         self._on_damage = on_damage
         self._watch = HistoryWatch()
         self._indexes: dict[ShardId, ShardIndex] = {}

@@ -19,7 +19,7 @@ from millstream.model.ids import ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
-from millstream.wal.readable_range import LogExtent
+from millstream.wal.readable_range import ReadableRange
 
 
 class HistoryWatch:
@@ -52,7 +52,7 @@ class Meanwhile:
 
     def __init__(
         self,
-        extent: LogExtent,
+        extent: ReadableRange,
         ends: Mapping[ShardId, ByteEnd] | Mapping[ShardId, DurableMark],
         upto: Seq | None = None,
     ) -> None:

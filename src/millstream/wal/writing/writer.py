@@ -33,7 +33,7 @@ from millstream.ports import Clock, Files, HighWater, SeqReservations
 from millstream.protocol.deduplication.sessions import SessionLimits
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.readable_range import LogExtent
+from millstream.wal.readable_range import ReadableRange
 from millstream.wal.writing.ack_levels import NOTHING, Awaiting, LevelsOfWriter, check_level
 from millstream.wal.writing.admission_queue import AdmissionQueue
 from millstream.wal.writing.commit import GroupCommitter
@@ -189,7 +189,7 @@ class LogWriter:
             except BaseException:
                 committer.abandon()
                 raise
-        readable = LogExtent(files, folder, without_mark=False, on_damage=None)
+        readable = ReadableRange(files, folder, without_mark=False, on_damage=None)
         return cls(committer, stream, options, keyed, high_water, lambda: readable.marks()[1])
 
     def submit(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Future[Ack]:
