@@ -33,7 +33,7 @@ from millstream.testing.log import MemoryReservations, plain_rows, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import SESSIONS_HOLDER, Sweep, drop_segments
 from millstream.wal.writing.commit import GroupCommitter, WriterIdentity
-from millstream.wal.writing.deduplication import KeyedCommits
+from millstream.wal.writing.deduplication import DeduplicatedCommits
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.sequence_allocator import BlockNumbers
 from millstream.wal.writing.session_file import covered_upto, read_copy, session_path
@@ -73,7 +73,7 @@ class Life:
         self.options = LogOptions(segment_bytes=segment_bytes, disk_used_max=1.0)
         self.clock = ManualClock()
 
-    def open(self, files: MemoryFiles) -> tuple[GroupCommitter, KeyedCommits]:
+    def open(self, files: MemoryFiles) -> tuple[GroupCommitter, DeduplicatedCommits]:
         self.epoch += 1
         self.reservations.epoch = Epoch(self.epoch)
         clock = self.clock
@@ -87,7 +87,7 @@ class Life:
             options=self.options,
             side_by_side=False,
         )
-        keyed = KeyedCommits.open(
+        keyed = DeduplicatedCommits.open(
             committer,
             files,
             clock,
@@ -99,7 +99,9 @@ class Life:
         )
         return committer, keyed
 
-    def open_with_segments(self, files: MemoryFiles, *, looks: bool = False) -> tuple[GroupCommitter, KeyedCommits]:
+    def open_with_segments(
+        self, files: MemoryFiles, *, looks: bool = False
+    ) -> tuple[GroupCommitter, DeduplicatedCommits]:
         """Commit writes 1 to 29 of a session, with a segment as soon as one is full.
 
         With `looks`, check after each write whether a copy is due.

@@ -46,7 +46,7 @@ _SMALL_COPY_BYTES: Final = 1 << 20
 """Size in bytes of a copy that is small enough to write again whenever retention waits for it."""
 
 
-class KeyedCommits:
+class DeduplicatedCommits:
     """Commit groups of one writer, without the writes that its log already has.
 
     Used by the thread that writes; any thread may call `facts`.
@@ -112,7 +112,7 @@ class KeyedCommits:
         every_bytes: int = COPY_EVERY_BYTES,
         every_s: float = COPY_EVERY_S,
         in_background: bool = True,
-    ) -> KeyedCommits:
+    ) -> DeduplicatedCommits:
         """Load the recovered log's session state: the copy, and the operations after it.
 
         Raises:

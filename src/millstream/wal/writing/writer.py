@@ -37,7 +37,7 @@ from millstream.wal.readable_range import ReadableRange
 from millstream.wal.writing.ack_levels import NOTHING, Awaiting, LevelsOfWriter, check_level
 from millstream.wal.writing.admission_queue import AdmissionQueue
 from millstream.wal.writing.commit import GroupCommitter
-from millstream.wal.writing.deduplication import KeyedCommits
+from millstream.wal.writing.deduplication import DeduplicatedCommits
 from millstream.wal.writing.options import LogOptions
 from millstream.wal.writing.own_shards import WriterIdentity
 from millstream.wal.writing.sequence_allocator import BlockNumbers, SharedNumbers
@@ -90,7 +90,7 @@ class LogWriter:
         committer: GroupCommitter,
         stream: StreamId,
         options: LogOptions,
-        keyed: KeyedCommits | None,
+        keyed: DeduplicatedCommits | None,
         high_water: HighWater | None,
         shown_upto: Callable[[], Seq],
     ) -> None:
@@ -183,7 +183,7 @@ class LogWriter:
         keyed = None
         if sessions is not None and not isinstance(reservations, SharedNumbers):
             try:
-                keyed = KeyedCommits.open(
+                keyed = DeduplicatedCommits.open(
                     committer, files, clock, folder, stream, sessions, every_s=options.segment_age_s
                 )
             except BaseException:
