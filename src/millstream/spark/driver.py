@@ -27,7 +27,7 @@ from millstream.private_files import make_folder
 from millstream.spark.batches import BatchLander
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
 from millstream.spark.complete_copies import CompleteCopies
-from millstream.spark.folding import Folder
+from millstream.spark.folding import FoldThread
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.pipeline_tables import PipelineTables
 from millstream.spark.replaying import ReplayWatch
@@ -117,7 +117,7 @@ class _Run:
         batches = threading.Lock()
         self.copies = CompleteCopies(catalog, config.stream_id)
         self.folder = (
-            Folder(config, catalog, pipeline_tables, spark, self.news.set, batches, self.copies)
+            FoldThread(config, catalog, pipeline_tables, spark, self.news.set, batches, self.copies)
             if isinstance(config.sink, LakeOfFiles)
             else None
         )

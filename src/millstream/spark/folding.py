@@ -61,7 +61,7 @@ _Task = TypeVar("_Task")
 _Answer = TypeVar("_Answer")
 
 
-class Folder:
+class FoldThread:
     """See the module."""
 
     def __init__(
