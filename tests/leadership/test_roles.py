@@ -26,7 +26,7 @@ from millstream.home.home import Home
 from millstream.leadership.role_files import VERSIONS_NAME, Roles, replication_folder
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.following import begin_to_follow
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import answer_node, node_state
@@ -53,7 +53,7 @@ def test_a_follower_whose_role_is_gone_doesnt_write_beside_its_leader(tmp_path: 
     with nodes(tmp_path) as (_, b):
         home = home_of(b)
         follows(home, "a")
-        FollowingNotes(home, STREAM).documents((Document("sessions", 1, b""),))
+        FollowerState(home, STREAM).documents((Document("sessions", 1, b""),))
         home.role_file(STREAM).unlink()
         with millstream.open(b.home) as opened, pytest.raises(RoleUnreadable) as refused:
             opened.append(STREAM, "orders", [{"id": 1}])
@@ -65,7 +65,7 @@ def test_a_follower_whose_role_is_gone_doesnt_write_beside_its_leader(tmp_path: 
 def test_notes_that_are_damaged_count_as_none(tmp_path: Path, data: bytes) -> None:
     with nodes(tmp_path) as (_, b):
         home = home_of(b)
-        notes = FollowingNotes(home, STREAM)
+        notes = FollowerState(home, STREAM)
         folder = replication_folder(home, STREAM)
         (folder / VERSIONS_NAME).write_bytes(data)
         assert notes.versions() == {}
@@ -148,7 +148,7 @@ def test_a_promotion_goes_by_the_level_and_the_nodes_that_the_leader_acknowledge
     with nodes(tmp_path, "abc", acks="durable(2)") as (_, _, c):
         home = home_of(c)
         follows(home, "a")
-        notes = FollowingNotes(home, STREAM)
+        notes = FollowerState(home, STREAM)
         own = Terms.configured(home, STREAM)
         for said in (
             replace(own, level=AckLevel.parse("durable(1)")).document().data,

@@ -23,7 +23,7 @@ from millstream.errors import LogError, LogTruncated, OffsetExpired
 from millstream.home.home import Home
 from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.testing._servers.ports import free_port
 from millstream.wal.reader import StreamReader
 
@@ -158,7 +158,7 @@ class Node:
 
     def tables_that_came(self) -> dict[str, str]:
         """Return each table's state in the newest catalog from the leader, which sends it a second after a change."""
-        came = FollowingNotes(Home(self.home, needs_source=False), STREAM).document(CATALOG)
+        came = FollowerState(Home(self.home, needs_source=False), STREAM).document(CATALOG)
         if came is None:
             return {}
         with contextlib.closing(sqlite3.connect(":memory:")) as catalog:

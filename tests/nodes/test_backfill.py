@@ -14,7 +14,7 @@ from millstream.home.home import Home
 from millstream.leadership.role_files import Roles
 from millstream.model.replication import Document, NodeName
 from millstream.nodes.backfill import fill
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.stores import store_of
 from millstream.protocol.replication.promises import SESSIONS, Role, RoleFact
 from millstream.wal.files import RealFiles
@@ -62,7 +62,7 @@ def test_what_the_stores_history_hasnt_is_set_aside(scene: Scene, home: Home) ->
     folder = home.wal_folder("web")
     shutil.copytree(scene.old, folder)
     write_copy(RealFiles(), str(home.data), STREAM, StreamReader(str(folder)).persisted_upto(), [b"what they are"])
-    notes = FollowingNotes(home, "web")
+    notes = FollowerState(home, "web")
     notes.documents((Document(SESSIONS, 1, (home.data / SESSIONS_NAME).read_bytes()),))
     with closing(store_of(home, "web")) as store:
         assert fill(home, "web", store) is not None

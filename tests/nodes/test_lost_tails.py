@@ -17,7 +17,7 @@ from millstream.errors import LostTailMerged
 from millstream.home.home import Home
 from millstream.model.ids import GroupNumber, RegionId
 from millstream.model.positions import Seq
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.protocol.retention import Retention, RetentionBounds
 from millstream.regions.region_table import KeptVectors, RegionTable
 from millstream.wal.files import RealFiles
@@ -93,7 +93,7 @@ class Sites:
 
     def lose(self) -> None:
         """Set aside the tail of `a`, as a follower does that learns of the promotion of `b`."""
-        FollowingNotes(Home(self.two), "shop@1").set_aside(self.common)
+        FollowerState(Home(self.two), "shop@1").set_aside(self.common)
 
     def follow_b(self) -> None:
         """Copy the log of `b`. The removed records are noted, so the copy goes on from the common part."""
@@ -139,7 +139,7 @@ def test_a_node_that_led_and_follows_forgets_what_it_had_merged_of_its_own_tail(
     sites = Sites(tmp_path)
     write(sites.a, id=1, likes=7)
     reconcile(sites.a)
-    FollowingNotes(Home(sites.a), "shop").set_aside(sites.common)
+    FollowerState(Home(sites.a), "shop").set_aside(sites.common)
     write(sites.b, id=2, likes=9)
     follow(sites.a, sites.b, "shop")
     assert merged(sites.a) == merged(sites.b)

@@ -19,7 +19,7 @@ from millstream.home.home import Home
 from millstream.home.paths import PIPELINE
 from millstream.model.positions import Seq
 from millstream.model.replication import OBJECT_STORE, Document, follower_holder
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.retaining import CopyRetention
 from millstream.nodes.session_document import SESSIONS
 from millstream.protocol.retention import HolderKind
@@ -219,18 +219,18 @@ def test_a_nodes_copy_goes_with_its_leaders_log_but_for_sessions_that_it_would_l
     write(a, 1, 2, 3)
     configure(b, "", most="0B")
     shutil.copytree(a / "data" / "wal", b / "data" / "wal")
-    notes = FollowingNotes(Home(b), "shop")
+    notes = FollowerState(Home(b), "shop")
     stream = StreamReader(str(b / "data" / "wal" / "shop")).stream_id
     write_copy(RealFiles(), str(tmp_path), stream, Seq(0), [b""])
     notes.documents((Document(SESSIONS, 1, (tmp_path / SESSIONS_NAME).read_bytes()),))
     (b / "data" / "wal" / "shop" / SESSIONS_NAME).unlink(missing_ok=True)
     segments = b / "data" / "wal" / "shop" / "00000"
     before = len(list(segments.glob("*.wal")))
-    FollowingNotes(Home(b), "shop").let_go(Seq(10**12))
+    FollowerState(Home(b), "shop").let_go(Seq(10**12))
     assert len(list(segments.glob("*.wal"))) == before
     write_copy(RealFiles(), str(tmp_path), stream, Seq(10**12), [b""])
     notes.documents((Document(SESSIONS, 2, (tmp_path / SESSIONS_NAME).read_bytes()),))
-    FollowingNotes(Home(b), "shop").let_go(Seq(10**12))
+    FollowerState(Home(b), "shop").let_go(Seq(10**12))
     assert len(list(segments.glob("*.wal"))) < before
     configure(b, "", most="1GiB")
     (b / "millstream.toml").write_text(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from millstream.leadership.role_files import Roles
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.stores import FetchedStream, fetch, stored_lineage
 from millstream.protocol.replication.promises import LINEAGE, SESSIONS, Role, RoleFact
 from millstream.wal.replica.log import ReplicaLog
@@ -57,7 +57,7 @@ def fill(
     Raises:
         As `fetch`, and `StoreUnavailable` if the store doesn't answer.
     """
-    roles, notes = Roles(home), FollowingNotes(home, stream)
+    roles, notes = Roles(home), FollowerState(home, stream)
     folder = home.wal_folder(stream)
     stored, lineage, _ = stored_lineage(store)
     if stored is None:

@@ -35,7 +35,7 @@ _REPORT: Final = "-report"
 logger = structlog.get_logger("millstream.follow")
 
 
-class FollowingNotes:
+class FollowerState:
     """See `FollowerNotes`."""
 
     def __init__(self, home: Home, name: str) -> None:

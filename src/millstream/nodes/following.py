@@ -41,7 +41,7 @@ from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_fo
 from millstream.model.ids import RegionId, region_log_name
 from millstream.model.replication import Hello, NodeName, region_node
 from millstream.nodes.backfill import fill, has_log
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.instances import instance_of
 from millstream.nodes.stores import store_of
 from millstream.processes.catalog_watch import watched_catalog
@@ -279,7 +279,7 @@ class _FollowedStream:
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
         note_leaders(self._home, self._name)
-        notes = FollowingNotes(self._home, self._name)
+        notes = FollowerState(self._home, self._name)
         notes.report_what_was_set_aside()
         follower = _follower_of(self._home, self._copy, fact, notes)
         with self._unless_told_else(lambda: follower.fact) as ended:
@@ -334,7 +334,7 @@ def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamErro
     return ReplicationError(f"the disk under {home.data} failed: {error}", code="replica_failed")
 
 
-def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:
+def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowerState, only: NodeName) -> WalFollower:
     """Make a follower of a stream that takes from one node only. Raises as `WalFollower`."""
     return _follower_of(home, replace(_own_copy(name), only=only), fact, notes)
 
@@ -377,7 +377,7 @@ def region_copies(home: Home) -> list[_Copy]:
     return found
 
 
-def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowingNotes) -> WalFollower:
+def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowerState) -> WalFollower:
     return WalFollower(
         copy.log,
         str(home.wal_folder(copy.log)),

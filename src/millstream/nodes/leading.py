@@ -31,7 +31,7 @@ from millstream.model.replication import (
     region_node,
 )
 from millstream.nodes.catalog_document import CatalogDocument
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import Terms
 from millstream.nodes.session_document import SessionDocument
 from millstream.private_files import make_folder
@@ -249,7 +249,7 @@ class _Kept:
     """The documents shipped from a follower: its leader's. This home's own catalog lacks what the log needs."""
 
     def __init__(self, home: Home, name: str) -> None:
-        notes = FollowingNotes(home, name)
+        notes = FollowerState(home, name)
         kept = [(one, version, notes.document(one)) for one, version in notes.versions().items()]
         self._documents = tuple(Document(one, version, data) for one, version, data in kept if data is not None)
 

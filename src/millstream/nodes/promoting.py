@@ -32,7 +32,7 @@ from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import AckKind, NodeName
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
-from millstream.nodes.follower_state import FollowingNotes
+from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.following import make_follower
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import node_state, wait_for_writer
@@ -178,7 +178,7 @@ class _Attempt:
         The leader has sent its terms; this node's configuration may differ.
         """
         own = Terms.configured(self._home, self._stream)
-        sent = FollowingNotes(self._home, self._stream).document(LEVEL)
+        sent = FollowerState(self._home, self._stream).document(LEVEL)
         its = own if sent is None else Terms.from_json(sent)
         if its.level != own.level:
             self._tell(f"the leader has acknowledged at {its.level}, and this node is configured for {own.level}")
@@ -285,7 +285,7 @@ class _Attempt:
         self._tell(f"takes what it lacks from {node or 'the object store'}")
         try:
             fact = self._roles.of(self._stream)
-            notes = FollowingNotes(self._home, self._stream)
+            notes = FollowerState(self._home, self._stream)
             if node == STORE:
                 return self._fill()
             follower = once_let_go(
@@ -328,7 +328,7 @@ class _Attempt:
             # Parts of incomplete groups: a writer's recovery would take them for damage.
             once_let_go(lambda: prepare_promotion(str(folder)), _STEPS_ASIDE_S)
         marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
-        notes = FollowingNotes(self._home, self._stream)
+        notes = FollowerState(self._home, self._stream)
         if not marks:
             return GroupNumber(0)
         stream = next(mark.stream for mark in marks.values())
