@@ -23,7 +23,7 @@ import structlog
 from millstream.capture.config import CaptureConfig
 from millstream.capture.copying.conflicting_keys import touches_of, touches_of_spilled
 from millstream.capture.copying.copied_file import CopiedFile
-from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, WholeReads
+from millstream.capture.copying.keyless_tables import STANDBY_PATIENCE_S, KeylessReads
 from millstream.capture.copying.reader import ChunkBounds, ChunkReader, FetchedRows, TableChanged, TableGone
 from millstream.capture.copying.schemas import CopySchemas
 from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
@@ -99,7 +99,7 @@ class TableCopies:
         self._seen = False
         self._save_lock = threading.Lock()
         self._decoders = ThreadPoolExecutor(max(1, config.copy_workers), "millstream-copy-decode")
-        self._whole = WholeReads(
+        self._whole = KeylessReads(
             config,
             spill,
             hold,
