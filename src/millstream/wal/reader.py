@@ -50,7 +50,7 @@ from millstream.wal.segment_reader import (
     within_offsets,
 )
 from millstream.wal.segment_scan import ScannedFrame
-from millstream.wal.truncation_watch import HistoryWatch, Meanwhile
+from millstream.wal.truncation_watch import HistoryWatch, TruncationWatch
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 
@@ -149,7 +149,7 @@ class StreamReader:
         marks, persisted = self._marks()
         if (mark := marks.get(shard)) is None:
             return Offset(0)
-        with Meanwhile(self.extent, {shard: mark}):
+        with TruncationWatch(self.extent, {shard: mark}):
             found = (entry.offset for _, _, entry in self._frames_of(shard, seq, persisted, mark))
             return next(found, mark.durable_offset)
 
@@ -235,7 +235,7 @@ class StreamReader:
         for shard, mark in marks.items():
             piece: list[FrameEntry] = []
             of: SegmentFile | None = None
-            with Meanwhile(self.extent, {shard: mark}):
+            with TruncationWatch(self.extent, {shard: mark}):
                 for _, segment, entry in self._frames_of(shard, after, upto, mark):
                     size = piece[-1].position - piece[0].position if piece else 0
                     if of is not None and (segment != of or size + entry.length > bytes_target):
@@ -270,7 +270,7 @@ class StreamReader:
         copied rows have the moment of their copy as `__commit_ts`.
         """
         wanted = None if tables is None else frozenset(tables)
-        with Meanwhile(self.extent, span.end, span.upto):
+        with TruncationWatch(self.extent, span.end, span.upto):
             source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
             source.bring_schemas(_of_tables(span.schema_frames, wanted))
             for run in runs_of(frames_in(source, span), wanted):
@@ -284,7 +284,7 @@ class StreamReader:
         Frames that straddle the span's bounds count whole.
         """
         found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
-        with Meanwhile(self.extent, span.end, span.upto):
+        with TruncationWatch(self.extent, span.end, span.upto):
             source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
             source.bring_schemas(span.schema_frames)
             for scanned in frames_in(source, span):
@@ -351,7 +351,7 @@ class StreamReader:
         def records(place: Place, tables: frozenset[TableId] | None) -> Iterator[TableRecords]:
             return self._records(sources, place, marks[place[0]], tables, bounds[place[0]], offsets=offsets)
 
-        with Meanwhile(self.extent, marks):
+        with TruncationWatch(self.extent, marks):
             for shard, places in by_shard_or_group(frames, wanted, alone=len(marks) == 1):
                 if shard is None:
                     yield from group_records(list(places), wanted, records)
@@ -396,7 +396,7 @@ class StreamReader:
         last = end if upto is None else min(upto, end)
         wanted = None if tables is None else frozenset(tables)
         sources: dict[ShardId, SegmentSource] = {}
-        with Meanwhile(self.extent, {shard: mark}):
+        with TruncationWatch(self.extent, {shard: mark}):
             for segment, entry in self._index(shard).from_offset(from_offset, mark):
                 if entry.offset >= last:
                     return
@@ -426,7 +426,7 @@ class StreamReader:
         )
         sources: dict[ShardId, SegmentSource] = {}
         group: list[RecordsFrame] = []
-        with Meanwhile(self.extent, marks):
+        with TruncationWatch(self.extent, marks):
             for shard, segment, entry in frames:
                 source = self._source(sources, shard, segment, entry, marks[shard], None)
                 frame = source.decode(source.frame(entry.position))
@@ -453,7 +453,7 @@ class StreamReader:
         marks, _ = self._marks()
         found: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
         sources: dict[ShardId, SegmentSource] = {}
-        with Meanwhile(self.extent, marks):
+        with TruncationWatch(self.extent, marks):
             for shard, segment, entry in self._all_frames(marks, after, upto):
                 for table in entry.tables:
                     if (key := table[:2]) not in known and key not in found:
@@ -468,7 +468,7 @@ class StreamReader:
         latest: dict[TableId, TableSchema] = {}
         newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
         marks, _ = self._marks()
-        with Meanwhile(self.extent, marks):
+        with TruncationWatch(self.extent, marks):
             for shard, mark in marks.items():
                 for segment in self._index(shard).segments(mark):
                     for entry in self._index(shard).frames(segment, mark):
@@ -549,7 +549,7 @@ class StreamReader:
         """Yield the commit groups after `after`, in order, over all shards."""
         frames = self._all_frames(marks, after, persisted)
         current: GroupSize | None = None
-        with Meanwhile(self.extent, marks):
+        with TruncationWatch(self.extent, marks):
             for _, _, entry in frames:
                 if current is None or entry.group_last_seq != current.last_seq:
                     if current is not None:

@@ -37,7 +37,7 @@ class HistoryWatch:
         )
 
 
-class Meanwhile:
+class TruncationWatch:
     """Context of a read: if the log was cut back or dropped during it, it raises the error that explains that.
 
     Args:
