@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from millstream.protocol.delivery import DeliveryId, Limits, Message, Status
 
@@ -21,6 +21,8 @@ class Item:
     not_before: int = 0
     has_failed: bool = False
     is_retried: bool = False
+    replaced: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    """Delivered messages that it replaced, by position."""
 
     @property
     def position(self) -> int:
@@ -38,16 +40,19 @@ class Reference:
         self.dead: dict[str, Message] = {}
         self.buried: dict[int, str] = {}
         """Ids of dead messages by the position at which they died in this generation."""
+        self.overtaken: set[str] = set()
+        """Ids of dead messages whose group has a newer one; see `delivery_latest`."""
         self.generation = 0
         self.is_active = True
         self.counts = [0, 0, 0]
 
     def copy(self) -> Reference:
         """Return the reference as a restart finds it."""
-        made = Reference(self.limits, 0)
+        made = type(self)(self.limits, 0)
         for name in ("offered_upto", "read_upto", "generation", "is_active"):
             setattr(made, name, getattr(self, name))
-        made.items = [Item(*(getattr(item, name) for name in Item.__slots__)) for item in self.items]
+        made.items = [replace(item, replaced=dict(item.replaced)) for item in self.items]
+        made.overtaken = set(self.overtaken)
         made.dead, made.buried, made.counts = dict(self.dead), dict(self.buried), list(self.counts)
         return made
 

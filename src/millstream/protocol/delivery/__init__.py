@@ -57,6 +57,7 @@ from __future__ import annotations
 
 from millstream.protocol.delivery.changes import Change, Died, Dropped, decode, encode
 from millstream.protocol.delivery.consumer import Consumer
+from millstream.protocol.delivery.latest import LatestConsumer
 from millstream.protocol.delivery.messages import (
     DeadLetter,
     Delivery,
@@ -79,6 +80,7 @@ __all__ = [
     "DeliveryId",
     "Died",
     "Dropped",
+    "LatestConsumer",
     "Limits",
     "Message",
     "Phase",

@@ -42,18 +42,33 @@ class Returned(NamedTuple):
     """When the failed messages may be delivered again; 0: at once."""
 
 
+class Delayed(NamedTuple):
+    """Messages that replace others wait as those did."""
+
+    positions: Sequence[int]
+    until: int
+
+
 class Settled(NamedTuple):
     """Messages are settled."""
 
     positions: Sequence[int]
     acked: int
     """Number of acks that count."""
+    is_unread: bool = False
+    """Whether a delivery that a kill forgot was acknowledged before its message was offered again."""
 
 
 class Died(NamedTuple):
     """A message is dead. The caller stores its record with this change."""
 
     letter: DeadLetter
+
+
+class Overtaken(NamedTuple):
+    """The groups of dead letters have newer messages."""
+
+    ids: Sequence[str]
 
 
 class Retried(NamedTuple):
@@ -92,11 +107,23 @@ class Steered(NamedTuple):
 
 
 Change: TypeAlias = (
-    Started | Delivered | Extended | Returned | Settled | Died | Retried | Dropped | Moved | Rewound | Steered
+    Started
+    | Delivered
+    | Extended
+    | Returned
+    | Delayed
+    | Settled
+    | Died
+    | Overtaken
+    | Retried
+    | Dropped
+    | Moved
+    | Rewound
+    | Steered
 )
 
 _TAGS: Final[dict[type[Any], str]] = {
-    Started: "run", Delivered: "d", Extended: "e", Returned: "r", Settled: "s", Died: "dead", Retried: "retried",
+    Started: "run", Delivered: "d", Extended: "e", Returned: "r", Delayed: "w", Settled: "s", Died: "dead", Overtaken: "overtaken", Retried: "retried",
     Dropped: "dropped", Moved: "c", Rewound: "rewound", Steered: "phase",
 }  # fmt: skip
 _KINDS: Final[dict[str, Any]] = {tag: kind for kind, tag in _TAGS.items()}
@@ -123,11 +150,13 @@ def decode(value: Sequence[Any]) -> Change:
 def letter_to_json(letter: DeadLetter) -> list[Any]:
     """Return a dead letter, without its record, as a value that JSON can hold."""
     message = letter.message
-    return [*message[:3], list(message.groups), *message[4:7], *letter[1:]]
+    return [*message[:3], list(message.groups), *message[4:7], message.truncates, *letter[1:]]
 
 
 def letter_from_json(value: Sequence[Any]) -> DeadLetter:
     """Return the dead letter of `letter_to_json`'s value."""
-    position, before, id_, groups, table, barrier, size, deliveries, error, died, generation = value
-    message = Message(position, before, id_, tuple(groups), table, barrier, size)
-    return DeadLetter(message, deliveries, error, died, generation)
+    position, before, id_, groups, table, barrier, size, truncates, deliveries, error, died, generation, overtaken = (
+        value
+    )
+    message = Message(position, before, id_, tuple(groups), table, barrier, size, truncates=truncates)
+    return DeadLetter(message, deliveries, error, died, generation, overtaken)

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
+from typing import ClassVar, Final
 
 from millstream.protocol.delivery.changes import (
     Change,
+    Delayed,
     Delivered,
     Died,
     Dropped,
@@ -37,7 +38,7 @@ from millstream.protocol.delivery.pending import Pending
 from millstream.protocol.delivery.state import Fact, State
 from millstream.protocol.delivery.timers import Timer, Timers
 from millstream.protocol.delivery.unread import Unread
-from millstream.protocol.delivery.waiting import Answer, Entry, EntryState
+from millstream.protocol.delivery.waiting import Answer, Back, Entry, EntryState, fact_of
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
 _KEPT_MIN: Final = 1024
@@ -57,6 +58,9 @@ class Consumer:
 
     Times are in ms since 1970, by the wall clock. Concurrency: none; the caller serialises.
     """
+
+    _replaces: ClassVar[bool] = False
+    """Whether a newer message of a group may replace an older one."""
 
     def __init__(self, limits: Limits, state: State, *, run: int) -> None:
         if run <= state.run:
@@ -121,7 +125,7 @@ class Consumer:
         while order and order[0].state is _GONE:
             order.popleft()
             self._order_gone -= 1
-        return order[0].message.before if order else self._read_upto
+        return order[0].before if order else self._read_upto
 
     # --- reading the log ---------------------------------------------------------------------------------------------
 
@@ -150,28 +154,30 @@ class Consumer:
             messages: messages behind `read_upto` that the consumer is to receive, by its tables and its `where`.
             upto: the `seq` at the end of the last operation that was read whole: no message up to there will follow.
         """
-        add, append, last, known_upto = self._pending.add, self._order.append, self._last, self._unread.upto
+        last, known_upto, append, offer = self._last, self._unread.upto, self._append, self._offer
         for message in messages:
             position = message.position
             if position <= last:
                 continue
             self._last = last = position
-            if position > known_upto:
-                append(add(message))
+            if position > known_upto and not self._replaces:
+                append(message)
             else:
-                self._offer_known(message)
+                offer(message)
         self._read_upto = max(upto, self._read_upto)
         self._last = max(last, position_of(upto, 1))
         self._unread.read(self._last)
 
-    def _offer_known(self, message: Message) -> None:
-        """Take a message that the state may know."""
-        position = message.position
-        if self._unread.is_settled(position):
-            return
+    def _append(self, message: Message) -> Entry:
+        """Take a message that the state doesn't know."""
         entry = self._pending.add(message)
         self._order.append(entry)
-        self._restore(entry, self._unread.take(position))
+        return entry
+
+    def _offer(self, message: Message) -> None:
+        """Take a message that the state may know."""
+        if not self._unread.is_settled(message.position):
+            self._restore(self._append(message), self._unread.take(message.position))
 
     def _restore(self, entry: Entry, fact: Fact | None) -> None:
         """Give a message the deliveries that it had before a restart."""
@@ -182,7 +188,7 @@ class Consumer:
         if fact.deadline:
             self._revive(entry, (fact.run, fact.answer), fact.deadline)
             self._timers.set(fact.deadline, fact.run, fact.answer)
-        elif fact.not_before:
+        elif fact.not_before > entry.not_before:
             self._delay(entry, fact.not_before)
 
     def _revive(self, entry: Entry, answer: tuple[int, int], deadline: int) -> None:
@@ -238,6 +244,7 @@ class Consumer:
         """Settle messages; return the status of each."""
         statuses: list[Status] = []
         settled: list[int] = []
+        count = 0
         for delivery in ids:
             entry = self._pending.entries.get(delivery.position)
             if entry is not None and entry.last == delivery[2:] and delivery.generation == self._generation:
@@ -248,13 +255,16 @@ class Consumer:
                     self._drop_acked(delivery.position)
                     status = Status.ACKED
                 elif status is Status.ACKED and entry is None:  # it isn't offered again so far
-                    self._note_unread(Settled((delivery.position,), 1))
+                    self._note_unread(Settled((delivery.position,), 1, is_unread=True))
             if entry is not None and self._settle(entry):
+                count += 1
                 settled.append(entry.position)
+                if entry.replaced:
+                    settled += entry.replaced
             statuses.append(status)
         if settled:
-            self.counters.acked += len(settled)
-            self._changes.append(Settled(settled, len(settled)))
+            self.counters.acked += count
+            self._changes.append(Settled(settled, count))
         return statuses
 
     def nack(self, ids: Iterable[DeliveryId], now: int, *, delay_ms: int = 0, error: str = NACKED) -> list[Status]:
@@ -268,7 +278,7 @@ class Consumer:
         """
         statuses: list[Status] = []
         until = now + delay_ms if delay_ms else 0
-        back = _Back(until)
+        back = Back(until)
         for delivery in ids:
             status, entry = self._find(delivery)
             if status is Status.ACKED:
@@ -279,6 +289,8 @@ class Consumer:
                     self._fail(entry, back, now, error)
                     if entry.state is _WAITING:
                         self._delay(entry, until)
+                        if until and entry.position != delivery.position:  # a newer one replaced it
+                            self._changes.append(Delayed((entry.position,), until))
             statuses.append(status)
         self._note_back(back)
         return statuses
@@ -355,7 +367,7 @@ class Consumer:
         Returns:
             The number of messages that came back.
         """
-        pending, back, count = self._pending, _Back(0), 0
+        pending, back, count = self._pending, Back(0), 0
         while (timer := self._timers.pop_due(now)) is not None:
             _, run, number = timer
             if run < 0:
@@ -372,23 +384,25 @@ class Consumer:
                 if all(group.is_first(entry) for group in entry.groups):
                     count += self._fail(entry, back, now, EXPIRED)
                 else:
-                    came = [one.position for one in pending.come_back(entry)]
+                    came = self._come_back(entry)
                     back.returned += came
                     count += len(came)
         self._note_back(back)
         return count
 
-    def _fail(self, entry: Entry, back: _Back, now: int, error: str) -> int:
+    def _fail(self, entry: Entry, back: Back, now: int, error: str) -> int:
         """Count a failed delivery; return the message and the later ones of its groups, or bury it.
 
         Returns:
             The number of messages that came back.
         """
-        came = []
+        came, position = [], entry.position
         if entry.state is _IN_FLIGHT:
-            came = [one.position for one in self._pending.come_back(entry)]
+            came = self._come_back(entry)
             back.returned += came
-        back.failed.append(entry.position)
+            if entry.position != position or entry.state is _GONE:
+                return len(came)  # a newer one replaced it
+        back.failed.append(position)
         if not entry.has_failed:
             entry.has_failed = True
             entry.failures += 1
@@ -397,15 +411,21 @@ class Consumer:
                 self._bury(entry, DeadLetter(entry.message, entry.deliveries, error, now, self._generation))
         return len(came)
 
+    def _come_back(self, entry: Entry) -> list[int]:
+        """Return a message in flight, and the later ones of its groups; return their positions."""
+        return [one.position for one in self._pending.come_back(entry)]
+
     def _bury(self, entry: Entry, letter: DeadLetter) -> None:
         """Make a message a dead letter: its group goes on."""
         self._pending.remove(entry)
         if not entry.is_retried:
             self._forget_order()
+        if entry.replaced:
+            self._changes.append(Settled(entry.replaced, 0))
         self._letters.add(letter)
         self._changes.append(Died(letter))
 
-    def _note_back(self, back: _Back) -> None:
+    def _note_back(self, back: Back) -> None:
         if back.returned or back.failed:
             self._changes.append(Returned(back.returned, back.failed, back.until))
             back.returned, back.failed = [], []
@@ -507,8 +527,8 @@ class Consumer:
         for letter in sorted(found.values(), key=lambda letter: letter.message.position, reverse=True):
             id_, position = letter.message.id, letter.message.position
             is_read = position <= self._last or self._unread.is_settled(position)
-            if not is_read or position in self._pending.entries:
-                self._changes.append(Dropped((id_,)))  # since a rewind, the log delivers it
+            if not is_read or position in self._pending.entries or letter.is_overtaken:
+                self._changes.append(Dropped((id_,)))  # since a rewind, the log delivers it; or a newer one replaced it
             else:
                 letters.retried[id_] = letter
                 self._add_retried(letter)
@@ -556,35 +576,14 @@ class Consumer:
         for position, entry in self._pending.entries.items():
             if not entry.is_retried:
                 state.open.add(position)
+                state.open.update(entry.replaced)
             if entry.last is not None or entry.failures or entry.not_before:
-                state.facts[position] = _fact(entry)
+                state.facts[position] = fact_of(entry)
         state.cursor, state.generation, state.run, state.phase = self.cursor, self._generation, self._run, self._phase
         state.counters = replace(self.counters)
         state.dead, state.retried = dict(self._letters.dead), dict(self._letters.retried)
         return state
 
 
-class _Back:
-    """Messages that came back and aren't noted so far."""
-
-    def __init__(self, until: int) -> None:
-        self.until = until
-        self.returned: list[int] = []
-        self.failed: list[int] = []
-
-
 def _position(entry: Entry) -> int:
     return entry.position
-
-
-def _fact(entry: Entry) -> Fact:
-    run, answer = entry.last or (0, 0)
-    return Fact(
-        deliveries=entry.deliveries,
-        failures=entry.failures,
-        run=run,
-        answer=answer,
-        deadline=entry.deadline if entry.state is _IN_FLIGHT else 0,
-        not_before=entry.not_before,
-        has_failed=entry.has_failed,
-    )

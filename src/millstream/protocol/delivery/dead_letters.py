@@ -38,6 +38,13 @@ class DeadLetters:
         self.dead[id_] = letter
         self._ids[letter.message.position, letter.generation] = id_
 
+    def overtake(self, ids: Iterable[str]) -> list[str]:
+        """Note that the groups of dead letters have newer messages; return the ids of those for which that is news."""
+        news = [id_ for id_ in ids if id_ in self.dead and not self.dead[id_].is_overtaken]
+        for id_ in news:
+            self.dead[id_] = self.dead[id_]._replace(is_overtaken=True)
+        return news
+
     def remove(self, id_: str) -> DeadLetter | None:
         """Remove and return a dead letter; None if there is none of this id."""
         letter = self.dead.pop(id_, None)

@@ -86,6 +86,8 @@ class Message(NamedTuple):
     """Size of its record in bytes, for the limit of an answer."""
     origin: Any = None
     """The caller's own reference, such as the record. It isn't part of the durable state."""
+    truncates: bool = False
+    """Whether it is a `t`: a consumer of kind `latest` drops the waiting messages of its table."""
 
 
 class DeliveryId(NamedTuple):
@@ -120,3 +122,5 @@ class DeadLetter(NamedTuple):
     """When it died, in ms since 1970."""
     generation: int
     """The generation in which it died: a delivery of another one doesn't name it."""
+    is_overtaken: bool = False
+    """Whether its group has a newer message, which a consumer of kind `latest` delivers instead."""

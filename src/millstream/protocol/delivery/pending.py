@@ -162,6 +162,14 @@ class Pending:
         entry.not_before = until
         self._check(entry)
 
+    def replace(self, entry: Entry, message: Message) -> None:
+        """Put a newer message of the same group in the place of a waiting one."""
+        self._dequeue(entry)
+        del self.entries[entry.position]
+        entry.message, entry.position = message, message.position
+        self.entries[entry.position] = entry
+        self._check(entry)
+
     def remove(self, entry: Entry) -> None:
         """Remove a message that is settled or dead."""
         if entry.state is _IN_FLIGHT:
@@ -197,6 +205,10 @@ class Pending:
             for entry in self.entries.values():
                 if entry.message.table in changed:
                     self._check(entry)
+
+    def table(self, number: int | None) -> Table | None:
+        """Return a table that has unsettled messages."""
+        return None if number is None else self._tables.get(number)
 
     def in_flight_entries(self) -> Iterator[Entry]:
         """Yield the messages in flight."""

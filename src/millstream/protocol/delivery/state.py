@@ -7,11 +7,13 @@ from typing import Any, Self
 
 from millstream.protocol.delivery.changes import (
     Change,
+    Delayed,
     Delivered,
     Died,
     Dropped,
     Extended,
     Moved,
+    Overtaken,
     Retried,
     Returned,
     Rewound,
@@ -87,6 +89,8 @@ class State:
     """Positions at or below `upto` that aren't settled."""
     settled: set[int] = field(default_factory=set)
     """Positions above `upto` that are settled."""
+    unread: set[int] = field(default_factory=set)
+    """Positions that were settled before they were offered again."""
     facts: dict[int, Fact] = field(default_factory=dict)
     """Deliveries of messages that aren't settled, by position."""
     dead: dict[str, DeadLetter] = field(default_factory=dict)
@@ -109,9 +113,11 @@ class State:
         match change:
             case Delivered(run, answer, deadline, positions):
                 self._deliver(run, answer, deadline, positions)
-            case Settled(positions, acked):
+            case Settled(positions, acked, is_unread):
                 self.counters.acked += acked
                 self._settle(positions)
+                if is_unread:
+                    self.unread.update(positions)
             case Returned(positions, failed, until):
                 for position in positions:
                     self._fact(position).deadline = 0
@@ -119,6 +125,9 @@ class State:
                     fact = self._fact(position)
                     fact.failures += not fact.has_failed
                     fact.has_failed, fact.not_before = True, until
+            case Delayed(positions, until):
+                for position in positions:
+                    self._fact(position).not_before = until
             case Extended(run, answer, deadline, positions):
                 for position in positions:
                     fact = self._fact(position)
@@ -131,6 +140,9 @@ class State:
                 self.retried.pop(letter.message.id, None)
                 self.dead.pop(letter.message.id, None)
                 self.dead[letter.message.id] = letter
+            case Overtaken(ids):
+                for id_ in ids:
+                    self.dead[id_] = self.dead[id_]._replace(is_overtaken=True)
             case Retried(ids):
                 for id_ in ids:
                     letter = self.dead.pop(id_)
@@ -145,7 +157,7 @@ class State:
                         self.facts.pop(self.retried.pop(id_).message.position, None)
             case Rewound(generation, cursor, end):
                 self.generation, self.cursor, self.upto = generation, cursor, position_of(cursor, 1)
-                self.open, self.settled, self.facts = set(), set(), {}
+                self.open, self.settled, self.unread, self.facts = set(), set(), set(), {}
                 bury_again(self.dead, self.retried, generation, end)
             case Steered(phase):
                 self.phase = phase
@@ -183,6 +195,7 @@ class State:
         covered = position_of(self.cursor, 1)
         self.settled = {position for position in self.settled if position > covered}
         self.open = {position for position in self.open if position > covered}
+        self.unread = {position for position in self.unread if position > covered}
         self._pruned_at = len(self.settled) + len(self.open)
 
     def to_json(self) -> dict[str, Any]:
@@ -196,6 +209,7 @@ class State:
             "upto": self.upto,
             "open": sorted(self.open),
             "settled": sorted(self.settled),
+            "unread": sorted(self.unread),
             "facts": [[position, *fact.to_json()] for position, fact in self.facts.items()],
             "dead": [letter_to_json(letter) for letter in self.dead.values()],
             "retried": [letter_to_json(letter) for letter in self.retried.values()],
@@ -215,6 +229,7 @@ class State:
             upto=value["upto"],
             open=set(value["open"]),
             settled=set(value["settled"]),
+            unread=set(value["unread"]),
             facts={position: Fact.from_json(fact) for position, *fact in value["facts"]},
             dead={letter.message.id: letter for letter in dead},
             retried={letter.message.id: letter for letter in retried},

@@ -30,6 +30,10 @@ class Unread:
         state = self._state
         return position not in state.open if position <= state.upto else position in state.settled
 
+    def is_acked(self, position: int) -> bool:
+        """Whether a message was acknowledged before it was offered again."""
+        return position in self._state.unread
+
     def take(self, position: int) -> Fact | None:
         """Return the deliveries of a message that is offered now; None if it has none."""
         return self._state.facts.pop(position, None)
@@ -54,7 +58,7 @@ class Unread:
         """Note up to which position the log was read: if that is all, forget everything."""
         state = self._state
         if last >= self.upto and (state.open or state.settled or state.facts):
-            state.open, state.settled, state.facts = set(), set(), {}
+            state.open, state.settled, state.unread, state.facts = set(), set(), set(), {}
 
     def behind(self, last: int) -> State:
         """Return what is known of the messages behind a position; its `upto` is at least there."""
@@ -63,5 +67,6 @@ class Unread:
             upto=upto,
             open={position for position in state.open if position > last},
             settled={position for position in state.settled if position > upto},
+            unread={position for position in state.unread if position > last},
             facts={position: replace(fact) for position, fact in state.facts.items() if position > last},
         )

@@ -7,6 +7,7 @@ from collections import deque
 from enum import IntEnum
 
 from millstream.protocol.delivery.messages import Message
+from millstream.protocol.delivery.state import Fact
 
 
 class EntryState(IntEnum):
@@ -35,6 +36,7 @@ class Entry:
 
     __slots__ = (
         "answer",
+        "before",
         "deadline",
         "deliveries",
         "failures",
@@ -46,13 +48,21 @@ class Entry:
         "last",
         "message",
         "not_before",
+        "older",
         "position",
+        "replaced",
         "state",
     )
 
     def __init__(self, message: Message) -> None:
         self.message = message
         self.position = message.position
+        self.before = message.before
+        """The cursor, while this is the first message that isn't settled."""
+        self.older: Entry | None = None
+        """The unsettled message of its key before it, if that couldn't be replaced when this one came; see `latest`."""
+        self.replaced: list[int] | tuple[()] = ()
+        """Positions of older messages of its key, which are settled with it; see `latest`."""
         self.groups: tuple[Group, ...] = ()
         """Its groups, from when it is released."""
         self.state = EntryState.WAITING
@@ -74,6 +84,19 @@ class Entry:
         """Whether no barrier of its table holds it; then it is in its groups."""
         self.is_retried = False
         """Whether it was dead; then its record lies with the caller, and it doesn't hold the cursor."""
+
+
+class Back:
+    """Messages that came back and aren't noted so far.
+
+    Args:
+        until: when those that failed may be delivered again; 0: at once.
+    """
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+        self.returned: list[int] = []
+        self.failed: list[int] = []
 
 
 class Group:
@@ -157,3 +180,17 @@ class Table:
     def next_barrier(self) -> Entry | None:
         """The barrier that is deliverable, if any: no unsettled message is before it."""
         return self.barriers[0][0] if self.barriers and not self.live else None
+
+
+def fact_of(entry: Entry) -> Fact:
+    """Return the durable facts of a message's deliveries."""
+    run, answer = entry.last or (0, 0)
+    return Fact(
+        deliveries=entry.deliveries,
+        failures=entry.failures,
+        run=run,
+        answer=answer,
+        deadline=entry.deadline if entry.state is EntryState.IN_FLIGHT else 0,
+        not_before=entry.not_before,
+        has_failed=entry.has_failed,
+    )

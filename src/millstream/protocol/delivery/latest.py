@@ -1,0 +1,272 @@
+"""The machine of a consumer of kind `latest`: a newer message of a key replaces the older ones that wait.
+
+Each message has one group, its key, or is a barrier. A message replaces the waiting one of its group unless a barrier
+stands between them; one that is in flight is replaced when it comes back. The newer message then stands for both: it
+holds the cursor where the older one held it, so that a restart reads both again, and once it is settled both are. A
+truncate drops the waiting messages of its table, and those in flight when they come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from millstream.protocol.delivery.changes import Delayed, Dropped, Extended, Overtaken, Returned, Settled
+from millstream.protocol.delivery.consumer import Consumer
+from millstream.protocol.delivery.messages import DeadLetter, DeliveryId, Limits, Message, Status
+from millstream.protocol.delivery.state import Fact, State
+from millstream.protocol.delivery.waiting import Entry, EntryState
+
+_WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
+
+
+def newer(_older: Message, message: Message) -> Message:
+    """Return the newer of two messages of a key."""
+    return message
+
+
+class LatestConsumer(Consumer):
+    """The machine; see `Consumer` for its methods.
+
+    Args:
+        limits: the consumer's numbers.
+        state: a new consumer's state, or a restart's.
+        run: number of this run.
+        merge: returns the message that replaces both an older and a newer one of a key. It takes the values of columns
+            that the newer record left unchanged from the older one, and keeps the newer one's position, group and id.
+    """
+
+    _replaces = True
+
+    def __init__(
+        self, limits: Limits, state: State, *, run: int, merge: Callable[[Message, Message], Message] = newer
+    ) -> None:
+        self._merge = merge
+        self._newest: dict[str, Entry] = {}
+        """The last unsettled message of each group."""
+        self._heirs: dict[int, tuple[Entry, tuple[int, int]]] = {}
+        """Delivered messages that were replaced, by position: the message that replaced each, and its last delivery."""
+        self._dead_groups: dict[str, set[str]] = {}
+        """Ids of dead letters by group; some are gone."""
+        for letter in state.dead.values():
+            self._note_dead(letter)
+        last = max((*state.facts, *state.unread), default=0)
+        super().__init__(limits, state, run=run)
+        # A message that was delivered replaces older ones, which are offered before it.
+        self._unread.restore_upto = max(self._unread.restore_upto, last)
+
+    # --- reading the log ---------------------------------------------------------------------------------------------
+
+    def _offer(self, message: Message) -> None:
+        is_settled, is_acked = self._unread.is_settled(message.position), self._unread.is_acked(message.position)
+        if message.truncates and message.table is not None:
+            self._truncate(message, also_in_flight=is_acked)
+        group = message.groups[0] if message.groups else None
+        if group is not None:
+            self._overtake(group, message.position)
+        if is_settled:
+            if not is_acked:
+                return
+            # Its ack came for a delivery that a kill forgot: older messages that are back are void.
+            older = self._newest.get(group) if group is not None else None
+            if older is not None and older.position < message.position:
+                self._void_all(older)
+            return
+        entry, fact = self._newest.get(group) if group is not None else None, self._unread.take(message.position)
+        if entry is not None and entry.state is _WAITING and not self._is_parted(entry):
+            if entry.is_retried:
+                message = self._merge(entry.message, message)
+                self._forget(entry)
+                self._changes.append(Dropped((entry.message.id,)))
+                entry = self._append(message)
+            else:
+                self._replace(entry, self._merge(entry.message, message), fact)
+        else:
+            older, entry = entry, self._append(message)
+            entry.older = older
+        if group is not None:
+            self._newest[group] = entry
+        self._restore(entry, fact)
+
+    def _overtake(self, group: str, position: int) -> None:
+        """Note that a group has a message at a position, for its dead letters."""
+        ids = self._dead_groups.get(group)
+        if ids is None:
+            return
+        older = [id_ for id_ in ids if id_ not in self.dead or self.dead[id_].message.position < position]
+        ids.difference_update(older)
+        if not ids:
+            del self._dead_groups[group]
+        overtaken = self._letters.overtake(older)
+        if overtaken:
+            self._changes.append(Overtaken(overtaken))
+
+    def _is_parted(self, entry: Entry) -> bool:
+        """Whether a barrier stands behind a message."""
+        table = self._pending.table(entry.message.table)
+        return table is not None and any(barrier.position > entry.position for barrier, _ in table.barriers)
+
+    def _replace(self, entry: Entry, message: Message, fact: Fact | None = None) -> None:
+        """Let a newer message stand for a waiting one: it waits as long, and its deliveries begin."""
+        entry.replaced = entry.replaced or []
+        entry.replaced.append(entry.position)
+        if entry.last is not None:
+            self._heirs[entry.position] = entry, entry.last
+        self._pending.replace(entry, message)
+        entry.deliveries = entry.failures = 0
+        entry.last, entry.has_failed = None, False
+        if entry.not_before:
+            self._delay(entry, entry.not_before)
+        if entry.not_before > (0 if fact is None else fact.not_before):
+            self._changes.append(Delayed((entry.position,), entry.not_before))
+
+    def _truncate(self, truncate: Message, *, also_in_flight: bool) -> None:
+        """Drop the waiting messages of a table that are older than its truncate, or all older ones."""
+        entries = self._pending.entries.values()
+        for entry in [one for one in entries if one.message.table == truncate.table]:
+            is_wanted = entry.message.barrier and not entry.message.truncates
+            is_older = entry.position < truncate.position
+            if is_older and not is_wanted and (also_in_flight or entry.state is _WAITING):
+                self._void(entry)
+
+    def _void_all(self, entry: Entry | None) -> None:
+        """Settle a message, and those of its key before it."""
+        while entry is not None:
+            older = entry.older
+            if entry.state is not _GONE:
+                self._void(entry)
+            entry = older
+
+    def _void(self, entry: Entry) -> None:
+        """Settle a message that a later one made void."""
+        self._forget(entry)
+        if entry.is_retried:
+            self._changes.append(Dropped((entry.message.id,)))
+        else:
+            self._changes.append(Settled((entry.position, *entry.replaced), 0))
+
+    def _forget(self, entry: Entry) -> None:
+        """Remove a message that isn't to be delivered."""
+        self._settled(entry)
+        self._pending.remove(entry)
+        if entry.is_retried:
+            del self._letters.retried[entry.message.id]
+        else:
+            self._forget_order()
+
+    def _settled(self, entry: Entry) -> None:
+        """Forget what stands for a message that is settled, dead or replaced."""
+        for position in entry.replaced:
+            self._heirs.pop(position, None)
+        entry.older = None
+        groups = entry.message.groups
+        if groups and self._newest.get(groups[0]) is entry:
+            del self._newest[groups[0]]
+
+    def _note_unread(self, change: Settled | Returned | Extended) -> None:
+        super()._note_unread(change)
+        self._unread.restore_upto = max(self._unread.restore_upto, *change.positions)
+
+    # --- settling and failing ----------------------------------------------------------------------------------------
+
+    def _find(self, delivery: DeliveryId) -> tuple[Status, Entry | None]:
+        status, entry = super()._find(delivery)
+        if status is Status.ALREADY_ACKED and delivery.position in self._heirs:
+            status = Status.SUPERSEDED
+        return status, entry
+
+    def _settle(self, entry: Entry) -> bool:
+        self._void_older(entry)
+        self._settled(entry)
+        return super()._settle(entry)
+
+    def _void_older(self, entry: Entry) -> None:
+        """Settle what is older than a message that ends: a kill forgot that it came back before this one was delivered."""
+        self._void_all(entry.older)
+        if entry.message.truncates:
+            self._truncate(entry.message, also_in_flight=True)
+
+    def _come_back(self, entry: Entry) -> list[int]:
+        came = self._pending.come_back(entry)
+        positions = [one.position for one in came]
+        for one in came:
+            self._replace_returned(one)
+        return positions
+
+    def _replace_returned(self, entry: Entry) -> None:
+        """Replace a message that came back, if there is a newer one."""
+        message = entry.message
+        table = self._pending.table(message.table)
+        if table is not None and any(
+            barrier.message.truncates and barrier is not entry and barrier.position > entry.position
+            for barrier, _ in table.barriers
+        ):
+            if not message.barrier or message.truncates:
+                self._void(entry)
+            return
+        heir = self._newest.get(message.groups[0]) if message.groups else None
+        if heir is None or heir is entry or heir.state is not _WAITING or not heir.is_released:
+            return
+        merged = self._merge(message, heir.message)
+        if entry.is_retried:
+            self._pending.replace(heir, merged)
+            self._forget(entry)
+            self._changes.append(Dropped((message.id,)))
+            return
+        replaced, until = heir.replaced, heir.not_before
+        heir.replaced = ()
+        self._forget(heir)
+        entry.not_before = until
+        self._replace(entry, merged)
+        entry.replaced = [*replaced, *entry.replaced]
+        for position in replaced:
+            if position in self._heirs:
+                self._heirs[position] = entry, self._heirs[position][1]
+        self._newest[merged.groups[0]] = entry
+
+    def _bury(self, entry: Entry, letter: DeadLetter) -> None:
+        self._void_older(entry)
+        self._settled(entry)
+        super()._bury(entry, letter)
+        self._note_dead(letter)
+
+    # --- steering ----------------------------------------------------------------------------------------------------
+
+    def retry(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
+        """Let dead messages be delivered again; those whose key has a newer message are dropped. See `Consumer`."""
+        wanted = self._letters.wanted(ids)
+        letters = [self.dead[id_] for id_ in wanted if id_ in self.dead]
+        newest: dict[tuple[str, ...], str] = {}
+        for letter in sorted(letters, key=lambda letter: letter.message.position):
+            newest[letter.message.groups] = letter.message.id
+        for letter in letters:
+            groups, id_ = letter.message.groups, letter.message.id
+            if groups and (groups[0] in self._newest or newest[groups] != id_):
+                self._letters.overtake([id_])
+        return super().retry(wanted)
+
+    def _add_retried(self, letter: DeadLetter) -> Entry:
+        entry = super()._add_retried(letter)
+        if letter.message.groups:
+            self._newest[letter.message.groups[0]] = entry
+        return entry
+
+    def _begin_generation(self, cursor: int, end: int | None = None) -> None:
+        super()._begin_generation(cursor, end)
+        self._newest.clear()
+        self._heirs.clear()
+        self._dead_groups.clear()
+        for letter in self.dead.values():
+            self._note_dead(letter)
+
+    def _note_dead(self, letter: DeadLetter) -> None:
+        if letter.message.groups and not letter.is_overtaken:
+            self._dead_groups.setdefault(letter.message.groups[0], set()).add(letter.message.id)
+
+    # --- durable state -----------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> State:
+        """Return the state after all changes, taken or not: call `take_changes` first."""
+        state = super().snapshot()
+        for position, (_, (run, answer)) in self._heirs.items():
+            state.facts[position] = Fact(deliveries=1, run=run, answer=answer)
+        return state

@@ -1,0 +1,181 @@
+"""Worlds of a consumer of kind `latest`, and its reference by brute force.
+
+python -m tests.protocol.delivery_latest FIRST COUNT
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import ClassVar
+
+from tests.protocol.delivery_reference import Item, Reference
+from tests.protocol.delivery_world import BARRIER_TABLE, World
+from tests.seeds import main
+
+from millstream.protocol.delivery import Consumer, Delivery, DeliveryId, LatestConsumer, Message, Status, position_of
+
+
+class LatestReference(Reference):
+    """The reference: `origin` of a message lists the positions that it stands for."""
+
+    def offer(self, messages: Iterable[Message], upto: int) -> None:
+        for message in messages:
+            if message.position <= self.offered_upto:
+                continue
+            if message.truncates:
+                self.items = [item for item in self.items if not self._is_dropped(item, message)]
+            super().offer([message], 0)
+            for item in list(self.items):
+                self._replaced(item)
+            self.overtaken |= {
+                id_
+                for id_, dead in self.dead.items()
+                if dead.groups == message.groups != () and dead.position < message.position
+            }
+        self.read_upto = max(self.read_upto, upto)
+
+    @staticmethod
+    def _is_dropped(item: Item, truncate: Message) -> bool:
+        message = item.message
+        same = message.table == truncate.table and item.position < truncate.position
+        return same and item.flies_by is None and (not message.barrier or message.truncates)
+
+    def _replaced(self, older: Item) -> Item:
+        """Replace a waiting message by the newest one that waits in the same stretch of its table."""
+        if older.flies_by is not None or not older.message.groups:
+            return older
+        barriers = [
+            item.position for item in self.items if item.message.barrier and item.message.table == older.message.table
+        ]
+        for item in list(self.items):
+            if (
+                item.flies_by is not None
+                or item.message.groups != older.message.groups
+                or item.position <= older.position
+            ):
+                continue
+            if any(older.position < barrier < item.position for barrier in barriers):
+                continue
+            self.items.remove(older)
+            if not older.is_retried:
+                item.message = item.message._replace(before=older.message.before)
+                item.replaced |= older.replaced | ({older.position: older.last} if older.last else {})
+            item.not_before = item.not_before if older.is_retried else max(item.not_before, older.not_before)
+            return item
+        return older
+
+    def _come_back(self, item: Item) -> None:
+        super()._come_back(item)
+        for other in self.items:
+            if other.message.truncates and other is not item and self._is_dropped(item, other.message):
+                self.items.remove(item)
+                return
+        self._replaced(item)
+
+    def ack(self, ids: Iterable[DeliveryId]) -> list[Status]:
+        statuses = []
+        for delivery in ids:
+            acked = next((item.message for item in self.items if item.position == delivery.position), None)
+            statuses += super().ack([delivery])
+            if acked is not None and statuses[-1] is Status.ACKED:
+                self.items = [item for item in self.items if not self._is_void(item, acked)]
+        return statuses
+
+    @staticmethod
+    def _is_void(item: Item, acked: Message) -> bool:
+        """Whether a message is older than one that was acknowledged, of its key or a truncate of its table."""
+        message = item.message
+        if message.table != acked.table or item.position > acked.position:
+            return False
+        if acked.truncates:
+            return not message.barrier or message.truncates
+        return message.groups == acked.groups != ()
+
+    def _fail(self, item: Item) -> None:
+        if item not in self.items:
+            return
+        super()._fail(item)
+        if item not in self.items:
+            self.items = [other for other in self.items if not self._is_void(other, item.message)]
+
+    def nack(self, ids: Iterable[DeliveryId], until: int) -> list[Status]:
+        statuses = []
+        for delivery in ids:
+            group = next((item.message.groups for item in self.items if item.position == delivery.position), ())
+            statuses += super().nack([delivery], until)
+            is_there = any(item.position == delivery.position for item in self.items)
+            if statuses[-1] is Status.NACKED and not is_there and group and delivery.position not in self.buried:
+                for item in self.items:
+                    if item.message.groups == group and delivery.position in item.replaced:
+                        item.not_before = until
+        return statuses
+
+    def find(self, delivery: DeliveryId) -> tuple[Status, Item | None]:
+        status, item = super().find(delivery)
+        if status is Status.ALREADY_ACKED and any(delivery.position in item.replaced for item in self.items):
+            status = Status.SUPERSEDED
+        return status, item
+
+    def retry(self, ids: Iterable[str]) -> None:
+        for id_ in sorted(ids, key=lambda id_: -self.dead[id_].position):
+            groups = self.dead[id_].groups
+            if id_ in self.overtaken or (groups and any(item.message.groups == groups for item in self.items)):
+                self.buried.pop(self.dead.pop(id_).position, None)
+            else:
+                super().retry([id_])
+
+
+class LatestWorld(World):
+    """A world drawn from a seed."""
+
+    consumer_type: ClassVar[type[Consumer]] = LatestConsumer
+    reference_type: ClassVar[type[Reference]] = LatestReference
+    read_to = 0
+    """The greatest position that was read."""
+
+    def promote(self) -> None:
+        super().promote()
+        # The consumer may have newer states of keys than the log: it isn't given the older ones again.
+        self.done |= {one.id for one in self.messages() if one.position <= position_of(self.consumer.cursor, 1)}
+        self.read_to = min(self.read_to, position_of(self.end, 1))
+
+    def message(self, position: int, before: int) -> Message:
+        message = super().message(position, before)
+        groups = message.groups[:1] or ((f"{message.table}:0",) if not message.barrier and message.table else ())
+        truncates = message.barrier and bool(self.pick(2))
+        return message._replace(groups=groups, truncates=truncates, table=message.table or BARRIER_TABLE)
+
+    def is_over(self, id_: str) -> bool:
+        return super().is_over(id_) or self.is_replaced(id_)
+
+    def is_replaced(self, id_: str) -> bool:
+        """Whether a newer message of the key, or a truncate, stands for a message."""
+        if not hasattr(self, "consumer"):
+            return False
+        message = next(message for message in self.messages() if message.id == id_)
+        if message.barrier and not message.truncates:
+            return False
+        last = self.read_to = max(self.read_to, self.consumer._last)
+        return any(
+            message.position < other.position <= last
+            and other.table == message.table
+            and (other.truncates or (other.groups == message.groups and not message.barrier))
+            for other in self.messages()
+        )
+
+    def check_answer(self, answer: list[Delivery]) -> None:
+        """Check an answer, and that no key goes back: a newer one that was acknowledged is the last."""
+        super().check_answer(answer)
+        for delivery in answer:
+            message = delivery.message
+            if message.id in self.consumer.retried:
+                continue
+            for other in self.messages():
+                is_later = other.position > message.position and other.groups == message.groups != ()
+                if is_later and self.noted.get(other.id, 10**9) <= len(self.log):
+                    self.broken(f"{message.id} is delivered after {other.id} of its key, which was acknowledged")
+
+
+if __name__ == "__main__":
+    sys.exit(main(LatestWorld, sys.argv[1:]))
