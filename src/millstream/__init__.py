@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from millstream.model.buffers import ReadPause as ReadPause
     from millstream.model.ids import ShardId as ShardId
     from millstream.model.operations import Appended as Appended
+    from millstream.model.operations import AppendedTables as AppendedTables
     from millstream.model.operations import WriteOps as WriteOps
     from millstream.model.positions import StreamToken as StreamToken
     from millstream.ports import ShardReader as ShardReader
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Appended": ("millstream.model.operations", "Appended"),
+    "AppendedTables": ("millstream.model.operations", "AppendedTables"),
     "BufferItem": ("millstream.codec.buffer_reading", "BufferItem"),
     "BufferMeta": ("millstream.model.buffers", "BufferMeta"),
     "BufferOffset": ("millstream.model.buffers", "BufferOffset"),

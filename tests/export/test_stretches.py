@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.export.test_records_json import ITEMS, ORDERS, operation, ops, row
+from tests.wal.test_records_json import ITEMS, ORDERS, operation, ops, row
 
 from millstream.errors import TokenFromFuture, UsageError
 from millstream.export.stretches import FollowedTables, follow_steps, position_of

@@ -97,7 +97,7 @@ def test_rows_that_clash_are_named_and_the_others_kept(home: HomeAppender) -> No
 def test_requests_of_a_batch_keep_their_own_rows(home: HomeAppender) -> None:
     append(home, "users", [{"id": 0, "n": 1}])
     rows = pa.table({"id": [1, None, 3, None, None, 6], "n": [1.0, 2.0, 0.5, 1.0, 1.0, 2.0]})
-    batch = AppendBatch("users", rows, [3, 2, 1], [None] * 3, keep_valid_rows=True)
+    batch = AppendBatch.of_table("users", rows, [3, 2, 1], [None] * 3, keep_valid_rows=True)
     first, second, third = home.append_batch("web", batch, deadline_s=5)
     assert isinstance(first, Appended)
     assert isinstance(third, Appended)

@@ -31,7 +31,7 @@ from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.serving.request_batching import BATCH_BYTES_MAX, IN_FLIGHT_MAX, BatchTarget, Groups
 
-CLICKS = BatchTarget("web", "public.clicks", 1.0, keep_valid_rows=False)
+CLICKS = BatchTarget("web", ("public.clicks",), 1.0, keep_valid_rows=False)
 STREAM = StreamId(uuid4())
 
 
@@ -52,10 +52,10 @@ class Log:
         await self.going.wait()
         if self.error is not None:
             raise self.error
-        if batch.rows.num_rows > self.rows_max:
+        if batch.row_count > self.rows_max:
             raise RowsTooLarge("too many together")
         outcomes: list[Appended | MillstreamError] = []
-        for count in batch.counts:
+        for count in batch.tables[0].counts:
             token = StreamToken.scalar(STREAM, Seq(self._next + count - 1))
             offsets = {FIRST_SHARD: (Offset(self._next - 1), Offset(self._next - 1 + count))}
             outcomes.append(Appended(token, SeqRange(Seq(self._next), count), offsets))
@@ -76,7 +76,7 @@ def played(story: Callable[[Log, Groups], Awaitable[None]]) -> None:
 
 
 def sent(groups: Groups, rows: list[dict[str, Any]] | pa.Table, size_bytes: int = 10) -> asyncio.Future[Appended]:
-    return groups.append(CLICKS, rows, size_bytes=size_bytes, write_id=None)
+    return groups.append(CLICKS, (rows,), size_bytes=size_bytes, write_id=None)
 
 
 async def outcome(answer: asyncio.Future[Appended]) -> int | str:
@@ -97,7 +97,7 @@ def test_what_comes_while_a_batch_is_written_is_the_next_one() -> None:
         assert len(log.batches) == IN_FLIGHT_MAX
         log.going.set()
         assert [await outcome(answer) for answer in answers] == list(range(1, 101))
-        assert [len(batch.counts) for batch in log.batches] == [1] * IN_FLIGHT_MAX + [100 - IN_FLIGHT_MAX]
+        assert [len(batch.write_ids) for batch in log.batches] == [1] * IN_FLIGHT_MAX + [100 - IN_FLIGHT_MAX]
 
     played(story)
 
@@ -106,7 +106,7 @@ def test_a_batch_is_bounded_by_bytes() -> None:
     async def story(log: Log, groups: Groups) -> None:
         answers = [sent(groups, [{"n": number}], BATCH_BYTES_MAX // 2) for number in range(6)]
         assert [await outcome(answer) for answer in answers] == [1, 2, 3, 4, 5, 6]
-        assert [len(batch.counts) for batch in log.batches] == [2, 2, 2]
+        assert [len(batch.write_ids) for batch in log.batches] == [2, 2, 2]
 
     played(story)
 
@@ -119,7 +119,7 @@ def test_a_request_that_makes_no_columns_with_others_leaves_them_alone() -> None
         assert found[2] == InvalidValue.code
         # Whether the table takes a row is for the log to decide.
         assert [type(one) for one in found] == [int, int, str, int]
-        assert [batch.rows.num_rows for batch in log.batches] == [1, 1, 1]
+        assert [batch.row_count for batch in log.batches] == [1, 1, 1]
 
     played(story)
 
@@ -150,7 +150,7 @@ def test_columns_and_objects_go_in_batches_of_their_own() -> None:
         rows: list[Any] = [one, [{"n": 1}], one, other, [{"n": 2}]]
         found = [await outcome(answer) for answer in [sent(groups, of_one) for of_one in rows]]
         assert sorted(found) == sorted({int(one) for one in found})
-        assert sorted(len(batch.counts) for batch in log.batches) == [1, 2, 2]
+        assert sorted(len(batch.write_ids) for batch in log.batches) == [1, 2, 2]
 
     played(story)
 
@@ -163,7 +163,7 @@ def test_who_stops_waiting_keeps_nothing_from_being_appended() -> None:
         gone.cancel()
         log.going.set()
         assert await outcome(stays) == 2
-        assert log.batches[0].rows.num_rows == 2
+        assert log.batches[0].row_count == 2
 
     played(story)
 
@@ -197,8 +197,8 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
         groups = Groups(lambda stream, batch, deadline: appender.append_batch_async(stream, batch, deadline_s=deadline))
 
         def sent(table: str, rows: list[dict[str, Any]], key: str) -> asyncio.Future[Appended]:
-            target = BatchTarget("web", table, 5.0, keep_valid_rows=False)
-            return groups.append(target, rows, size_bytes=10, write_id=WriteId(key=key))
+            target = BatchTarget("web", (table,), 5.0, keep_valid_rows=False)
+            return groups.append(target, (rows,), size_bytes=10, write_id=WriteId(key=key))
 
         for table, requests in {
             "t": [[{"of": [1]}], [{"of": {"a": 1}}], [{"sum": 2}], [{"sum": 2.5}], [{"of": [2], "sum": 3}]],

@@ -78,13 +78,13 @@ def rows_of(home: Path, table: str) -> list[dict[str, Any]]:
 
 
 def batch_of(table: str, ids: list[Any], counts: list[int], **more: Any) -> AppendBatch:
-    return AppendBatch(table, pa.table({"id": ids, **more}), counts, [None] * len(counts))
+    return AppendBatch.of_table(table, pa.table({"id": ids, **more}), counts, [None] * len(counts))
 
 
 def test_who_was_told_of_a_request_among_others_reads_it_by_its_token(tmp_path: Path) -> None:
     with millstream.open(make_home(tmp_path / "home", "[streams.web]\n")) as home:
         rows = table_of([{"n": number} for number in range(6)])
-        batch = AppendBatch("t", rows, (1, 2, 3), (None,) * 3)
+        batch = AppendBatch.of_table("t", rows, (1, 2, 3), (None,) * 3)
         told = home._home_appender().append_batch("web", batch, deadline_s=30)
         for outcome, seen in zip(told, (1, 3, 6), strict=True):
             assert isinstance(outcome, Appended)
@@ -142,18 +142,18 @@ def every_way_strict(home: Path) -> Iterator[Append]:
 @pytest.mark.parametrize(
     ("batch", "error"),
     [
-        (AppendBatch("t", pa.table({"x": [1, 2]}), [1], [None]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1, 2]}), [2, 0], [None, None]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1, 2]}), [], []), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1, 2]}), [1, 1], [None]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1]}), [1], [WriteId("s", 0)]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1]}), [1], [WriteId("s")]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1]}), [1], [WriteId("s", 1, "k")]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1]}), [1], [WriteId(None, 1, "k")]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1]}), [1], [WriteId(key="")]), InvalidValue),
-        (AppendBatch("t", pa.table({"x": [1]}), [1], [WriteId(key="k" * (WRITE_ID_BYTES_MAX + 1))]), RowsTooLarge),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [1], [None]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [2, 0], [None, None]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [], []), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1, 2]}), [1, 1], [None]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s", 0)]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s")]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId("s", 1, "k")]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(None, 1, "k")]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(key="")]), InvalidValue),
+        (AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [WriteId(key="k" * (WRITE_ID_BYTES_MAX + 1))]), RowsTooLarge),
         (
-            AppendBatch("t", pa.table({"x": [1] * (REQUESTS_MAX + 1)}), [1] * (REQUESTS_MAX + 1), [None] * (REQUESTS_MAX + 1)),
+            AppendBatch.of_table("t", pa.table({"x": [1] * (REQUESTS_MAX + 1)}), [1] * (REQUESTS_MAX + 1), [None] * (REQUESTS_MAX + 1)),
             RowsTooLarge,
         ),
     ],
@@ -170,8 +170,8 @@ def test_a_batch_that_is_none_is_refused_whole(
 def test_the_largest_batch_is_taken(home: Path) -> None:
     with every_way(home) as ways:
         largest = WriteId(key="k" * WRITE_ID_BYTES_MAX)
-        assert isinstance(ways["here"](AppendBatch("t", pa.table({"x": [1]}), [1], [largest]))[0], Appended)
-        many = AppendBatch("t", pa.table({"x": [1] * REQUESTS_MAX}), [1] * REQUESTS_MAX, [None] * REQUESTS_MAX)
+        assert isinstance(ways["here"](AppendBatch.of_table("t", pa.table({"x": [1]}), [1], [largest]))[0], Appended)
+        many = AppendBatch.of_table("t", pa.table({"x": [1] * REQUESTS_MAX}), [1] * REQUESTS_MAX, [None] * REQUESTS_MAX)
         assert len(ways["socket"](many)) == REQUESTS_MAX
 
 

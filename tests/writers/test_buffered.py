@@ -69,7 +69,7 @@ def appender(tmp_path: Path, server: MemoryServer) -> Iterator[Appender]:
         rules = TableRules(
             rules_of=lambda *_: WriteRules(SchemaOnWrite.CREATE),
             place=place,
-            check_place=lambda *_: None,
+            check_place=place,
             home_shard=lambda _: ShardId(0),
         )
         buffer = MemoryBuffer(server, "orders", create_shards=2)
@@ -81,7 +81,9 @@ def appender(tmp_path: Path, server: MemoryServer) -> Iterator[Appender]:
 
 def batch(ids: list[int], counts: list[int]) -> AppendBatch:
     rows = pa.table({"id": pa.array(ids, pa.int64())})
-    return AppendBatch("clicks", rows, counts, [WriteId(session="s", number=n + 1) for n in range(len(counts))])
+    return AppendBatch.of_table(
+        "clicks", rows, counts, [WriteId(session="s", number=n + 1) for n in range(len(counts))]
+    )
 
 
 @pytest.mark.parametrize("append", [by_thread, by_task])
@@ -133,7 +135,7 @@ def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: A
 
 def append_of(session: str, number: int, appender: Appender) -> Appended | MillstreamError:
     rows = pa.table({"id": pa.array([number], pa.int64())})
-    (outcome,) = by_thread(appender, AppendBatch("clicks", rows, [1], [WriteId(session, number)]))
+    (outcome,) = by_thread(appender, AppendBatch.of_table("clicks", rows, [1], [WriteId(session, number)]))
     return outcome
 
 

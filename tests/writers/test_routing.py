@@ -617,7 +617,7 @@ def test_requests_of_a_batch_are_refused_one_by_one(home: Path) -> None:
     bad = 'routing = { rules = [{ where = "kind = \'bot\'", to = "devnull" }, { where = "kind = \'man\'", to = "shard:1" }] }\nlog = { shards = 2 }\n'
     (home / "millstream.toml").write_text(f"[streams.web]\n{bad}")
     kinds = ["man", "bot", "man", "cat", "man", "bot"]
-    batch = AppendBatch(
+    batch = AppendBatch.of_table(
         "clicks",
         pa.table({"kind": kinds, "n": list(range(6))}),
         (2, 2, 1, 1),
@@ -634,7 +634,7 @@ def test_requests_of_a_batch_are_refused_one_by_one(home: Path) -> None:
         assert (first.row_count, third.row_count, dropped.row_count) == (1, 1, 0)
         assert (first.offsets, third.offsets) == ({1: (0, 1)}, {1: (1, 2)})
         assert (int(third.seqs.first), third.duplicate) == (int(first.seqs.first) + 1, False)
-        alone = AppendBatch("clicks", pa.table({"kind": ["man"], "n": [4]}), (1,), [WriteId(key="b")])
+        alone = AppendBatch.of_table("clicks", pa.table({"kind": ["man"], "n": [4]}), (1,), [WriteId(key="b")])
         (again,) = appender.append_batch("web", alone, deadline_s=10)
         assert isinstance(again, Appended)
         assert (again.duplicate, again.seqs, dict(again.offsets)) == (True, third.seqs, dict(third.offsets))

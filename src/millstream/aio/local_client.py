@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import datetime
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
-from millstream.aio.session import AsyncSession, valid_columns
+from millstream.aio.session import AsyncSession, valid_columns, valid_tables
 from millstream.app.local_client import (
     OpenHome,
     check_stream,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.ingest.columns import Rows
-    from millstream.model.operations import Appended
+    from millstream.model.operations import Appended, AppendedTables
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
     from millstream.writers.appending import HomeAppender
@@ -162,6 +162,26 @@ class AsyncOpenHome:
         write_id = write_id_of(session, number, idempotency_key)
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         batch = one_request(table, valid.table, write_id, keep_valid_rows, level_of(acks))
+        appender = self._appender if self._appender is not None and not self._closed else await self._made()
+        return valid.told(sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s)))
+
+    async def append_all(
+        self,
+        stream: str,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append as `OpenHome.append_all`. If it is cancelled, the rows may or may not be appended."""
+        check_deadline(deadline_s)
+        write_id = write_id_of(session, number, idempotency_key)
+        valid = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
+        batch = valid.batch(write_id, keep_valid_rows=keep_valid_rows, acks=level_of(acks))
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
         return valid.told(sole_outcome(await appender.append_batch_async(stream, batch, deadline_s=deadline_s)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import pyarrow as pa
 
-from millstream.aio.session import AsyncSession, valid_columns
+from millstream.aio.session import AsyncSession, valid_columns, valid_tables
 from millstream.client.client import (
     TIMEOUT_S,
     answer_of,
@@ -32,6 +32,7 @@ from millstream.client.steps import (
     HttpAnswer,
     Lost,
     Nap,
+    append_all_call,
     append_call,
     appended,
     asked,
@@ -47,6 +48,7 @@ from millstream.client.steps import (
     session_call,
     whole_table,
 )
+from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run_async
 from millstream.model.writes import SessionFacts
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     import ssl
 
     from millstream.ingest.columns import Rows
-    from millstream.model.operations import Appended
 
 
 class AsyncRemoteHome:
@@ -187,8 +188,36 @@ class AsyncRemoteHome:
             acks=acks,
         )
         return valid.told(
-            await run_async(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do)
+            await run_async(
+                appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do
+            )
         )
+
+    async def append_all(
+        self,
+        stream: str,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append as `RemoteHome.append_all`. If it is cancelled, the rows may or may not be appended."""
+        valid = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
+        call = append_all_call(
+            stream,
+            valid.kept,
+            session=session,
+            number=number,
+            idempotency_key=idempotency_key,
+            keep_valid_rows=keep_valid_rows,
+            acks=acks,
+        )
+        steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
+        return valid.told(await run_async(steps, self._do))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """Return as `OpenHome.session`."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sized
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from millstream.client.protocol import APPEND_DEADLINE_S, Attempts, NumberedWrites
 from millstream.errors import UsageError
+from millstream.ingest.several_tables import TablesOfRows, tables_for
 from millstream.ingest.valid_rows import ValidTable, columns_for
 from millstream.model.steps import run_async
 
@@ -15,10 +17,11 @@ if TYPE_CHECKING:
     from millstream.aio.local_client import AsyncOpenHome
     from millstream.aio.remote import AsyncRemoteHome
     from millstream.ingest.columns import Rows
-    from millstream.model.operations import Appended
+    from millstream.model.operations import Appended, AppendedTables
 
 SMALL_ROWS: Final = 1000
 """Number of rows up to which columns are made on the loop's own thread: handing them to another takes longer."""
+_SMALL_TABLES: Final = 10
 
 
 class AsyncSession(NumberedWrites):
@@ -62,14 +65,47 @@ class AsyncSession(NumberedWrites):
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             await self.resume()
-        steps = self._steps(
-            table, valid.table, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks
-        )
+        write = partial(self._home.append, self._stream, table, valid.table)
+        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
+        return valid.told(await run_async(steps, lambda call: call()))
+
+    async def append_all(
+        self,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        number: int | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append as `millstream.Session.append_all`.
+
+        If it is cancelled, it may have been appended, and its number isn't reused.
+        """
+        valid = await valid_tables(tables, keep_valid_rows=keep_valid_rows)
+        if number is None and not self._numbers.is_known:
+            await self.resume()
+        write = partial(self._home.append_all, self._stream, valid.kept)
+        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
         return valid.told(await run_async(steps, lambda call: call()))
 
 
 async def valid_columns(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
     """Return as `columns_for`; many rows are converted on a thread, while other tasks go on."""
-    if isinstance(rows, Mapping) or (isinstance(rows, Sized) and len(rows) <= SMALL_ROWS):
+    if _is_small(rows):
         return columns_for(rows, keep_valid_rows=keep_valid_rows)
     return await asyncio.to_thread(columns_for, rows, keep_valid_rows=keep_valid_rows)
+
+
+async def valid_tables(tables: Mapping[str, Rows], *, keep_valid_rows: bool) -> TablesOfRows:
+    """Return as `tables_for`; many rows are converted on a thread, while other tasks go on."""
+    anything: object = tables  # from a caller without type checks; `tables_for` refuses all but a mapping
+    if not isinstance(anything, Mapping) or (
+        len(tables) <= _SMALL_TABLES and all(_is_small(rows) for rows in tables.values())
+    ):
+        return tables_for(tables, keep_valid_rows=keep_valid_rows)
+    return await asyncio.to_thread(tables_for, tables, keep_valid_rows=keep_valid_rows)
+
+
+def _is_small(rows: Rows) -> bool:
+    return isinstance(rows, Mapping) or (isinstance(rows, Sized) and len(rows) <= SMALL_ROWS)

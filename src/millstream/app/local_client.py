@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from millstream.lake.known_tables import KnownTable
     from millstream.lake.query.bounds import QueryBounds
     from millstream.lake.query.sql import LakeSession
-    from millstream.model.operations import Appended
+    from millstream.model.operations import Appended, AppendedTables
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
     from millstream.writers.appending import HomeAppender
@@ -313,6 +313,49 @@ class OpenHome:
 
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
         batch = one_request(table, valid.table, write_id, keep_valid_rows, level)
+        return valid.told(sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)))
+
+    def append_all(
+        self,
+        stream: str,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append rows to several tables of a stream as one operation: readers and the log have all of them or none.
+
+        Args:
+            stream: as `append`.
+            tables: each table's rows, named and given as in `append`; together up to 64 MiB, in at most 1000
+                tables. The records stand in this order. A table may have no rows, and there may be no table.
+            deadline_s: as `append`.
+            session: as `append`: one number is all the tables' write.
+            number: as `append`.
+            idempotency_key: as `append`.
+            keep_valid_rows: as `append`; if no row of any table fits, the call is refused.
+            acks: as `append`.
+
+        Returns:
+            A token for readers, and each table's part by its full name. Without rows it is the newest token.
+
+        Raises:
+            InvalidValue: two of the names are one table's; or as `append`. Nothing was appended.
+            RoutingError (`not_one_operation`): the tables go to different places; nothing was appended.
+            MillstreamError: as `append`.
+        """
+        check_deadline(deadline_s)
+        write_id = write_id_of(session, number, idempotency_key)
+        appender, level = self._home_appender(), level_of(acks)
+        from millstream.ingest.requests import sole_outcome
+        from millstream.ingest.several_tables import tables_for
+
+        valid = tables_for(tables, keep_valid_rows=keep_valid_rows)
+        batch = valid.batch(write_id, keep_valid_rows=keep_valid_rows, acks=level)
         return valid.told(sole_outcome(appender.append_batch(stream, batch, deadline_s=deadline_s)))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:

@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -22,6 +22,7 @@ from millstream.client.steps import (
     HttpAnswer,
     Lost,
     Nap,
+    append_all_call,
     append_call,
     appended,
     asked,
@@ -38,7 +39,9 @@ from millstream.client.steps import (
     whole_table,
 )
 from millstream.errors import AnswerCutOff, UsageError
+from millstream.ingest.several_tables import tables_for
 from millstream.ingest.valid_rows import columns_for
+from millstream.model.operations import Appended, AppendedTables
 from millstream.model.positions import StreamToken
 from millstream.model.steps import run
 from millstream.model.writes import SessionFacts
@@ -57,7 +60,6 @@ if TYPE_CHECKING:
     import ssl
 
     from millstream.ingest.columns import Rows
-    from millstream.model.operations import Appended
 
 TIMEOUT_S: Final = 60.0
 """How long to wait for an answer's next bytes, and for a server to answer at all."""
@@ -200,7 +202,35 @@ class RemoteHome:
             keep_valid_rows=keep_valid_rows,
             acks=acks,
         )
-        return valid.told(run(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do))
+        return valid.told(
+            run(appended(call, Appended, url=self._url, deadline_s=deadline_s, now=time.monotonic), self._do)
+        )
+
+    def append_all(
+        self,
+        stream: str,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append as `OpenHome.append_all`; resent as `append`."""
+        valid = tables_for(tables, keep_valid_rows=keep_valid_rows)
+        call = append_all_call(
+            stream,
+            valid.kept,
+            session=session,
+            number=number,
+            idempotency_key=idempotency_key,
+            keep_valid_rows=keep_valid_rows,
+            acks=acks,
+        )
+        steps = appended(call, AppendedTables, url=self._url, deadline_s=deadline_s, now=time.monotonic)
+        return valid.told(run(steps, self._do))
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Return as `OpenHome.session`."""

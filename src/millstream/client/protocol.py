@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from millstream.client.following import Following
     from millstream.ingest.columns import Rows
-    from millstream.model.operations import Appended
+    from millstream.model.operations import Appended, AppendedTables
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
 
@@ -154,6 +154,21 @@ class HomeCalls(Protocol):
         acks: str | None = None,
     ) -> Appended:
         """Append rows to a table of a stream: one operation."""
+        ...
+
+    def append_all(
+        self,
+        stream: str,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append rows to several tables of a stream as one operation."""
         ...
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
@@ -364,17 +379,20 @@ class NumberedWrites:
         return f"{type(self).__name__}({self._stream!r}, {self.name!r}, next_number={known})"
 
     def _steps(
-        self, table: str, rows: pa.Table, attempts: Attempts, number: int | None, **options: Any
-    ) -> Generator[Callable[[], Any], Any, Appended]:
-        """Yield the calls that append a write, and resend it, and return its result."""
+        self, write: Callable[..., Any], attempts: Attempts, number: int | None, **options: Any
+    ) -> Generator[Callable[[], Any], Any, Any]:
+        """Yield the calls that append a write, and resend it, and return its result.
+
+        `write` is one of the home's calls, without the write's identity and its options.
+        """
         facts = partial(self._home.session_facts, self._stream, self.name)
-        append = partial(self._home.append, self._stream, table, rows, session=self.name, **options)
+        append = partial(write, session=self.name, **options)
         while True:
             try:
                 with self._numbers.one(number) as given:
                     while True:
                         try:
-                            appended: Appended = yield partial(append, deadline_s=attempts.left_s, number=given)
+                            appended = yield partial(append, deadline_s=attempts.left_s, number=given)
                         except SessionGap:
                             raise
                         except MillstreamError as error:
@@ -456,9 +474,27 @@ class Session(NumberedWrites):
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
         if number is None and not self._numbers.is_known:
             self.resume()
-        steps = self._steps(
-            table, valid.table, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks
-        )
+        write = partial(self._home.append, self._stream, table, valid.table)
+        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
+        return valid.told(run(steps, lambda call: call()))
+
+    def append_all(
+        self,
+        tables: Mapping[str, Rows],
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        number: int | None = None,
+        keep_valid_rows: bool = False,
+        acks: str | None = None,
+    ) -> AppendedTables:
+        """Append as `append_all` of the home: one write of the session. Arguments and errors as `append`."""
+        from millstream.ingest.several_tables import tables_for
+
+        valid = tables_for(tables, keep_valid_rows=keep_valid_rows)
+        if number is None and not self._numbers.is_known:
+            self.resume()
+        write = partial(self._home.append_all, self._stream, valid.kept)
+        steps = self._steps(write, Attempts(deadline_s), number, keep_valid_rows=keep_valid_rows, acks=acks)
         return valid.told(run(steps, lambda call: call()))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -41,13 +42,14 @@ from millstream.ingest.columns import table_of
 from millstream.model.addresses import mask_address
 from millstream.model.ids import check_stream_name
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import Appended
+from millstream.model.operations import Appended, AppendedTables
 from millstream.model.replication import AckLevel
 
 if TYPE_CHECKING:
     from millstream.ingest.columns import Rows
     from millstream.model.positions import StreamToken
 
+JSON_TYPE: Final = "application/json"
 _PROBLEM_TYPE: Final = "application/problem+json"
 _NAP_S: Final = 0.05
 """Wait before the second try; doubled with each one, up to `_NAP_MAX_S`."""
@@ -58,6 +60,7 @@ _UNTOLD: Final = frozenset({500, 502, 504})
 """Statuses of a failure on the way: how far the request had come is unknown."""
 
 _Result = TypeVar("_Result")
+_Written = TypeVar("_Written", Appended, AppendedTables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,32 +210,72 @@ def append_call(
     """
     parse_qualified_name(table)
     columns = rows if isinstance(rows, pa.Table) else table_of(rows)
+    path = of_stream(stream, f"tables/{quote(table, safe='')}")
+    identity = _identity(session, number, idempotency_key, acks)
+    return _append_of(path, identity, ARROW_TYPE, _stream_of(columns), keep_valid_rows=keep_valid_rows)
+
+
+def append_all_call(
+    stream: str,
+    tables: Mapping[str, pa.Table],
+    *,
+    session: str | None,
+    number: int | None,
+    idempotency_key: str | None,
+    keep_valid_rows: bool,
+    acks: str | None = None,
+) -> Call:
+    """Return an append to several tables as a request: each table's rows are an Arrow stream, in base64 within JSON.
+
+    So they keep their types. Raises as `append_call`.
+    """
+    identity = _identity(session, number, idempotency_key, acks)
+    rows = {name: b64encode(_stream_of(columns)).decode() for name, columns in tables.items()}
+    body = json.dumps({"tables": rows}).encode()
+    return _append_of(of_stream(stream, "tables"), identity, JSON_TYPE, body, keep_valid_rows=keep_valid_rows)
+
+
+def _identity(session: str | None, number: int | None, idempotency_key: str | None, acks: str | None) -> dict[str, str]:
+    """Return the headers that identify an append, and name its level."""
     if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
         raise UsageError(
             "an append has either a session and its number in it, or an idempotency key",
             hint="Pass session= and number=, or idempotency_key=, or neither.",
         )
-    headers = {"Content-Type": ARROW_TYPE}
+    headers = {}
     if acks is not None:
         headers["Millstream-Acks"] = str(AckLevel.parse(acks))
     if session is not None:
         headers |= {"Millstream-Session": session, "Millstream-Session-Number": str(number)}
-    else:
-        headers["Idempotency-Key"] = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+    elif idempotency_key is not None:
+        headers["Idempotency-Key"] = idempotency_key
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()) or value != value.strip():
             raise UsageError(f"{name} {value!r} can't be sent", hint="Use printable ASCII, without blanks at the ends.")
+    return headers
+
+
+def _append_of(path: str, identity: Mapping[str, str], media_type: str, body: bytes, *, keep_valid_rows: bool) -> Call:
+    """Return a write as a request; one without an identity gets a key."""
+    headers = {"Content-Type": media_type, **identity}
+    own_key = not headers.keys() & {"Millstream-Session", "Idempotency-Key"}
+    if own_key:
+        headers["Idempotency-Key"] = uuid.uuid4().hex
+    params = {"on_clash": "rows" if keep_valid_rows else "request"}
+    return Call("POST", path, params, headers, body, own_key=own_key)
+
+
+def _stream_of(columns: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, columns.schema) as out:
         out.write_table(columns)
-    params = {"on_clash": "rows" if keep_valid_rows else "request"}
-    path = of_stream(stream, f"tables/{quote(table, safe='')}")
-    own_key = session is None and idempotency_key is None
-    return Call("POST", path, params, headers, sink.getvalue().to_pybytes(), own_key=own_key)
+    return bytes(sink.getvalue().to_pybytes())
 
 
-def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float]) -> Steps[Appended]:
-    """Return the answer to an append, which is resent until the deadline if none came, or there was no room.
+def appended(
+    call: Call, kind: type[_Written], *, url: str, deadline_s: float, now: Callable[[], float]
+) -> Steps[_Written]:
+    """Return the answer to an append as its kind of result, which is resent until the deadline if none came, or there was no room.
 
     Raises:
         AppendOutcomeUnknown: the final outcome is unknown.
@@ -260,7 +303,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
         else:
             assert got is not None, "a call is answered"
             if got.status == 200:
-                return _appended_of(got, url)
+                return _appended_of(got, kind, url)
             error = problem_of(got, url)
             if isinstance(error, SessionsNeedOneWriter) and call.own_key and unknown is None:
                 headers = {name: value for name, value in call.headers.items() if name != "Idempotency-Key"}
@@ -365,10 +408,10 @@ def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Tab
     return pa.concat_tables(found)
 
 
-def _appended_of(answer: HttpAnswer, url: str) -> Appended:
+def _appended_of(answer: HttpAnswer, kind: type[_Written], url: str) -> _Written:
     facts = json_of(answer, url)
     try:
-        return Appended.from_dict(facts)
+        return kind.from_dict(facts)
     except (KeyError, ValueError, TypeError) as error:
         raise _no_answer(answer, url) from error
 

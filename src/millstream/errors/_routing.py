@@ -27,6 +27,11 @@ class RoutingError(MillstreamError):
             "Run `millstream route explain TABLE` to find the rule, and correct [streams.S.routing].",
             exit_code=2,
         ),
+        "not_one_operation": Code(
+            "The tables of one operation go to different places: to the log and to sinks, to different sinks, or to "
+            "different shards of a write buffer. Nothing was appended. Details: tables.",
+            hint="Append the tables in separate calls.",
+        ),
         "reshard_refused": Code(
             "The requested change of a stream's number of shards isn't possible; nothing was changed. Details: stream.",
             Retry.OPERATOR,

@@ -7,23 +7,34 @@ import contextlib
 import time
 from asyncio import wrap_future
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from millstream import process_metrics
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
-from millstream.ingest.digests import digests_of
-from millstream.ingest.requests import check_batch, operations_of, rows_of, said
-from millstream.ingest.schemas import TableRules, fitted, grown
+from millstream.ingest.columns import too_large
+from millstream.ingest.digests import digests_of, joined
+from millstream.ingest.one_operation import check_one_place, not_one_operation
+from millstream.ingest.requests import check_batch, operations_of, part_of, without_tables
+from millstream.ingest.schemas import FITTED_BYTES_MAX, TableRules, fitted, fitted_bytes, grown
 from millstream.ingest.uninterruptible import uninterruptible
-from millstream.ingest.valid_rows import valid_part, without_clashes
+from millstream.ingest.valid_rows import Refusals, ValidPart, valid_part, without_clashes
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
-from millstream.model.names import parse_qualified_name
-from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps, append_rows
-from millstream.model.positions import Seq, StreamToken, short_stream_id
+from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.operations import (
+    Ack,
+    Appended,
+    RejectedRow,
+    TableAppended,
+    TableRows,
+    WriteOps,
+    append_rows,
+    one_after_another,
+)
+from millstream.model.positions import Seq, SeqRange, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.model.steps import run, run_async
 from millstream.model.writes import AppendBatch, SessionFacts
@@ -37,11 +48,23 @@ _SMALL_BYTES: Final = 64 << 10
 """Size in bytes up to which rows are prepared on the caller's event loop: handing them to another thread takes longer.
 """
 _SMALL_ROWS: Final = 10_000
-_Prepared: TypeAlias = tuple[
-    WriteOps | None, Sequence[int], dict[int, MillstreamError], dict[int, tuple[RejectedRow, ...]]
-]
-"""A batch's operations, if any is left, each one's request, the errors of refused requests, and the rows that
-were left out, both by the request's place."""
+_UNFIT: Final = (InvalidValue, UnknownTable, IngestError, RoutingError)
+_Fit: TypeAlias = tuple[TableSchema, list[pa.Array]]
+"""A table's schema, and a batch's rows as its columns."""
+
+
+class _Prepared(NamedTuple):
+    """A batch as operations."""
+
+    ops: WriteOps | None
+    """The operations; None if none is left."""
+    places: Sequence[int]
+    """Each operation's request."""
+    rows: Sequence[Sequence[int]]
+    """The rows that the log gets of each table, for each operation."""
+    refusals: Refusals
+
+
 _Step: TypeAlias = Callable[[], _Prepared] | WriteOps
 """A preparation, which may take long, or operations to append."""
 
@@ -113,7 +136,7 @@ class Appender:
         async def do(step: _Step) -> _Prepared | Ack:
             if isinstance(step, WriteOps):
                 return await self._log.append_async(step, deadline_s=deadline_s, acks=batch.acks)
-            if batch.rows.nbytes <= _SMALL_BYTES and self._is_small(batch):
+            if sum(table.rows.nbytes for table in batch.tables) <= _SMALL_BYTES and self._is_small(batch):
                 return step()
             async with large or contextlib.nullcontext():
                 return await wrap_future(call_in_thread("append-prepares", step))
@@ -123,19 +146,43 @@ class Appender:
     def _steps(self, batch: AppendBatch) -> Generator[_Step, Any, list[Appended | MillstreamError]]:
         """Append a batch; the caller does the steps: the preparation, then the append to the log."""
         began_s = time.perf_counter()
-        ops, places, errors, rejected = yield partial(self._prepared, batch)
-        outcomes: dict[int, Appended | MillstreamError] = errors
+        prepared: _Prepared = yield partial(self._prepared, batch)
+        ops, refusals = prepared.ops, prepared.refusals
+        names = [qualified_name(*parse_qualified_name(table.table)) for table in batch.tables]
+        outcomes: dict[int, Appended | MillstreamError] = dict(refusals.requests)
+        acks: Sequence[Ack | MillstreamError] = ()
         if ops is not None:
             ack = yield ops
             self._appends.observe(time.perf_counter() - began_s)
-            shown = self._log.shown_upto()
-            for place, part in zip(places, ack.each or (ack.placed or ops).split_ack(ack), strict=True):
-                if isinstance(part, MillstreamError):
-                    outcomes[place] = part
-                    continue
-                token, left_out = self._token(part.seqs.last, shown), rejected.get(place, ())
-                outcomes[place] = Appended(token, part.seqs, part.offsets, part.duplicate, left_out, self._buffer)
-        return [outcomes[place] for place in range(len(batch.counts))]
+            acks = ack.each or (ack.placed or ops).split_ack(ack)
+        shown = self._log.shown_upto()
+        for place, part, rows in zip(prepared.places, acks, prepared.rows, strict=True):
+            if isinstance(part, MillstreamError):
+                outcomes[place] = part
+            else:
+                outcomes[place] = self._appended(part, shown, place, names, rows, refusals)
+        nothing = Ack({}, SeqRange(Seq(shown + 1), 0))
+        for place in range(len(batch.write_ids)):
+            if place not in outcomes:  # it has no rows, or none is left
+                outcomes[place] = self._appended(nothing, shown, place, names, [0] * len(names), refusals)
+        return [outcomes[place] for place in range(len(batch.write_ids))]
+
+    def _appended(
+        self, ack: Ack, shown: Seq, place: int, names: Sequence[str], rows: Sequence[int], refusals: Refusals
+    ) -> Appended:
+        """Return the result of the request at a place, of which the log has so many rows of each table."""
+        tables = {}
+        number = ack.seqs.first
+        left_out: tuple[RejectedRow, ...] = ()
+        for at, (name, count) in enumerate(zip(names, rows, strict=True)):
+            rejected = refusals.rows.get((place, at), ())
+            first = None if not count else number
+            tables[name] = TableAppended(first, count, rejected, refusals.tables.get((place, at)))
+            left_out += rejected
+            if self._buffer is None:  # in a buffer rows have no numbers yet
+                number = Seq(number + count)
+        token = self._token(ack.seqs.last if ack.seqs.count else shown, shown)
+        return Appended(token, ack.seqs, ack.offsets, ack.duplicate, left_out, self._buffer, tables)
 
     def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
         """Return the durable log's facts of a session, once they are acknowledged at the stream's level.
@@ -148,14 +195,17 @@ class Appender:
 
     def _is_small(self, batch: AppendBatch) -> bool:
         """Return whether `_prepared` takes only a moment: few rows, and no catalog access."""
-        name = parse_qualified_name(batch.table)
-        known = self._schemas.get(name)
-        if known is None or batch.rows.num_rows > _SMALL_ROWS:
+        if batch.row_count > _SMALL_ROWS:
             return False
         try:
-            return grown(known, batch.rows.schema, self._rules.rules_of(*name)) is known
-        except (InvalidValue, UnknownTable, IngestError, RoutingError):
+            return not any(self._grows(parse_qualified_name(table.table), table.rows) for table in batch.tables)
+        except _UNFIT:
             return False
+
+    def _grows(self, name: tuple[str, str], rows: pa.Table) -> bool:
+        """Return whether rows make a table or columns, as far as this process knows."""
+        known = self._schemas.get(name)
+        return known is None or grown(known, rows.schema, self._rules.rules_of(*name)) is not known
 
     def _prepared(self, batch: AppendBatch) -> _Prepared:
         """Return a batch's operations; new tables and columns are durable in the catalog then.
@@ -163,129 +213,199 @@ class Appender:
         Raises as `append_batch`.
         """
         check_batch(batch)
-        name = parse_qualified_name(batch.table)
-        errors: dict[int, MillstreamError] = {}
-        rejected: dict[int, tuple[RejectedRow, ...]] = {}
-        places: Sequence[int] = range(len(batch.counts))
+        refusals = Refusals()
+        places: Sequence[int] = range(len(batch.write_ids))
         try:
-            known, arrays = self._fit(name, batch.rows)
-        except (InvalidValue, UnknownTable, IngestError, RoutingError) as error:
-            left: AppendBatch | None = batch
+            fits = self._fit(batch)
+        except _UNFIT as error:
             if batch.keep_valid_rows:
-                left, places, rejected = self._valid(name, batch, errors)
-            if left is not None:
-                left, places = self._fitting_part(name, left, places, error, errors)
-            if left is None:
-                return None, (), errors, {}
-            batch = left
+                batch, places = self._valid(batch, refusals)
+            batch, places = self._fitting_part(batch, places, error, refusals)
             # Each fits alone; a batch that is too large as a whole is its maker's responsibility.
-            known, arrays = self._fit(name, batch.rows)
+            fits = self._fit(batch)
         while True:
-            placed, refused = self._placed(known, append_rows(known, arrays, batch.counts), batch.counts)
+            placed, refused = self._placed(batch, fits)
             if not refused:
                 break
-            errors |= {places[number]: error for number, error in refused.items()}
-            kept = [number for number in range(len(batch.counts)) if number not in refused]
-            if not kept:
-                return None, (), errors, {}
-            batch, places = _part_of(batch, kept), [places[number] for number in kept]
-            known, arrays = self._fit(name, batch.rows)
-        ids, counts = batch.write_ids, batch.counts
-        digests = None
-        if any(ids):
-            names = [column.name for column in known.columns]
-            digests = digests_of(known.full_name, names, arrays, counts, [one is not None for one in ids])
-        ops = WriteOps(operations_of(ids, digests), placed, is_keyed=digests is not None)
-        return ops, places, errors, rejected
+            batch, places = self._placeable_part(batch, places, refused, refusals)
+            fits = self._fit(batch)
+        ids = batch.write_ids
+        is_keyed = any(ids)
+        digests = self._digests(batch, fits) if is_keyed else None
+        rows = _log_rows(placed, len(ids))
+        ops = WriteOps(operations_of(ids, digests), one_after_another(placed, len(ids)), is_keyed=is_keyed)
+        kept = [
+            number
+            for number, write_id in enumerate(ids)
+            if any(table.counts[number] for table in batch.tables) or (not batch.tables and write_id is not None)
+        ]
+        if not kept:
+            return _Prepared(None, (), (), refusals)
+        return _Prepared(
+            ops.select(kept), [places[number] for number in kept], [rows[number] for number in kept], refusals
+        )
+
+    @staticmethod
+    def _digests(batch: AppendBatch, fits: Sequence[_Fit | None]) -> list[int]:
+        """Return the digest of each request with a write id; 0 for the others."""
+        of_request: list[list[int]] = [[] for _ in batch.write_ids]
+        for table, fit in zip(batch.tables, fits, strict=True):
+            if fit is None:
+                continue
+            schema, arrays = fit
+            wanted = [
+                count > 0 and write_id is not None
+                for count, write_id in zip(table.counts, batch.write_ids, strict=True)
+            ]
+            names = [column.name for column in schema.columns]
+            digests = digests_of(schema.full_name, names, arrays, table.counts, wanted)
+            for number, digest in enumerate(digests):
+                if wanted[number]:
+                    of_request[number].append(digest)
+        return [joined(digests) for digests in of_request]
 
     def _placed(
-        self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
-    ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
-        """Return the placement of operations' rows, or the numbers of those without a place."""
+        self, batch: AppendBatch, fits: Sequence[_Fit | None]
+    ) -> tuple[list[tuple[TableRows, ...]], dict[int, MillstreamError]]:
+        """Return the placement of each table's rows, or the numbers of the operations that have no place."""
+        count = len(batch.write_ids)
+        rows = [
+            None if fit is None else (fit[0], append_rows(*fit, table.counts))
+            for table, fit in zip(batch.tables, fits, strict=True)
+        ]
         try:
-            return self._rules.place(schema, rows), {}
+            placed = [() if own is None else self._rules.place(*own) for own in rows]
         except RoutingError as error:
-            if len(counts) == 1:
-                return (), {0: error}
+            if count == 1:
+                return [], {0: error}
+        else:
+            return placed, not_one_operation(placed, batch, is_buffer=self._buffer is not None)
         # Either one of them fails or their sum does: trying each alone shows which.
-        placed: list[TableRows] = []
+        placed = [() for _ in rows]
         refused: dict[int, MillstreamError] = {}
-        start = 0
-        for number, count in enumerate(counts):
+        ends = [np.cumsum(table.counts).tolist() for table in batch.tables]
+        for number in range(count):
             try:
-                placed += self._rules.place(schema, rows.slice(start, count))
+                for at, own in enumerate(rows):
+                    size = batch.tables[at].counts[number]
+                    if own is not None and size:
+                        placed[at] += self._rules.place(own[0], own[1].slice(ends[at][number] - size, size))
             except RoutingError as error:
                 refused[number] = error
-            start += count
-        return tuple(placed), refused
+        return placed, refused or not_one_operation(placed, batch, is_buffer=self._buffer is not None)
 
-    def _valid(
-        self, name: tuple[str, str], batch: AppendBatch, errors: dict[int, MillstreamError]
-    ) -> tuple[AppendBatch | None, Sequence[int], dict[int, tuple[RejectedRow, ...]]]:
-        """Return a batch without the rows that don't fit the table, as `without_clashes` does."""
-        rules = self._rules.rules_of(*name)
+    def _placeable_part(
+        self, batch: AppendBatch, places: Sequence[int], refused: dict[int, MillstreamError], refusals: Refusals
+    ) -> tuple[AppendBatch, Sequence[int]]:
+        """Return a batch without the operations that have no place, or without their tables that have none."""
+        dropped: dict[tuple[int, int], MillstreamError] = {}
+        for number, error in refused.items():
+            of_tables = self._refused_tables(part_of(batch, [number])) if batch.keep_valid_tables else {}
+            dropped |= {(number, at): why for at, why in of_tables.items()}
+            if not of_tables:
+                refusals.requests[places[number]] = error
+        refusals.tables.update({(places[number], at): error for (number, at), error in dropped.items()})
+        kept = [number for number, place in enumerate(places) if place not in refusals.requests]
+        return part_of(without_tables(batch, dropped.keys()), kept), [places[number] for number in kept]
+
+    def _valid(self, batch: AppendBatch, refusals: Refusals) -> tuple[AppendBatch, Sequence[int]]:
+        """Return a batch without the rows that don't fit their table, as `without_clashes` does."""
+        parts: list[ValidPart | None] = []
+        for table in batch.tables:
+            name = parse_qualified_name(table.table)
+            try:
+                parts.append(valid_part(self._newest(name, table.rows), table.rows, self._rules.rules_of(*name)))
+            except _UNFIT:
+                parts.append(None)  # no single row's fault: each request gets its own error
+        return without_clashes(batch, parts, refusals)
+
+    def _newest(self, name: tuple[str, str], rows: pa.Table) -> TableSchema:
+        """Return a table's newest schema, so far as it matters to rows; without columns if there is no such table."""
         known = self._schemas.get(name)
-        try:
-            if known is None or not {*batch.rows.column_names} <= {column.name for column in known.columns}:
-                # Another process may have added the missing parts since.
-                known = self._catalog.application_schema(self._stream, *name) or TableSchema(
-                    TableId(0), SchemaVersion(0), SourceId(0), *name, ()
-                )
-            part = valid_part(known, batch.rows, rules)
-        except (InvalidValue, UnknownTable, IngestError, RoutingError):
-            return batch, range(len(batch.counts)), {}  # no single row's fault: each request gets its own error
-        return without_clashes(batch, part, errors)
+        if known is not None and {*rows.column_names} <= {column.name for column in known.columns}:
+            return known
+        # Another process may have added the missing parts since.
+        return self._catalog.application_schema(self._stream, *name) or TableSchema(
+            TableId(0), SchemaVersion(0), SourceId(0), *name, ()
+        )
 
     def _fitting_part(
-        self,
-        name: tuple[str, str],
-        batch: AppendBatch,
-        places: Sequence[int],
-        why: MillstreamError,
-        errors: dict[int, MillstreamError],
-    ) -> tuple[AppendBatch | None, Sequence[int]]:
-        """Return a batch's fitting requests and their places, out of `places`; other errors go to `errors`."""
-        own: dict[int, MillstreamError] = {}
+        self, batch: AppendBatch, places: Sequence[int], why: MillstreamError, refusals: Refusals
+    ) -> tuple[AppendBatch, Sequence[int]]:
+        """Return a batch's fitting requests and their places, out of `places`; the others are refused."""
+        if not places:
+            return batch, places
         try:
             if batch.keep_valid_rows:
-                self._fit(name, batch.rows)
+                self._fit(batch)
                 return batch, places
-        except (InvalidValue, UnknownTable, IngestError, RoutingError) as error:
+        except _UNFIT as error:
             why = error
-        fitting = self._fitting(name, batch, range(len(batch.counts)), why, own)
-        errors.update({places[place]: error for place, error in own.items()})
-        if not fitting:
-            return None, ()
-        return _part_of(batch, fitting), [places[place] for place in fitting]
+        own = Refusals()
+        fitting = self._fitting(batch, range(len(places)), why, own)
+        refusals.requests.update({places[number]: error for number, error in own.requests.items()})
+        refusals.tables.update({(places[number], at): error for (number, at), error in own.tables.items()})
+        rest = part_of(without_tables(batch, own.tables.keys()), fitting)
+        return rest, [places[number] for number in fitting]
 
-    def _fitting(
-        self,
-        name: tuple[str, str],
-        batch: AppendBatch,
-        places: range,
-        why: MillstreamError,
-        errors: dict[int, MillstreamError],
-    ) -> list[int]:
+    def _fitting(self, batch: AppendBatch, places: range, why: MillstreamError, refusals: Refusals) -> list[int]:
         """Return the places of the fitting requests, if `why` reports that some don't fit.
 
-        The others' errors go to `errors`.
+        The others, or their tables, go to `refusals`.
         """
         if len(places) == 1:
-            errors[places.start] = why
+            (place,) = places
+            of_tables = self._refused_tables(part_of(batch, places)) if batch.keep_valid_tables else {}
+            refusals.tables.update({(place, at): error for at, error in of_tables.items()})
+            if of_tables:
+                return [place]
+            refusals.requests[place] = why
             return []
         fitting = []
         middle = (places.start + places.stop) // 2
         for half in (range(places.start, middle), range(middle, places.stop)):
             try:
-                self._fit(name, said(rows_of(batch, half)))
-            except (InvalidValue, UnknownTable, IngestError, RoutingError) as error:
-                fitting += self._fitting(name, batch, half, error, errors)
+                self._fit(part_of(batch, half))
+            except _UNFIT as error:
+                fitting += self._fitting(batch, half, error, refusals)
             else:
                 fitting += half
         return fitting
 
-    def _fit(self, name: tuple[str, str], rows: pa.Table) -> tuple[TableSchema, list[pa.Array]]:
-        """Return the table's schema, extended by the rows' columns, and the rows' columns in its types."""
+    def _fit(self, batch: AppendBatch) -> list[_Fit | None]:
+        """Return each table's schema, extended by the rows' columns, with the rows' columns in its types; None without rows.
+
+        Unless all tables take their rows, none is made or extended.
+        """
+        own = [(parse_qualified_name(table.table), table.rows) for table in batch.tables]
+        several = [(name, rows) for name, rows in own if rows.num_rows]
+        if len(several) > 1 and any(self._grows(name, rows) for name, rows in several):
+            places = [self._checked(name, rows) for name, rows in several]
+            check_one_place(places, is_buffer=self._buffer is not None)
+        fits = [self._fit_table(name, rows) if rows.num_rows else None for name, rows in own]
+        size = sum(fitted_bytes(fit[0], rows) for fit, (_, rows) in zip(fits, own, strict=True) if fit is not None)
+        if size > FITTED_BYTES_MAX:
+            raise too_large("the rows of its tables, in bytes,", size, FITTED_BYTES_MAX)
+        return fits
+
+    def _checked(self, name: tuple[str, str], rows: pa.Table) -> tuple[TableRows, ...]:
+        """Return where a table's rows would go; nothing is made. Raises if it can't take them."""
+        wanted = grown(self._newest(name, rows), rows.schema, self._rules.rules_of(*name))
+        return self._rules.check_place(wanted, append_rows(wanted, fitted(wanted, rows), [rows.num_rows]))
+
+    def _refused_tables(self, request: AppendBatch) -> dict[int, MillstreamError]:
+        """Return the errors of a request's tables that can't take its rows, by their places."""
+        refused: dict[int, MillstreamError] = {}
+        for at, table in enumerate(request.tables):
+            try:
+                if table.rows.num_rows:
+                    self._checked(parse_qualified_name(table.table), table.rows)
+            except _UNFIT as error:
+                refused[at] = error
+        return refused
+
+    def _fit_table(self, name: tuple[str, str], rows: pa.Table) -> _Fit:
+        """Return one table's part of `_fit`."""
         namespace, table = name
         rules = self._rules.rules_of(namespace, table)
         shard = self._rules.home_shard(f"{namespace}.{table}")
@@ -314,8 +434,12 @@ class Appender:
         return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
 
 
-def _part_of(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
-    """Return some of a batch's requests, with the columns in which they have values."""
-    counts = [batch.counts[place] for place in places]
-    ids = [batch.write_ids[place] for place in places]
-    return replace(batch, rows=said(rows_of(batch, places)), counts=counts, write_ids=ids)
+def _log_rows(placed: Sequence[Sequence[TableRows]], count: int) -> list[list[int]]:
+    """Return, for each of that many operations, the number of its rows in the log, by table."""
+    counts = np.zeros((count, len(placed)), dtype=np.int64)
+    for at, entries in enumerate(placed):
+        for entry in entries:
+            if entry.sink is None:
+                counts[:, at] += np.bincount(entry.rows.column(0).to_numpy(), minlength=count)
+    rows: list[list[int]] = counts.tolist()
+    return rows

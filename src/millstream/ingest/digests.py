@@ -66,6 +66,16 @@ def digests_of(
     return [next(found) if one else 0 for one in wanted]
 
 
+def joined(digests: Sequence[int]) -> int:
+    """Return the digest of a request's rows in several tables, in order; with one table it is that table's."""
+    if not digests:
+        return 0
+    whole = digests[0]
+    for digest in digests[1:]:
+        whole = (whole * _MIX ^ digest) & _MASK
+    return whole
+
+
 @lru_cache(maxsize=4096)
 def _seed(name: str) -> int:
     return int(google_crc32c.value(name.encode()))

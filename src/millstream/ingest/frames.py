@@ -1,10 +1,11 @@
 """The protocol of the writer's socket.
 
-A frame is the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer
-begins with `{"hello": …}`, which has its version.
+A frame is the length of a JSON text, the length of the Arrow streams after it (0 for none), and both. The
+writer begins with `{"hello": …}`, which has its version.
 
-A request is the header of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`,
-`keep_valid_rows`, `acks`) and its rows. The answer is `{"outcomes": […]}`, one per request in their
+A request is the header of a batch (`stream`, `deadline_s`, `tables`, `requests` or `write_ids`,
+`keep_valid_rows`, `keep_valid_tables`, `acks`) and the rows of its tables, an Arrow stream each. An element of
+`tables` is `[table, counts, size]`, with the size of its stream in bytes. The answer is `{"outcomes": […]}`, one per request in their
 order, each `{"appended": …}` or `{"error": …}`; or `{"error": …}` for all of them.
 
 `{"stream", "session"}` asks for the log's facts of a session; the answer is `{"session": …}`. A writer
@@ -31,17 +32,18 @@ from millstream.errors import (
     error_of,
 )
 from millstream.ingest.columns import ROWS_BYTES_MAX
+from millstream.ingest.requests import REQUESTS_MAX
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
-from millstream.model.writes import AppendBatch, SessionFacts, WriteId
+from millstream.model.writes import AppendBatch, SessionFacts, TableBatch, WriteId
 
 LENGTHS: Final = struct.Struct("<II")
-"""Length of the JSON, and of the Arrow stream after it."""
+"""Length of the JSON, and of the Arrow streams after it."""
 HEAD_BYTES_MAX: Final = 8 << 20
 """Largest header: a batch with the most requests allowed, with long ids."""
 BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
-"""Largest Arrow stream of rows within bounds: buffers are padded, and strings have offsets."""
-VERSION: Final = 3
+"""Largest Arrow streams of rows within bounds: buffers are padded, and strings have offsets."""
+VERSION: Final = 4
 HELLO: Final = {"hello": VERSION}
 CLOSED: Final = {"closed": True}
 HELLO_PATIENCE_S: Final = 5.0
@@ -60,25 +62,31 @@ def frame_of(facts: Mapping[str, Any]) -> bytes:
 
 
 def asking(stream: str, batch: AppendBatch, deadline_s: float) -> tuple[bytes, pa.Buffer]:
-    """Return a batch's frame: its beginning, and the Arrow stream after it.
+    """Return a batch's frame: its beginning, and the Arrow streams after it.
 
     `RowsTooLarge` if the writer would refuse it.
     """
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.rows.schema) as out:
-        out.write_table(batch.rows)
+    tables: list[tuple[str, list[int], int]] = []
+    for table in batch.tables:
+        start = sink.tell()
+        with pa.ipc.new_stream(sink, table.rows.schema) as out:
+            out.write_table(table.rows)
+        tables.append((table.table, list(table.counts), sink.tell() - start))
     body = sink.getvalue()
     facts: dict[str, Any] = {
         "stream": stream,
-        "table": batch.table,
         "deadline_s": deadline_s,
-        "counts": list(batch.counts),
+        "tables": tables,
         "keep_valid_rows": batch.keep_valid_rows,
+        "keep_valid_tables": batch.keep_valid_tables,
     }
     if batch.acks is not None:
         facts["acks"] = str(batch.acks)
-    if any(batch.write_ids) or len(batch.write_ids) != len(batch.counts):
+    if any(batch.write_ids):
         facts["write_ids"] = [one and (one.session, one.number, one.key) for one in batch.write_ids]
+    else:
+        facts["requests"] = len(batch.write_ids)
     head = json.dumps(facts).encode()
     if len(head) > HEAD_BYTES_MAX or body.size > BODY_BYTES_MAX:
         raise oversized(len(head) + body.size)
@@ -110,15 +118,20 @@ def asked(head: bytes, body: bytes) -> tuple[str, float, AppendBatch]:
     """Return the stream, the deadline in seconds and the batch of a request; `InvalidValue` if it isn't one."""
     try:
         facts = json.loads(head)
-        stream, table, deadline_s = str(facts["stream"]), str(facts["table"]), float(facts["deadline_s"])
-        counts = [int(count) for count in facts["counts"]]
+        stream, deadline_s = str(facts["stream"]), float(facts["deadline_s"])
+        named = [(str(table), [int(count) for count in counts], int(size)) for table, counts, size in facts["tables"]]
         ids = facts.get("write_ids")
-        write_ids = [None] * len(counts) if ids is None else [one and _write_id(*one) for one in ids]
-        keep = bool(facts.get("keep_valid_rows"))
+        requests = min(int(facts["requests"]), REQUESTS_MAX + 1) if ids is None else 0
+        write_ids = [None] * requests if ids is None else [one and _write_id(*one) for one in ids]
+        keep, keep_tables = bool(facts.get("keep_valid_rows")), bool(facts.get("keep_valid_tables"))
         acks = None if facts.get("acks") is None else AckLevel.parse(str(facts["acks"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidValue(f"a request can't be read: {error}") from error
-    return stream, deadline_s, AppendBatch(table, _rows_of(body), counts, write_ids, keep, acks)
+    tables, start = [], 0
+    for table, counts, size in named:
+        tables.append(TableBatch(table, _rows_of(body[start : start + max(0, size)]), counts))
+        start += max(0, size)
+    return stream, deadline_s, AppendBatch(tables, write_ids, keep, acks, keep_tables)
 
 
 def _write_id(session: str | None, number: int | None, key: str | None) -> WriteId:
@@ -142,10 +155,15 @@ def _rows_of(body: bytes) -> pa.Table:
 def answered(outcomes: Sequence[Appended | MillstreamError]) -> bytes:
     """Return the frame that answers a batch."""
     told = [
-        {"error": outcome.as_dict()} if isinstance(outcome, MillstreamError) else {"appended": outcome.as_dict()}
+        {"error": outcome.as_dict()} if isinstance(outcome, MillstreamError) else {"appended": _facts_of(outcome)}
         for outcome in outcomes
     ]
     return frame_of({"outcomes": told})
+
+
+def _facts_of(appended: Appended) -> dict[str, object]:
+    tables = {name: table.as_dict() for name, table in appended.tables.items()}
+    return {**appended.as_dict(), "tables": tables}
 
 
 def outcomes_of(answer: Mapping[str, Any]) -> list[Appended | MillstreamError]:

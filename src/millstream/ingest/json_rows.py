@@ -135,7 +135,7 @@ def columns_of(rows: Sequence[Row], counts: Sequence[int] = ()) -> pa.Table:
     return found
 
 
-def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
+def valid_columns_of(rows: Sequence[Row], *, may_be_empty: bool = False) -> ValidTable:
     """Return as `columns_of`, without rows whose values differ in kind from most of their column.
 
     Raises as `table_of_valid`.
@@ -146,7 +146,7 @@ def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
         for row in rows:
             for name, value in row.items():
                 check_depth(name, [value])
-        return table_of_valid(rows)
+        return table_of_valid(rows, may_be_empty=may_be_empty)
 
 
 def _by_name(rows: Sequence[Row]) -> dict[str, list[Any]]:

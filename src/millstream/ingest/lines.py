@@ -29,11 +29,10 @@ from millstream.codec.line_protocol.vectorised import (
 )
 from millstream.errors import UsageError
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
+from millstream.ingest.requests import TABLES_MAX
 from millstream.model.names import name_fault, qualified_name
 from millstream.model.records import INSTANT, RESERVED_COLUMNS, TIME_MAX_US, TIME_MIN_US
 
-TABLES_MAX: Final = 1000
-"""Limit of measurements per request: each is an operation of its own."""
 REJECTED_MAX: Final = 1000
 """Limit of rejected lines that are listed by number; beyond it only their count is given."""
 NAMES_MAX: Final = 1 << 16

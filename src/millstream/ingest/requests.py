@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
-from millstream.model.names import parse_qualified_name
+from millstream.ingest.columns import too_large
+from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import Appended, append_operations
 from millstream.model.records import INSTANT
 from millstream.model.replication import AckLevel
-from millstream.model.writes import AppendBatch, WriteId
+from millstream.model.writes import AppendBatch, TableBatch, WriteId
 
 REQUESTS_MAX: Final = 10_000
 """Limit of requests per batch."""
+TABLES_MAX: Final = 1000
+"""Limit of tables per operation."""
 WRITE_ID_BYTES_MAX: Final = 255
 """Size in bytes of a session's name, or of an idempotency key."""
 _NUMBER_MAX: Final = (1 << 63) - 1
@@ -35,7 +39,7 @@ def one_request(
     parse_qualified_name(table)
     if not rows.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't call it without rows.")
-    return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows, acks)
+    return AppendBatch.of_table(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows=keep_valid_rows, acks=acks)
 
 
 def sole_outcome(outcomes: Sequence[Appended | MillstreamError]) -> Appended:
@@ -47,25 +51,56 @@ def sole_outcome(outcomes: Sequence[Appended | MillstreamError]) -> Appended:
 
 
 def check_batch(batch: AppendBatch) -> None:
-    """Raise `InvalidValue`, `RowsTooLarge` if the counts don't match the rows, or an id is invalid."""
-    if not batch.counts or min(batch.counts) < 1 or sum(batch.counts) != batch.rows.num_rows:
-        raise InvalidValue(
-            "a batch's counts must say of all its rows, request by request, how many are whose: at least one each",
-            rows=batch.rows.num_rows,
-        )
-    if len(batch.write_ids) != len(batch.counts):
-        raise InvalidValue(f"{len(batch.counts)} requests have {len(batch.write_ids)} write ids")
-    if len(batch.counts) > REQUESTS_MAX:
+    """Raise `InvalidValue`, `RowsTooLarge` if the counts don't match the rows, a table is named twice, or an id is invalid.
+
+    `UsageError` if a table has no name.
+    """
+    requests = len(batch.write_ids)
+    if not requests:
+        raise InvalidValue("a batch needs at least one request")
+    for table in batch.tables:
+        if not table.counts or min(table.counts) < 1 or sum(table.counts) != table.rows.num_rows:
+            raise InvalidValue(
+                "a batch's counts must say of all its rows, request by request, how many are whose: at least one each",
+                rows=table.rows.num_rows,
+            )
+        if len(table.counts) != requests:
+            raise InvalidValue(f"{len(table.counts)} requests have {requests} write ids")
+    check_tables([table.table for table in batch.tables])
+    if requests > REQUESTS_MAX:
         raise RowsTooLarge(
-            f"a batch has {len(batch.counts)} requests, of at most {REQUESTS_MAX}",
+            f"a batch has {requests} requests, of at most {REQUESTS_MAX}",
             hint="Append it in several batches.",
             what="requests",
-            size=len(batch.counts),
+            size=requests,
             size_max=REQUESTS_MAX,
         )
     for write_id in batch.write_ids:
         if write_id is not None:
             check_write_id(write_id)
+
+
+def check_tables(names: Sequence[str]) -> list[str]:
+    """Return the full names of one operation's tables.
+
+    Raises:
+        UsageError: a text is no table's name.
+        InvalidValue: two name the same table.
+        RowsTooLarge: there are more than `TABLES_MAX`.
+    """
+    full: dict[str, str] = {}
+    for name in names:
+        one = qualified_name(*parse_qualified_name(name))
+        if one in full:
+            raise InvalidValue(
+                f"one operation names table {one} twice: as {full[one]} and as {name}",
+                hint="Put all rows of the table into one list.",
+                table=one,
+            )
+        full[one] = name
+    if len(full) > TABLES_MAX:
+        raise too_large("the tables of one operation", len(full), TABLES_MAX)
+    return list(full)
 
 
 def check_write_id(write_id: WriteId) -> None:
@@ -109,15 +144,36 @@ def check_write_id(write_id: WriteId) -> None:
         )
 
 
-def rows_of(batch: AppendBatch, places: Sequence[int]) -> pa.Table:
-    """Return the rows of some of the requests, in order."""
-    ends = np.cumsum(batch.counts)
+def part_of(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
+    """Return some of a batch's requests, with the columns in which they have values."""
+    tables = []
+    for table in batch.tables:
+        rows, counts = rows_of(table, places), [table.counts[place] for place in places]
+        tables.append(replace(table, rows=said(rows), counts=counts))
+    return replace(batch, tables=tables, write_ids=[batch.write_ids[place] for place in places])
+
+
+def without_tables(batch: AppendBatch, dropped: Collection[tuple[int, int]]) -> AppendBatch:
+    """Return a batch without some tables of some requests: `dropped` has the places of a request and of a table."""
+    if not dropped:
+        return batch
+    tables = []
+    for at, table in enumerate(batch.tables):
+        left = [0 if (place, at) in dropped else count for place, count in enumerate(table.counts)]
+        keep = np.repeat([count > 0 for count in left], table.counts)
+        tables.append(replace(table, rows=said(table.rows.filter(pa.array(keep, pa.bool_()))), counts=left))
+    return replace(batch, tables=tables)
+
+
+def rows_of(table: TableBatch, places: Sequence[int]) -> pa.Table:
+    """Return a table's rows of some of the requests, in order."""
+    ends = np.cumsum(table.counts)
     if isinstance(places, range):
-        start = int(ends[places.start] - batch.counts[places.start])
-        return batch.rows.slice(start, int(ends[places.stop - 1]) - start)
-    chosen = np.zeros(len(batch.counts), dtype=bool)
+        start = int(ends[places.start] - table.counts[places.start])
+        return table.rows.slice(start, int(ends[places.stop - 1]) - start)
+    chosen = np.zeros(len(table.counts), dtype=bool)
     chosen[list(places)] = True
-    return batch.rows.filter(pa.array(np.repeat(chosen, batch.counts)))
+    return table.rows.filter(pa.array(np.repeat(chosen, table.counts)))
 
 
 def said(rows: pa.Table) -> pa.Table:

@@ -54,8 +54,8 @@ class TableRules:
     """Returns a table's rules, by its schema and name."""
     place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]]
     """Returns the placement of a table's rows: the entries of their operations, by shard and partition."""
-    check_place: Callable[[TableSchema, pa.RecordBatch], None]
-    """Raises as `place`, before a table is created or extended: rows that can't be placed create nothing."""
+    check_place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]]
+    """Places as `place`, before a table is created or extended: rows that can't be placed create nothing."""
     home_shard: Callable[[str], ShardId]
     """Returns the shard that the catalog notes for a new table, by `schema.name`."""
 
@@ -151,6 +151,12 @@ def _spoken(key: tuple[str, ...]) -> str:
     return f"the key ({', '.join(key)})" if key else "no key"
 
 
+def fitted_bytes(schema: TableSchema, rows: pa.Table) -> int:
+    """Return the approximate size in bytes of rows with all columns of their table."""
+    size: int = rows.nbytes + rows.num_rows * (_ROW_BYTES + _VALUE_BYTES * len(schema.columns))
+    return size
+
+
 def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
     """Return the rows' columns as in the schema: in its order and types, null if the rows lack one.
 
@@ -163,7 +169,7 @@ def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
         InvalidValue: a value can't be stored exactly in its column's type, or a key is null; details:
             table, column.
     """
-    size = rows.nbytes + rows.num_rows * (_ROW_BYTES + _VALUE_BYTES * len(schema.columns))
+    size = fitted_bytes(schema, rows)
     if size > FITTED_BYTES_MAX:
         raise too_large(f"{rows.num_rows} rows of {schema.full_name}, in bytes,", size, FITTED_BYTES_MAX)
     fitted = []

@@ -6,6 +6,7 @@ columns; for other types the rows are found by bisection.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -139,49 +140,83 @@ def _clashing(values: pa.Array, takes: Callable[[pa.Array], bool]) -> Mask:
     return found
 
 
+@dataclass(slots=True)
+class Refusals:
+    """The parts of a batch that aren't appended, by the places of requests and of tables in it."""
+
+    requests: dict[int, MillstreamError] = dataclasses.field(default_factory=dict)
+    tables: dict[tuple[int, int], MillstreamError] = dataclasses.field(default_factory=dict)
+    """Tables that took no row of a request that keeps those of the others."""
+    rows: dict[tuple[int, int], tuple[RejectedRow, ...]] = dataclasses.field(default_factory=dict)
+
+
 def without_clashes(
-    batch: AppendBatch, part: ValidPart, errors: dict[int, MillstreamError]
-) -> tuple[AppendBatch | None, list[int], dict[int, tuple[RejectedRow, ...]]]:
-    """Return a batch's valid rows; requests with no rows left, or too few, go to `errors`.
+    batch: AppendBatch, parts: Sequence[ValidPart | None], refusals: Refusals
+) -> tuple[AppendBatch, list[int]]:
+    """Return a batch's valid rows, and the places of the requests that are left.
 
-    Returns:
-        The rest, the places of its requests in the batch, and the rows left out of each, by these places.
+    Args:
+        batch: the batch.
+        parts: each table's valid rows; None: all of them.
+        refusals: gets the rejected rows, and the requests with no rows left, or too many rejected.
     """
-    ends = np.cumsum(batch.counts)
-    of_request: dict[int, list[RejectedRow]] = {}
-    for row, clash in sorted(part.clashes.items()):
-        request = int(np.searchsorted(ends, row, side="right"))
-        in_request = row - int(ends[request]) + batch.counts[request]
-        of_request.setdefault(request, []).append(RejectedRow(in_request, *clash))
-    places, counts, refused = [], [], set()
-    for place, count in enumerate(batch.counts):
-        gone = of_request.get(place, [])
-        if len(gone) > REJECTED_MAX or len(gone) == count:
-            errors[place] = _refusal(gone, count)
-            refused.add(place)
-        else:
-            places.append(place)
-            counts.append(count - len(gone))
-    if not places:
-        return None, [], {}
-    rows = part.rows
-    if refused:
-        left = np.array([count - len(of_request.get(place, ())) for place, count in enumerate(batch.counts)])
-        keep = np.repeat([place not in refused for place in range(len(batch.counts))], left)
-        rows = said(rows.filter(pa.array(keep)))
-    rest = replace(batch, rows=rows, counts=counts, write_ids=[batch.write_ids[place] for place in places])
-    return rest, places, {place: tuple(of_request[place]) for place in places if place in of_request}
+    gone: dict[tuple[int, int], list[RejectedRow]] = {}
+    for number, (table, part) in enumerate(zip(batch.tables, parts, strict=True)):
+        ends = np.cumsum(table.counts)
+        for row, clash in sorted(part.clashes.items()) if part is not None else ():
+            request = int(np.searchsorted(ends, row, side="right"))
+            in_request = row - int(ends[request]) + table.counts[request]
+            gone.setdefault((request, number), []).append(RejectedRow(in_request, *clash))
+    of_request: dict[int, list[int]] = {}
+    for request, number in sorted(gone):
+        of_request.setdefault(request, []).append(number)
+    refused: set[tuple[int, int]] = set()
+    for request, numbers in of_request.items():
+        if batch.keep_valid_tables:
+            for number in numbers:
+                rows = gone[request, number]
+                if len(rows) > REJECTED_MAX:
+                    refusals.tables[request, number] = _refusal(rows, batch.tables[number].counts[request])
+                    refused.add((request, number))
+            continue
+        rows = [row for number in numbers for row in gone[request, number]]
+        count = sum(table.counts[request] for table in batch.tables)
+        if len(rows) > REJECTED_MAX or len(rows) == count:
+            names = [batch.tables[number].table for number in numbers for _ in gone[request, number]]
+            refusals.requests[request] = _refusal(rows, count, names if len(batch.tables) > 1 else ())
+    places = [place for place in range(len(batch.write_ids)) if place not in refusals.requests]
+    refusals.rows |= {
+        at: tuple(rows) for at, rows in gone.items() if at[0] not in refusals.requests and at not in refused
+    }
+    tables = []
+    for number, (table, part) in enumerate(zip(batch.tables, parts, strict=True)):
+        left = [count - len(gone.get((place, number), ())) for place, count in enumerate(table.counts)]
+        kept = [0 if place in refusals.requests or (place, number) in refused else n for place, n in enumerate(left)]
+        rows_left = table.rows if part is None else part.rows
+        if kept != left:
+            keep = np.repeat([one == other for one, other in zip(kept, left, strict=True)], left)
+            rows_left = said(rows_left.filter(pa.array(keep)))
+        tables.append(replace(table, rows=rows_left, counts=[kept[place] for place in places]))
+    rest = replace(batch, tables=tables, write_ids=[batch.write_ids[place] for place in places])
+    return rest, places
 
 
-def _refusal(gone: Sequence[RejectedRow], count: int) -> InvalidValue:
+def refusal_of_all(gone: Sequence[RejectedRow], tables: Sequence[str]) -> InvalidValue:
+    """Return the error of a request over several tables that has no valid row; `tables` names each row's table."""
+    return _refusal(gone, len(gone), tables)
+
+
+def _refusal(gone: Sequence[RejectedRow], count: int, tables: Sequence[str] = ()) -> InvalidValue:
+    """Return the error of a request whose rows are refused; `tables` names each one's table, if there are several."""
     many = "none of its rows has" if len(gone) == count else f"{len(gone)} of its {count} rows have"
+    told = [row.as_dict() for row in gone[:_TOLD_MAX]]
     return InvalidValue(
         f"{many} {'a' if len(gone) == count else 'no'} place in the table: {gone[0].reason}",
         hint="Mend the rows that the details name."
         if len(gone) <= REJECTED_MAX
         else "Mend them, or send them in several calls.",
         column=gone[0].column,
-        rejected=[row.as_dict() for row in gone[:_TOLD_MAX]],
+        rejected=[{"table": table, **row} for table, row in zip(tables, told, strict=False)] if tables else told,
     )
 
 
@@ -202,14 +237,20 @@ class ValidTable:
         """Return the result of appending `table`, with rejected rows named by their places among all rows."""
         if not self.rejected:
             return appended
-        later = (replace(row, row=self.places[row.row]) for row in appended.rejected)
-        return replace(appended, rejected=tuple(sorted((*self.rejected, *later), key=lambda row: row.row)))
+        return replace(appended, rejected=self.all_rejected(appended.rejected))
+
+    def all_rejected(self, later: Sequence[RejectedRow]) -> tuple[RejectedRow, ...]:
+        """Return all invalid rows by their places among all rows; `later` are those that the writer found in `table`."""
+        if not self.rejected:
+            return tuple(later)
+        named = (replace(row, row=self.places[row.row]) for row in later)
+        return tuple(sorted((*self.rejected, *named), key=lambda row: row.row))
 
 
-def columns_for(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
+def columns_for(rows: Rows, *, keep_valid_rows: bool, may_be_empty: bool = False) -> ValidTable:
     """Return `table_of_valid` if `keep_valid_rows` is set, otherwise `table_of`."""
     if keep_valid_rows:
-        return table_of_valid(rows)
+        return table_of_valid(rows, may_be_empty=may_be_empty)
     table = table_of(rows)
     return ValidTable(table, range(table.num_rows), ())
 
@@ -219,6 +260,7 @@ def table_of_valid(
     *,
     table_made: Callable[[Any], pa.Table] = table_of,
     column_made: Callable[[str, list[Any]], pa.Array] = column_of,
+    may_be_empty: bool = False,
 ) -> ValidTable:
     """Return as `table_of`, without rows whose values have another kind than most of their column, or none.
 
@@ -226,6 +268,7 @@ def table_of_valid(
         rows: as there.
         table_made: makes columns of rows that fit together; raises `InvalidValue` otherwise.
         column_made: makes a column from its values, likewise.
+        may_be_empty: whether no row may be left.
 
     Raises:
         InvalidValue: no row is left, more than `REJECTED_MAX` don't fit, or it is no single row's fault.
@@ -261,8 +304,10 @@ def table_of_valid(
         clashes |= dict(_clashing_values(name, values, column_made))
     rejected = tuple(RejectedRow(place, *clash) for place, clash in sorted(clashes.items()))
     places = [place for place in range(len(listed)) if place not in clashes]
-    if not places or len(rejected) > REJECTED_MAX:
+    if len(rejected) > REJECTED_MAX or not (places or may_be_empty):
         raise _refusal(rejected, len(listed))
+    if not places:
+        return ValidTable(pa.table({}), (), rejected)
     return ValidTable(table_made([listed[place] for place in places]), places, rejected)
 
 

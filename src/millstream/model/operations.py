@@ -15,10 +15,11 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, error_of
 from millstream.model.ids import ShardId, SourceId, TableId
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange, StreamToken
 from millstream.model.records import INSTANT, LOG_ROW_PREFIX, Op, append_row_schema
@@ -263,6 +264,36 @@ def append_rows(schema: TableSchema, columns: Sequence[pa.Array], counts: Sequen
     return pa.RecordBatch.from_arrays([operations, *prefix, *columns], schema=append_row_schema(schema))
 
 
+def one_after_another(tables: Sequence[Sequence[TableRows]], count: int) -> tuple[TableRows, ...]:
+    """Return the entries of several tables as those of the same operations, each table's rows after the last one's.
+
+    Args:
+        tables: each table's entries, with indexes from 0 in each operation, in the log and in each sink.
+        count: number of operations.
+    """
+    if len(tables) == 1:
+        return tuple(tables[0])
+    done: dict[str | None, npt.NDArray[np.int64]] = {}
+    """For the log (None) and each sink, the number of each operation's rows in the tables before."""
+    joined: list[TableRows] = []
+    for entries in tables:
+        own: dict[str | None, npt.NDArray[np.int64]] = {}
+        for entry in entries:
+            operation = entry.rows.column(0).to_numpy()
+            before = done.get(entry.sink)
+            rows = entry.rows
+            if before is not None:
+                at = rows.schema.get_field_index("__index")
+                index = rows.column(at).to_numpy() + before[operation]
+                rows = rows.set_column(at, rows.schema.field(at), pa.array(index))
+            joined.append(replace(entry, rows=rows))
+            counts = np.bincount(operation, minlength=count)
+            own[entry.sink] = own[entry.sink] + counts if entry.sink in own else counts
+        for sink, counts in own.items():
+            done[sink] = done[sink] + counts if sink in done else counts
+    return tuple(joined)
+
+
 @dataclass(frozen=True, slots=True)
 class Ack:
     """The result for a caller whose operations are durable on all their shards."""
@@ -306,6 +337,66 @@ class RejectedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TableAppended:
+    """One table's part of an append."""
+
+    first: Seq | None
+    """Number of its first row in the stream; the table's others follow it. None if no row was kept."""
+    rows: int
+    """Number of rows that were kept."""
+    rejected: tuple[RejectedRow, ...] = ()
+    """Rows that weren't appended, by their places among the table's rows."""
+    refused: MillstreamError | None = None
+    """Why the table took no row at all, if the caller asked to keep the other tables' rows."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON-able facts."""
+        return {
+            "first": None if self.first is None else int(self.first),
+            "rows": self.rows,
+            "rejected": [row.as_dict() for row in self.rejected],
+            **({} if self.refused is None else {"refused": self.refused.as_dict()}),
+        }
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the value that `as_dict` was called on."""
+        first, refused = facts["first"], facts.get("refused")
+        rejected = tuple(RejectedRow.from_dict(row) for row in facts["rejected"])
+        number = None if first is None else Seq(int(first))
+        return cls(number, int(facts["rows"]), rejected, None if refused is None else error_of(refused))
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedTables:
+    """The result for an application whose rows of several tables are durable, as one operation."""
+
+    token: StreamToken
+    """A reader that has read up to it has seen all these rows. A vector token if other writers are behind."""
+    duplicate: bool
+    """Whether an earlier call with the same `WriteId` made it durable: nothing was appended, and this
+    is that call's result."""
+    tables: Mapping[str, TableAppended]
+    """Each table's part, by its full name, in the order of the call."""
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows appended."""
+        return sum(table.rows for table in self.tables.values())
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON-able facts."""
+        tables = {name: table.as_dict() for name, table in self.tables.items()}
+        return {"token": str(self.token), "duplicate": self.duplicate, "tables": tables}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the value that `as_dict` was called on."""
+        tables = {str(name): TableAppended.from_dict(table) for name, table in facts["tables"].items()}
+        return cls(StreamToken.parse(facts["token"]), bool(facts["duplicate"]), tables)
+
+
+@dataclass(frozen=True, slots=True)
 class Appended:
     """The result for an application whose rows are durable."""
 
@@ -323,6 +414,8 @@ class Appended:
     buffer: str | None = None
     """The write buffer that holds the rows, at its own `offsets`, until a stream takes them into its
     log. Until then they have no numbers: `seqs` begins at 0, and the token is the stream's start."""
+    tables: Mapping[str, TableAppended] = field(default_factory=dict, compare=False)
+    """Each table's part, by its full name, in the order of the call."""
 
     @property
     def row_count(self) -> int:
@@ -348,4 +441,5 @@ class Appended:
         rejected = tuple(RejectedRow.from_dict(row) for row in facts.get("rejected", ()))
         numbers = SeqRange(Seq(facts["first"]), facts["rows"])
         token, duplicate = StreamToken.parse(facts["token"]), bool(facts.get("duplicate"))
-        return cls(token, numbers, offsets, duplicate, rejected, facts.get("buffer"))
+        tables = {name: TableAppended.from_dict(table) for name, table in facts.get("tables", {}).items()}
+        return cls(token, numbers, offsets, duplicate, rejected, facts.get("buffer"), tables)

@@ -48,18 +48,49 @@ class SessionFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendBatch:
-    """Requests' rows of one table, in sequence, as columns; each request is an operation of its own."""
+class TableBatch:
+    """The rows of a batch's requests for one table, in the order of the requests, as columns."""
 
     table: str
     """`schema.table`, quoted if it must be; without a schema it is in `public`."""
     rows: pa.Table
     """Rows in the log's types, as `ingest.columns.table_of` returns them."""
     counts: Sequence[int]
-    """Number of rows of each request: at least one each, together all rows."""
+    """Number of rows of each request, together all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppendBatch:
+    """Requests for the same tables, in sequence; each request is one operation, with its rows table by table."""
+
+    tables: Sequence[TableBatch]
+    """The tables in the order of each request's rows. Requests have at least one row in each; without tables
+    they have no rows."""
     write_ids: Sequence[WriteId | None]
     """Each request's write id."""
     keep_valid_rows: bool = False
-    """Whether invalid rows are left out and named (`Appended.rejected`); otherwise they reject their request."""
+    """Whether invalid rows are left out and named (`TableAppended.rejected`); otherwise they reject their request."""
     acks: AckLevel | None = None
     """Where the rows have to be before they are acknowledged; None: the stream's level, which is the minimum."""
+    keep_valid_tables: bool = False
+    """Whether a table that can't take its rows is left out, with its error (`TableAppended.refused`); otherwise it
+    rejects the request. Needs `keep_valid_rows`."""
+
+    @classmethod
+    def of_table(
+        cls,
+        table: str,
+        rows: pa.Table,
+        counts: Sequence[int],
+        write_ids: Sequence[WriteId | None],
+        *,
+        keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
+    ) -> Self:
+        """Return a batch of requests for one table."""
+        return cls((TableBatch(table, rows, counts),), write_ids, keep_valid_rows, acks)
+
+    @property
+    def row_count(self) -> int:
+        """Rows of all requests in all tables."""
+        return sum(table.rows.num_rows for table in self.tables)

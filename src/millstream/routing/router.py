@@ -138,10 +138,10 @@ class Router:
                 entries.append(TableRows(schema, own, sink=sink))
         return tuple(entries)
 
-    def check(self, schema: TableSchema, rows: pa.RecordBatch) -> None:
-        """Raise as `place` would, for a table or columns that don't exist so far. Nothing is counted or remembered."""
+    def check(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
+        """Place as `place`, for a table or columns that don't exist so far. Nothing is counted or remembered."""
         like = Router(self.rules, shard_of_table=self._shard_of_table, partitions=self._partitions, ring=self.ring)
-        like.place(schema, rows)
+        return like.place(schema, rows)
 
     def place_anew(self, ops: WriteOps) -> WriteOps:
         """Return operations that were placed under another ring, placed under this one; given partitions stay."""
@@ -314,7 +314,7 @@ class Router:
         """Yield the log's entries by shard and partition, and by stretches if a key changes its partition."""
         if not isinstance(shards, int) and (shards == _NOWHERE).any():
             kept = np.flatnonzero(shards != _NOWHERE)
-            shards, rows = shards[kept], _numbered_anew(_taken(rows, kept))
+            shards, rows = shards[kept], _numbered_anew(_taken(rows, kept), rows)
         if not rows.num_rows:
             return []
         numbers, codes = (
@@ -491,11 +491,15 @@ def _taken(rows: pa.RecordBatch, at: Places) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
 
 
-def _numbered_anew(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return rows, of which others went elsewhere, with indexes from 0 in each operation."""
-    operation = rows.column("__operation").to_numpy()
+def _numbered_anew(rows: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows, of which others went elsewhere, with indexes one after the other in each operation.
+
+    An operation's indexes begin as in `before`, which has all rows: its rows of other tables may precede them.
+    """
+    operation, all_operations = rows.column("__operation").to_numpy(), before.column("__operation").to_numpy()
     first = np.flatnonzero(np.diff(operation, prepend=-1))
     counts = np.diff(first, append=len(operation))
-    index = np.arange(len(operation), dtype=np.int64) - np.repeat(first, counts)
+    begin = before.column("__index").to_numpy()[np.searchsorted(all_operations, operation[first])]
+    index = np.arange(len(operation), dtype=np.int64) + np.repeat(begin - first, counts)
     at = rows.schema.get_field_index("__index")
     return rows.set_column(at, rows.schema.field(at), pa.array(index))

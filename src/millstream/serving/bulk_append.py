@@ -167,13 +167,13 @@ class BulkAppend:
             for piece in group:
                 self._append([piece])
             return
-        batch = AppendBatch(
+        batch = AppendBatch.of_table(
             self._asked.table,
             rows,
             [piece.rows.num_rows for piece in group],
             [piece.write_id for piece in group],
-            self._asked.keep_valid_rows,
-            self._asked.level,
+            keep_valid_rows=self._asked.keep_valid_rows,
+            acks=self._asked.level,
         )
         try:
             outcomes = self._appender.append_batch(self._asked.stream, batch, deadline_s=self._asked.deadline_s)

@@ -17,11 +17,9 @@ from typing import Any, Final, Literal
 
 import structlog
 
-from millstream.errors import HttpError, MillstreamError, ReplicationError, Retry, UsageError
+from millstream.errors import HttpError, MillstreamError, UsageError
 from millstream.ingest.lines import Lines, TableLines, tables_of_lines
-from millstream.model.operations import Appended
-from millstream.model.replication import AckLevel
-from millstream.model.writes import WriteId
+from millstream.model.operations import TableAppended
 from millstream.serving.memory_budget import ClientGoneError, Held, Receive, read_body
 from millstream.serving.problems import encoded, headers_of, status_of
 from millstream.serving.request_batching import BatchTarget
@@ -124,8 +122,6 @@ class LineWrites:
         await self._writes.admit(scope, stream, in_query=True)
         deadline_s, acks = deadline_said(parameters, self._writes.deadline_s), level_said(headers)
         write_id = write_id_said(headers)
-        if write_id is not None and write_id.key is None:
-            raise UsageError("lines of several tables are several writes: send an Idempotency-Key instead of a session")
         now_ns = time.time_ns()
         await self._warmed()
         with Held(self._writes.intake) as held:
@@ -136,8 +132,13 @@ class LineWrites:
             )
             if not lines.tables and not lines.rejected_count:
                 raise UsageError("the body has no lines")
-            outcomes = await self._append_tables(stream, lines, deadline_s, acks, write_id, len(body))
-        return _refused(lines, outcomes)
+            if not lines.tables:
+                return _refused(lines, {})
+            tables = tuple(table.table for table in lines.tables)
+            target = BatchTarget(stream, tables, deadline_s, keep_valid_rows=True, acks=acks, keep_valid_tables=True)
+            rows = [table.rows for table in lines.tables]
+            appended = await self._writes.groups.append(target, rows, size_bytes=len(body), write_id=write_id)
+        return _refused(lines, appended.tables)
 
     async def _warmed(self) -> None:
         """Wait for the parser's machine code.
@@ -155,36 +156,8 @@ class LineWrites:
                     hint="Send them again in a moment.",
                 ) from None
 
-    async def _append_tables(
-        self,
-        stream: str,
-        lines: Lines,
-        deadline_s: float,
-        acks: AckLevel | None,
-        write_id: WriteId | None,
-        size_bytes: int,
-    ) -> list[Appended | MillstreamError]:
-        """Return the outcome for each table."""
-        size = size_bytes // max(1, len(lines.tables))
-        answers = [
-            self._writes.groups.append(
-                BatchTarget(stream, table.table, deadline_s, keep_valid_rows=True, acks=acks),
-                table.rows,
-                size_bytes=size,
-                write_id=write_id and WriteId(key=f"{write_id.key} {table.table}"),
-            )
-            for table in lines.tables
-        ]
-        found = await asyncio.gather(*answers, return_exceptions=True)
-        outcomes: list[Appended | MillstreamError] = []
-        for outcome in found:
-            if not isinstance(outcome, Appended | MillstreamError):
-                raise outcome
-            outcomes.append(outcome)
-        return outcomes
 
-
-def _refused(lines: Lines, outcomes: Sequence[Appended | MillstreamError]) -> tuple[list[_RefusedLine], int]:
+def _refused(lines: Lines, tables: Mapping[str, TableAppended]) -> tuple[list[_RefusedLine], int]:
     """Return the first lines that weren't written, in order, and how many there are.
 
     Raises:
@@ -192,22 +165,15 @@ def _refused(lines: Lines, outcomes: Sequence[Appended | MillstreamError]) -> tu
     """
     refused = [_RefusedLine(line.line, f"{line.reason}: {line.text!r}") for line in lines.rejected]
     count = lines.rejected_count
-    for table, outcome in zip(lines.tables, outcomes, strict=True):
-        if isinstance(outcome, MillstreamError):
-            if not _is_refusal(outcome):
-                raise outcome
-            refused += [_RefusedLine(int(line), outcome.message) for line in table.lines[:_TOLD_MAX]]
+    for table in lines.tables:
+        part = tables[table.table]
+        if part.refused is not None:
+            refused += [_RefusedLine(int(line), part.refused.message) for line in table.lines[:_TOLD_MAX]]
             count += len(table.lines)
         else:
-            refused += [_RefusedLine(_line_of(table, row.row), row.reason) for row in outcome.rejected]
-            count += len(outcome.rejected)
+            refused += [_RefusedLine(_line_of(table, row.row), row.reason) for row in part.rejected]
+            count += len(part.rejected)
     return sorted(refused, key=lambda one: one.line), count
-
-
-def _is_refusal(error: MillstreamError) -> bool:
-    """Return whether the same lines would be refused again, or need a change of the configuration first."""
-    may_pass = error.retry in {Retry.BACKOFF, Retry.REOPEN} or isinstance(error, ReplicationError)
-    return not may_pass and status_of(error) < HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def _line_of(table: TableLines, row: int) -> int:

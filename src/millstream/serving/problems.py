@@ -63,6 +63,7 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "ingest": HTTPStatus.UNPROCESSABLE_ENTITY,
     "unknown_column": HTTPStatus.UNPROCESSABLE_ENTITY,
     "invalid_value": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "not_one_operation": HTTPStatus.UNPROCESSABLE_ENTITY,
     "no_route_matches": HTTPStatus.UNPROCESSABLE_ENTITY,
     "invalid_route": HTTPStatus.UNPROCESSABLE_ENTITY,
     "query_bound": HTTPStatus.UNPROCESSABLE_ENTITY,

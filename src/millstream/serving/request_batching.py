@@ -1,4 +1,4 @@
-"""Batches of waiting requests: those that arrived for a table during its last write are converted and appended once.
+"""Batches of waiting requests: those that arrived for the same tables during the last write are made one batch.
 
 A batch costs by its columns, not by its rows, and a commit group by its fsync: alone, requests of a few
 rows would pay both for each. Each request stays an operation of its own, with its own answer. If they
@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import pyarrow as pa
 import structlog
@@ -21,7 +21,7 @@ from millstream.errors import IngestError, InvalidValue, MillstreamError, UsageE
 from millstream.ingest.json_rows import Row, columns_of
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
-from millstream.model.writes import AppendBatch, WriteId
+from millstream.model.writes import AppendBatch, TableBatch, WriteId
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -40,15 +40,21 @@ class BatchTarget(NamedTuple):
     """The common attributes of one batch's requests."""
 
     stream: str
-    table: str
+    tables: tuple[str, ...]
+    """The tables in the order of a request's rows; each request has rows in all of them."""
     deadline_s: float
     keep_valid_rows: bool
     acks: AckLevel | None = None
+    keep_valid_tables: bool = False
+
+
+Rows: TypeAlias = list[Row] | pa.Table
+"""Rows as JSON objects, or as columns in the log's types."""
 
 
 class _PendingRequest(NamedTuple):
-    rows: list[Row] | pa.Table
-    """The rows as JSON objects, or as columns in the log's types."""
+    rows: Sequence[Rows]
+    """The rows of each table."""
     size_bytes: int
     write_id: WriteId | None
     answer: asyncio.Future[Appended]
@@ -85,7 +91,7 @@ class Groups:
 
         Args:
             target: where to.
-            rows: at least one.
+            rows: the rows of each of the target's tables, at least one in each.
             size_bytes: of the request's body.
             write_id: the request's.
         """
@@ -125,7 +131,7 @@ class Groups:
                 _fail(one, error)
             if not isinstance(error, Exception):
                 raise
-            logger.exception("a group of appends failed", stream=target.stream, table=target.table)
+            logger.exception("a group of appends failed", stream=target.stream, tables=target.tables[:10])
         finally:
             queue.in_flight -= 1
             if queue.waiting:
@@ -136,18 +142,20 @@ class Groups:
     async def _append_all(self, target: BatchTarget, group: list[_PendingRequest]) -> None:
         """Append requests whose rows are of one kind together; each alone if that isn't possible."""
         try:
-            rows = _joined(group)
+            rows = [_joined([one.rows[at] for one in group]) for at in range(len(target.tables))]
         except MillstreamError as error:
             await self._append_each(target, group, error)
             return
-        counts = [_count(one.rows) for one in group]
+        tables = [
+            TableBatch(table, of_table, [_count(one.rows[at]) for one in group])
+            for at, (table, of_table) in enumerate(zip(target.tables, rows, strict=True))
+        ]
         batch = AppendBatch(
-            target.table,
-            rows,
-            counts,
+            tables,
             [one.write_id for one in group],
             keep_valid_rows=target.keep_valid_rows,
             acks=target.acks,
+            keep_valid_tables=target.keep_valid_tables,
         )
         self.batches += 1
         try:
@@ -187,37 +195,41 @@ def _taken(waiting: deque[_PendingRequest]) -> list[_PendingRequest]:
 
 
 def _apart(group: list[_PendingRequest]) -> list[list[_PendingRequest]]:
-    """Group requests by the kind of their rows: JSON's together, and columns of one schema."""
-    if all(type(one.rows) is list for one in group):
-        return [group]
-    kinds: dict[pa.Schema | None, list[_PendingRequest]] = {}
+    """Group requests by the kind of their rows in each table: JSON's together, and columns of one schema."""
+    kinds: dict[tuple[pa.Schema | None, ...], list[_PendingRequest]] = {}
     for one in group:
-        kinds.setdefault(None if isinstance(one.rows, list) else one.rows.schema, []).append(one)
+        kind = tuple(None if isinstance(rows, list) else rows.schema for rows in one.rows)
+        kinds.setdefault(kind, []).append(one)
     return list(kinds.values())
 
 
-def _joined(group: list[_PendingRequest]) -> pa.Table:
-    first = group[0].rows
+def _joined(parts: Sequence[Rows]) -> pa.Table:
+    """Return the rows of several requests for one table, which are of one kind."""
+    first = parts[0]
     if not isinstance(first, list):
-        return first if len(group) == 1 else pa.concat_tables([one.rows for one in group])
+        return first if len(parts) == 1 else pa.concat_tables(parts)
     rows: list[Row] = first
-    if len(group) > 1:
-        rows = [row for one in group for row in one.rows]
-    return columns_of(rows, [_count(one.rows) for one in group])
+    if len(parts) > 1:
+        rows = [row for part in parts for row in part]
+    return columns_of(rows, [_count(part) for part in parts])
 
 
-def _is_other_alone(one: _PendingRequest, together: pa.Table) -> bool:
+def _is_other_alone(one: _PendingRequest, together: Sequence[pa.Table]) -> bool:
     """Return whether a request's columns alone have other types: integers that others' values turn into fractions."""
-    if not isinstance(one.rows, list):
+    return any(_differs(rows, whole) for rows, whole in zip(one.rows, together, strict=True))
+
+
+def _differs(rows: Rows, together: pa.Table) -> bool:
+    if not isinstance(rows, list):
         return False
     try:
-        alone = columns_of(one.rows).schema
+        alone = columns_of(rows).schema
     except MillstreamError:
         return False
     return any(field.type not in {pa.null(), together.schema.field(field.name).type} for field in alone)
 
 
-def _count(rows: list[Row] | pa.Table) -> int:
+def _count(rows: Rows) -> int:
     return len(rows) if isinstance(rows, list) else int(rows.num_rows)
 
 

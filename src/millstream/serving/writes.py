@@ -114,7 +114,7 @@ class Writes:
         check_parameters(parameters, ROWS_PARAMETERS)
         target = BatchTarget(
             stream,
-            table,
+            (table,),
             deadline_said(parameters, self.deadline_s),
             choice_said(parameters, "on_clash", ON_CLASH, "request"),
             level_said(headers),
@@ -135,8 +135,8 @@ class Writes:
             size_bytes = len(body)
             del body
             if not isinstance(rows, ValidTable):
-                return await self.groups.append(target, rows, size_bytes=size_bytes, write_id=write_id)
-            appended = await self.groups.append(target, rows.table, size_bytes=size_bytes, write_id=write_id)
+                return await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
+            appended = await self.groups.append(target, (rows.table,), size_bytes=size_bytes, write_id=write_id)
             return rows.told(appended)
 
     async def _rows(

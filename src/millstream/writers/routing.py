@@ -191,9 +191,9 @@ class StreamRouting:
         """Place rows as `Router.place`, by the ring in force."""
         return self.router.place(schema, rows)
 
-    def check(self, schema: TableSchema, rows: pa.RecordBatch) -> None:
-        """Check rows as `Router.check`, by the ring in force."""
-        self.router.check(schema, rows)
+    def check(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
+        """Place rows as `Router.check`, by the ring in force."""
+        return self.router.check(schema, rows)
 
     def reshard(self, shards: int) -> dict[str, Any]:
         """Spread rows over another number of shards from a cut on; see `LogWriter.reshard`.

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from millstream.codec.log_directory import BATCH_SCHEMA
 from millstream.model.ids import SchemaVersion, ShardId, TableId
-from millstream.model.operations import OPERATION_SCHEMA, TableRows, WriteOps
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq
 from millstream.model.records import LOG_ROW_PREFIX, log_row_schema
 from millstream.model.schema import TableSchema
@@ -120,13 +120,19 @@ def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
     Rows of one table, version, shard and partition from several submissions become one entry: the
     next steps cost per entry, and small submissions come by the hundred. A table's entries then
     stand in the order of `_place`. If a submission has its own entries in another order (a key's
-    rows went from one partition to another and back), nothing in the group is merged.
+    rows went from one partition to another and back), or an application's operation its tables in another
+    order than one before, nothing in the group is merged.
     """
     if len(group) == 1:
         tables = [table for table in group[0].tables if table.rows.num_rows]
         return tables, [table.rows.column("__operation").to_numpy().astype(np.int64) for table in tables]
     keys = [[_place(table) for table in ops.tables] for ops in group]
-    apart = not all(_rises(of_ops) for of_ops in keys if len(of_ops) > 1)
+    rank = {table: n for n, table in enumerate(dict.fromkeys(key[0] for of_ops in keys for key in of_ops))}
+    apart = not all(
+        _rises(of_ops) and (not _is_append(ops) or _in_order_of(rank, of_ops))
+        for ops, of_ops in zip(group, keys, strict=True)
+        if len(of_ops) > 1
+    )
     found: dict[object, list[tuple[TableRows, int]]] = {}
     known = 0
     for ops, of_ops in zip(group, keys, strict=True):
@@ -134,7 +140,6 @@ def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
             found.setdefault((len(found), key) if apart else key, []).append((table, known))
         known += ops.operations.num_rows
     if not apart and any(len(of_ops) > 1 for of_ops in keys):
-        rank = {table: n for n, table in enumerate(dict.fromkeys(key[0] for of_ops in keys for key in of_ops))}
         found = dict(sorted(found.items(), key=lambda item: (rank[item[0][0]], item[0][1:])))  # type: ignore[index]
     tables, of_rows = [], []
     for entries in found.values():
@@ -165,6 +170,16 @@ def _rises(places: Sequence[tuple[TableId, SchemaVersion, ShardId, str]]) -> boo
             return False
         newest[place[0]] = place
     return True
+
+
+def _is_append(ops: WriteOps) -> bool:
+    """Return whether operations are applications', whose tables keep the order that they were given in."""
+    return bool(ops.operations.column("kind")[0].as_py() == OperationKind.APPEND)
+
+
+def _in_order_of(rank: Mapping[TableId, int], places: Sequence[tuple[TableId, SchemaVersion, ShardId, str]]) -> bool:
+    """Return whether entries stand in the tables' order."""
+    return all(rank[one[0]] <= rank[other[0]] for one, other in pairwise(places))
 
 
 def _plan_table(
