@@ -8,24 +8,15 @@ from pathlib import Path
 from typing import Final
 
 from millstream.errors import UsageError
+from millstream.model.durations import duration_s as duration_s  # noqa: PLC0414 (used by this name)
 from millstream.model.replication import AckLevel
 
-_DURATION: Final = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*\Z")
-_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB|%)?\s*\Z")
 _BYTES: Final = {"B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", 1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
-
-
-def duration_s(text: str) -> float:
-    """Return seconds; `ValueError` for text that is no duration."""
-    found = _DURATION.match(text)
-    if found is None:
-        raise ValueError(f"{text!r} is not a duration; write a number with ms, s, min, h or d, such as 500ms or 7d")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def check_level(text: str) -> str:

@@ -1,0 +1,162 @@
+"""The port of push sinks: destinations to which the home sends a consumer's messages, in batches.
+
+A sink gets a batch and returns its outcome. It keeps no position and repeats nothing: `delivery.pushing` does both.
+
+A package adds a kind of sink by an entry point of the group `millstream.push_sinks`, named as the kind. It is a function
+with the signature of `SinkFactory`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any, Final, Protocol
+
+from millstream.errors import DeliveryError
+
+ENTRY_POINTS: Final = "millstream.push_sinks"
+OURS: Final = ("webhook",)
+
+
+@dataclass(frozen=True)
+class PushMessage:
+    """One message on its way to a sink."""
+
+    id: str
+    """The id that never changes."""
+    group: str | None
+    """Its group: messages of one group are delivered in order. None if it has none."""
+    deliveries: int
+    """Number of this delivery, from 1."""
+    record: bytes
+    """The record as JSON: the object that `wal cat --format ndjson` prints."""
+
+    @cached_property
+    def value(self) -> Mapping[str, Any]:
+        """The decoded record."""
+        value: dict[str, Any] = json.loads(self.record)
+        return value
+
+    @cached_property
+    def json(self) -> bytes:
+        """The message as JSON: `id`, `deliveries`, `group` and `record`."""
+        head = json.dumps({"id": self.id, "deliveries": self.deliveries, "group": self.group}, separators=(",", ":"))
+        return b'%b,"record":%b}' % (head[:-1].encode(), self.record)
+
+
+class Verdict(StrEnum):
+    """The kinds of outcomes of a batch."""
+
+    ACCEPTED = "accepted"
+    """The receiver has acknowledged every message."""
+    FAILED = "failed"
+    """The receiver didn't acknowledge all of them. It is a failed delivery, and the batch is repeated after a wait."""
+    REFUSED = "refused"
+    """The home didn't send, since its own rules forbid the receiver. It is repeated and isn't a failed delivery."""
+    GONE = "gone"
+    """The receiver wants no more messages: the consumer is paused. It isn't a failed delivery."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a batch."""
+
+    verdict: Verdict
+    reason: str = ""
+    """The cause, for people, unless all was accepted. It contains no secret."""
+    retry_after_s: float | None = None
+    """Seconds that the receiver asks to wait before the next attempt; None: the sink's usual waits hold."""
+
+
+ACCEPTED: Final = Outcome(Verdict.ACCEPTED)
+
+
+def failed(reason: str, *, retry_after_s: float | None = None) -> Outcome:
+    """Return the outcome of a failed delivery."""
+    return Outcome(Verdict.FAILED, reason, retry_after_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """How a sink is to be fed."""
+
+    batch_size: int = 100
+    """Most messages of a batch."""
+    concurrency: int = 1
+    """Most batches on their way at once; they have no group in common."""
+    retry_min_s: float = 1.0
+    """Wait after the first failure of a batch; it doubles with each further failure."""
+    retry_max_s: float = 300.0
+    """Longest such wait."""
+
+
+class PushSink(Protocol):
+    """A destination. Its conformance suite is `millstream.testing.push_sink`.
+
+    Concurrency: `deliver` is called by up to `pacing.concurrency` threads at once.
+    """
+
+    @property
+    def pacing(self) -> Pacing:
+        """How to feed it."""
+
+    def deliver(self, messages: Sequence[PushMessage]) -> Outcome:
+        """Send a batch once and return its outcome, within a bounded time.
+
+        The receiver may have some of the messages although the outcome isn't `ACCEPTED`. The same messages come again
+        then, with the same ids and greater `deliveries`. A failure of the receiver or of the way there is an outcome.
+
+        Args:
+            messages: at least one; those of one group are in order.
+        """
+
+    def close(self) -> None:
+        """Release connections and processes. Calls of `deliver` that are running may fail."""
+
+
+class SinkFactory(Protocol):
+    """Makes a sink, without contact to its receiver."""
+
+    def __call__(self, settings: Mapping[str, Any], *, stream: str, consumer: str) -> PushSink:
+        """Return a sink.
+
+        Args:
+            settings: the consumer's table of that kind, as it was written.
+            stream: the name of the consumer's stream.
+            consumer: the consumer's name.
+
+        Raises:
+            DeliveryError (`invalid_consumer`): a setting is missing, unknown or not valid.
+        """
+
+
+def open_sink(kind: str, settings: Mapping[str, Any], *, stream: str, consumer: str) -> PushSink:
+    """Return a sink of a kind: one of `OURS`, or another package's.
+
+    Raises:
+        DeliveryError (`invalid_consumer`): there is no such kind, or a setting isn't valid.
+    """
+    return _factory(kind)(settings, stream=stream, consumer=consumer)
+
+
+def _factory(kind: str) -> SinkFactory:
+    if kind == "webhook":
+        from millstream.delivery.webhooks import open_webhook
+
+        return open_webhook
+    others = entry_points(group=ENTRY_POINTS)
+    for entry_point in others:
+        if entry_point.name == kind:
+            factory: SinkFactory = entry_point.load()
+            return factory
+    known = sorted({*OURS, *others.names})
+    raise DeliveryError(
+        f"no push sink is of kind {kind[:80]!r}",
+        code="invalid_consumer",
+        hint=f"Use one of {', '.join(known)}, or install a package with an entry point of {ENTRY_POINTS}.",
+        field=kind[:80],
+    )

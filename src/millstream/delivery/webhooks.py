@@ -1,0 +1,135 @@
+"""Webhooks: batches of messages as signed HTTP requests, by the Standard Webhooks specification."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, Verdict, failed
+from millstream.delivery.webhook_settings import WebhookSettings
+
+if TYPE_CHECKING:
+    from millstream.delivery.webhook_http import HttpSender
+
+RETRY_AFTER_MAX_S: Final = 3600.0
+_GONE: Final = 410
+_PLAIN: Final = re.compile(r"[!-~]{1,256}\Z")
+
+
+class WebhookSink:
+    """A webhook: `sinks.PushSink`.
+
+    Args:
+        settings: the settings.
+        sender: sends the requests; closed with the sink.
+        now_s: returns the time in seconds since 1970-01-01 UTC.
+    """
+
+    def __init__(
+        self, settings: WebhookSettings, sender: HttpSender, *, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self._settings = settings
+        self._sender = sender
+        self._now_s = now_s
+        self._keys = settings.keys
+
+    @property
+    def pacing(self) -> Pacing:
+        """See `sinks.PushSink`."""
+        return self._settings.pacing
+
+    def deliver(self, messages: Sequence[PushMessage]) -> Outcome:
+        """See `sinks.PushSink`: one request."""
+        from millstream.delivery.webhook_http import AddressRefused, ExchangeFailed
+
+        body = body_of(messages)
+        webhook_id, timestamp = webhook_id_of(messages), int(self._now_s())
+        headers = {
+            "user-agent": "millstream",
+            **self._settings.headers,
+            "content-type": "application/json",
+            "webhook-id": webhook_id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": signatures(self._keys, webhook_id, timestamp, body),
+        }
+        try:
+            answer = self._sender.post(headers, body, timeout_s=self._settings.timeout_s)
+        except AddressRefused as error:
+            return Outcome(Verdict.REFUSED, str(error))
+        except ExchangeFailed as error:
+            return failed(str(error))
+        if 200 <= answer.status < 300:
+            return ACCEPTED
+        reason = f"the receiver answered {answer.status}"
+        if answer.status == _GONE:
+            return Outcome(Verdict.GONE, reason)
+        return failed(reason, retry_after_s=retry_after_s(answer.retry_after, now_s=self._now_s()))
+
+    def close(self) -> None:
+        """See `sinks.PushSink`."""
+        self._sender.close()
+
+
+def open_webhook(settings: Mapping[str, Any], *, stream: str, consumer: str) -> WebhookSink:  # noqa: ARG001
+    """Return a webhook: a `sinks.SinkFactory`."""
+    return webhook_of(WebhookSettings.parse(settings))
+
+
+def webhook_of(settings: WebhookSettings) -> WebhookSink:
+    """Return the sink of valid settings."""
+    from millstream.delivery.webhook_http import HttpSender
+
+    sender = HttpSender(
+        settings.receiver, connections=settings.pacing.concurrency, allow_private=settings.allow_private
+    )
+    return WebhookSink(settings, sender)
+
+
+def body_of(messages: Iterable[PushMessage]) -> bytes:
+    """Return a request's body."""
+    return b'{"messages":[%b]}' % b",".join(message.json for message in messages)
+
+
+def webhook_id_of(messages: Sequence[PushMessage]) -> str:
+    """Return the id of a request: equal for equal messages, so that a retry has the same one, also after a restart.
+
+    It is the message's id if there is one message, else a digest of all ids.
+    """
+    if len(messages) == 1 and _PLAIN.match(messages[0].id):
+        return messages[0].id
+    digest = hashlib.sha256("\n".join(message.id for message in messages).encode()).hexdigest()
+    return f"batch-{digest[:32]}"
+
+
+def signatures(keys: Iterable[bytes], webhook_id: str, timestamp: int, body: bytes) -> str:
+    """Return the value of the header `webhook-signature`: a signature for each key, separated by spaces."""
+    content = b"%b.%d.%b" % (webhook_id.encode(), timestamp, body)
+    digests = (hmac.digest(key, content, "sha256") for key in keys)
+    return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
+
+
+def retry_after_s(value: str | None, *, now_s: float) -> float | None:
+    """Return the seconds that a header `retry-after` asks to wait, at most an hour; None if it isn't valid.
+
+    Args:
+        value: seconds, or a date; None if there is no such header.
+        now_s: the time in seconds since 1970-01-01 UTC.
+    """
+    if value is None:
+        return None
+    text = value.strip()
+    if re.fullmatch(r"[0-9]+", text):
+        return RETRY_AFTER_MAX_S if len(text) > 6 else min(float(text), RETRY_AFTER_MAX_S)
+    try:
+        moment = parsedate_to_datetime(text)
+        moment_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return None
+    return min(max(moment_s - now_s, 0.0), RETRY_AFTER_MAX_S)
