@@ -45,22 +45,33 @@ class RedisKeys:
         return f"{self._name}:{shard}:senders"
 
 
-def connect(url: str, name: str, *, timeout_s: float) -> Redis:
-    """Return a client. Raises `missing_extra` if redis isn't installed, `BufferRefused` if the address is invalid."""
+def connect(url: str, name: str, *, timeout_s: float, what: str = "write buffer") -> Redis:
+    """Return a client, which connects when it is first used.
+
+    Args:
+        url: the server's address.
+        name: the name of the user of the connection, for errors.
+        timeout_s: bound of one answer, if it is less than the usual bound.
+        what: the kind of the user, for errors.
+
+    Raises:
+        UsageError (`missing_extra`): redis isn't installed.
+        BufferRefused: the address is invalid.
+    """
     try:
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"a buffer in Redis needs {error.name}, which isn't installed",
+            f"{what} {name} needs {error.name}, which isn't installed",
             code="missing_extra",
             hint="pip install 'millstream[redis]'",
             extra="redis",
         ) from error
     answers_s = min(timeout_s, _ANSWERS_WITHIN_S)
     refused = BufferRefused(
-        f"the address of write buffer {name} is none, or can be read in two ways",
+        f"the address of {what} {name} is none, or can be read in two ways",
         hint="Write it as redis://host:6379/0, rediss://… for TLS, or unix://…; %-encode special characters in user and password.",
         buffer=name,
     )
@@ -91,25 +102,25 @@ def translated(name: str) -> Iterator[None]:
         raise error_of_redis(error, name) from error
 
 
-def error_of_redis(error: Exception, name: str) -> WriteBufferError:
-    """Return this project's error."""
+def error_of_redis(error: Exception, name: str, *, what: str = "write buffer") -> WriteBufferError:
+    """Return this project's error; `what` and `name` are as in `connect`."""
     import redis
 
     said = str(error) or type(error).__name__
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return BufferRefused(
-            f"Redis refuses write buffer {name}: {said}", hint="Mend user and password in its address.", buffer=name
+            f"Redis refuses {what} {name}: {said}", hint="Mend user and password in its address.", buffer=name
         )
     if isinstance(error, redis.ResponseError) and not isinstance(error, redis.BusyLoadingError):
         if said.startswith(_GONE):
             return BufferMissing(f"write buffer {name} is gone from Redis, or was made anew", buffer=name)
         if not said.startswith(_MEND_THEMSELVES):
             return BufferRefused(
-                f"Redis refuses write buffer {name}: {said}",
+                f"Redis refuses {what} {name}: {said}",
                 hint="Look at the server's log and settings: its memory, its disk, the user's rights.",
                 buffer=name,
             )
-    return BufferUnavailable(f"Redis can't be asked about write buffer {name}: {said}", buffer=name)
+    return BufferUnavailable(f"Redis can't be asked about {what} {name}: {said}", buffer=name)
 
 
 def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from millstream.errors import DeliveryError
 
 ENTRY_POINTS: Final = "millstream.push_sinks"
-OURS: Final = ("webhook",)
+OURS: Final = ("webhook", "redis", "command")
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,14 @@ def _factory(kind: str) -> SinkFactory:
         from millstream.delivery.webhooks import open_webhook
 
         return open_webhook
+    if kind == "redis":
+        from millstream.delivery.redis_stream import open_redis
+
+        return open_redis
+    if kind == "command":
+        from millstream.delivery.command import open_command
+
+        return open_command
     others = entry_points(group=ENTRY_POINTS)
     for entry_point in others:
         if entry_point.name == kind:

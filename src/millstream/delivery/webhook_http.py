@@ -12,7 +12,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final, TypeAlias
@@ -20,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from millstream.delivery.public_addresses import is_public
 from millstream.delivery.webhook_settings import Receiver
 from millstream.errors import UsageError
-from millstream.workers import Worker
+from millstream.workers import call_in_thread
 
 try:
     import httpcore
@@ -217,15 +216,7 @@ class _Backend(httpcore.NetworkBackend):
 
     def _addresses(self, host: str, port: int) -> Sequence[str]:
         """Look a name up within the exchange's time, though the system's resolver has no bound of its own."""
-        answer: Future[Sequence[str]] = Future()
-
-        def look_up() -> None:
-            try:
-                answer.set_result(self._resolve(host, port))
-            except BaseException as error:  # noqa: BLE001 (raised by the thread that waits)
-                answer.set_exception(error)
-
-        Worker("webhook-lookup", look_up).start()
+        answer = call_in_thread("webhook-lookup", lambda: self._resolve(host, port))
         try:
             return answer.result(self._exchange.remaining_s())
         except TimeoutError:
