@@ -11,7 +11,7 @@ _READ_END: Final = getattr(select, "POLLRDHUP", 0)
 
 
 class PeerState(Enum):
-    """What is known of the other side."""
+    """The known state of the other side."""
 
     SENDS = auto()
     ENDED = auto()
