@@ -34,6 +34,7 @@ from millstream.serving.problems import MEDIA_TYPE, plain_problem, response_of, 
 from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem
+from millstream.serving.tails import Tails
 from millstream.serving.writes import ROWS_PATH, Writes, is_rows_path
 from millstream.workers import call_in_thread
 
@@ -68,6 +69,7 @@ class Application:
         self.groups: Final = Groups(self._append)
         self.reading: Final = Reading(home, self.intake)
         self.consumers: Final = Consumers(home, self.intake)
+        self.tails: Final = Tails(home)
         self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compile or load it during the first requests: the first time on a machine it takes seconds.
@@ -84,6 +86,7 @@ class Application:
         """Stop writing the home, if this process did."""
         self.consumers.close()
         self.reading.close()
+        self.tails.close()
         self.appender.close()
 
     async def _may_read(self, scope: Scope) -> bool:
@@ -153,6 +156,7 @@ class Application:
         app.state.access = self.access
         app.include_router(self.reading.router)
         app.include_router(self.consumers.router)
+        app.include_router(self.tails.router)
         may_read = [Depends(allow(Right.READ))]
 
         @app.get(

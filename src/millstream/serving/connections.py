@@ -26,7 +26,7 @@ from millstream.serving.memory_budget import Receive
 from millstream.serving.peer_state import PeerState, peer_state
 from millstream.serving.problems import encoded, headers_of, plain_problem, problem_of
 from millstream.serving.request_heads import HeadRefused, check_head
-from millstream.serving.requests import Scope, Send
+from millstream.serving.requests import ENDING, ClientStalledError, Scope, Send
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -87,6 +87,10 @@ class Exchange:
         except asyncio.CancelledError:
             self._connection.transport.close()
             raise
+        except ClientStalledError:
+            logger.warning("a client that doesn't read was dropped", path=self.scope["path"])
+            self._connection.transport.abort()
+            return
         except Exception:
             logger.exception("a request failed", path=self.scope["path"])
             if self.is_answered:
@@ -178,6 +182,8 @@ class Server(Protocol):
     connections: set[Connection]
     date_line: bytes
     """The header of each answer that has the time."""
+    ending: asyncio.Event
+    """Set once it takes no more requests."""
 
     def start(self, exchange: Exchange) -> None:
         """Start a task that answers a request."""
@@ -249,6 +255,7 @@ class Connection(asyncio.Protocol):
             "client": tuple(client[:2]) if client else None,
             "server": tuple(own[:2]) if own else None,
             "root_path": "",
+            ENDING: self.server.ending,
         }
         if secured is not None and (name := name_in_certificate(secured.getpeercert())) is not None:
             self._base[CERTIFICATE] = name

@@ -47,6 +47,7 @@ class HttpServer:
         self.bounds = bounds
         self.connections: set[Connection] = set()
         self.date_line = b""
+        self.ending = asyncio.Event()
         self._drain_s = drain_s
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
@@ -146,6 +147,7 @@ class HttpServer:
             self.handshakes.pop(connection, None)
 
     async def _drain(self) -> None:
+        self.ending.set()
         for connection in list(self.connections):
             connection.end()
         try:

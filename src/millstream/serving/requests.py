@@ -20,8 +20,15 @@ from millstream.serving.problems import encoded, headers_of, problem_of
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 """ASGI's `send`."""
+ENDING: Final = "millstream.ending"
+"""Key in an ASGI scope: an `asyncio.Event`, set once the server takes no more requests. Answers that would go on for
+ever end then."""
 _PARAMETERS_MAX: Final = 32
 _DIGITS_MAX: Final = 18
+
+
+class ClientStalledError(Exception):
+    """The client reads nothing of an answer that goes on: its connection is dropped, with all that waits for it."""
 
 
 def headers_said(scope: Scope) -> dict[bytes, bytes]:

@@ -7,7 +7,7 @@ of one transaction by their index. Memory is bounded by one frame per shard.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -91,35 +91,45 @@ class Cat:
             first = self.reader.first_offset(shard)
             start = first if self.from_offset is None else self.from_offset
         self._next[shard] = start
-        for line in self._by_offset(self._read(shard, start)):
+        for line in by_offset(self._read(shard, start), self._lines):
             if line.facts["seq"] > upto:
                 return
             self._next[shard] = Offset(line.offset + 1)
             yield line
 
+    def _lines(self, part: TableRecords) -> Iterator[Line]:
+        return table_lines(part, stream=self.stream, values=self.values)
+
     def _read(self, shard: ShardId, start: Offset) -> Iterator[TableRecords]:
         return self.reader.read(shard, start, tables=self.tables, numbers=self.numbers, moments=self.moments)
 
-    def _by_offset(self, found: Iterable[TableRecords]) -> Iterator[Line]:
-        """Yield the records of a frame's tables by offset."""
-        frame: list[TableRecords] = []
-        try:
-            for part in found:
-                if frame and part.frame_offset != frame[0].frame_offset:
-                    yield from self._frame(frame)
-                    frame = []
-                frame.append(part)
-        except CorruptWal as error:
-            # Records before the damage are right, and are shown; of a damaged frame nothing is.
-            if frame and int(error.details.get("offset_from", 0)) > frame[0].frame_offset:
-                yield from self._frame(frame)
-            raise
-        yield from self._frame(frame)
 
-    def _frame(self, parts: list[TableRecords]) -> Iterator[Line]:
-        lines = [line for part in parts for line in table_lines(part, stream=self.stream, values=self.values)]
-        lines.sort(key=lambda line: line.offset)  # also within one table: its partitions are stored one after the other
-        return iter(lines)
+def by_offset(found: Iterable[TableRecords], lines_of: Callable[[TableRecords], Iterable[Line]]) -> Iterator[Line]:
+    """Yield one shard's records by offset.
+
+    Args:
+        found: the shard's records, frame by frame.
+        lines_of: returns the lines of one table's records; it may leave some out.
+    """
+    frame: list[TableRecords] = []
+    try:
+        for part in found:
+            if frame and part.frame_offset != frame[0].frame_offset:
+                yield from _frame(frame, lines_of)
+                frame = []
+            frame.append(part)
+    except CorruptWal as error:
+        # Records before the damage are right, and are shown; of a damaged frame nothing is.
+        if frame and int(error.details.get("offset_from", 0)) > frame[0].frame_offset:
+            yield from _frame(frame, lines_of)
+        raise
+    yield from _frame(frame, lines_of)
+
+
+def _frame(parts: list[TableRecords], lines_of: Callable[[TableRecords], Iterable[Line]]) -> Iterator[Line]:
+    lines = [line for part in parts for line in lines_of(part)]
+    lines.sort(key=lambda line: line.offset)  # also within one table: its partitions are stored one after the other
+    return iter(lines)
 
 
 def table_lines(found: TableRecords, *, stream: str, values: Values = "json") -> Iterator[Line]:

@@ -1,0 +1,160 @@
+"""Records of a log as server-sent events, of some tables, and of rows that a predicate matches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import InvalidValue, RoutingError, UsageError
+from millstream.export.stretches import FollowedTables, Stretch, next_stretch
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.predicate import Predicate
+from millstream.model.records import Op
+from millstream.model.schema import TableKind, TableSchema
+from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.records_json import Line, by_offset, merge_shards, table_lines, to_json
+
+_ROWS_MAX: Final = 10_000
+_BYTES_MAX: Final = 1 << 20
+
+
+class TailFilter:
+    """The records that a tail delivers.
+
+    Args:
+        tables: names of tables; None for all.
+        where: a predicate; None for all rows.
+
+    Raises:
+        UsageError: a text is no table's name.
+        InvalidValue: the predicate can't be read.
+    """
+
+    def __init__(self, tables: Sequence[str] | None, where: str | None) -> None:
+        self.tables: Final = FollowedTables(tables)
+        try:
+            self._where = None if where is None else Predicate.parse(where)
+        except UsageError as error:
+            raise InvalidValue(error.message, hint=error.hint, parameter="where") from error
+
+    def check(self, schemas: Sequence[TableSchema]) -> None:
+        """Raise `InvalidValue` if a literal isn't of the type of its column in one of the tables."""
+        if self._where is None:
+            return
+        for schema in schemas:
+            if schema.kind is not TableKind.RAW and self.tables.has(schema):
+                columns = [column for column in schema.columns if column.name in self._where.columns]
+                empty = [pa.array([], column.arrow) for column in columns]
+                rows = pa.RecordBatch.from_arrays(empty, names=[column.name for column in columns])
+                try:
+                    self._where.matches(rows)
+                except RoutingError as error:
+                    raise InvalidValue(
+                        f"{error.message} (table {schema.full_name})",
+                        hint="Write a literal of the column's type, or name the tables that have it.",
+                        parameter="where",
+                        table=schema.full_name,
+                        column=error.details.get("column"),
+                    ) from error
+
+    def kept(self, part: TableRecords) -> TableRecords | None:
+        """Return the records of one table that are delivered; None if there are none.
+
+        A record on which the predicate can't be evaluated is delivered.
+        """
+        if not self.tables.has(part.schema):
+            return None
+        if self._where is None:
+            return part
+        if part.schema.kind is TableKind.RAW:
+            return part
+        try:
+            matched = self._where.matches(part.batch).to_numpy(zero_copy_only=False)
+        except RoutingError:
+            return part  # the column has another type in this version of the table
+        keep = matched | _undecided(part.schema, part.batch, frozenset(self._where.columns))
+        if keep.all():
+            return part
+        if not keep.any():
+            return None
+        mask = pa.array(keep)
+        return replace(
+            part,
+            batch=part.batch.filter(mask),
+            operation_seq=part.operation_seq.filter(mask),
+            hybrid_ns=part.hybrid_ns.filter(mask),
+        )
+
+
+def _undecided(schema: TableSchema, rows: pa.RecordBatch, named: frozenset[str]) -> npt.NDArray[np.bool_]:
+    """Return which records lack the value of a column that the predicate names and the table has."""
+    own = named.intersection(column.name for column in schema.columns)
+    lacking = pc.equal(rows.column("__op"), Op.TRUNCATE.letter).to_numpy(zero_copy_only=False)
+    if not own.issubset(schema.identity):
+        lacking = lacking | pc.equal(rows.column("__op"), Op.DELETE.letter).to_numpy(zero_copy_only=False)
+    for name in ("__unchanged", "__exact"):
+        column = rows.column(name)
+        if column.null_count < len(column):
+            told = [bool(own.intersection(_names(value))) for value in column.to_pylist()]
+            lacking = lacking | np.array(told, dtype=bool)
+    found: npt.NDArray[np.bool_] = lacking
+    return found
+
+
+def _names(value: list[str] | list[tuple[str, str]] | None) -> Iterator[str]:
+    return (one if isinstance(one, str) else one[0] for one in value or ())
+
+
+def tail_events(reader: StreamReader, stream: str, wanted: TailFilter, after: Seq, upto: Seq) -> Iterator[bytes]:
+    """Yield the events of `(after, upto]` one by one, and an empty text after each stretch of the log.
+
+    An event's id is the token of the end of the operation before; that of the last record that is delivered of an
+    operation is the operation's own.
+
+    Raises:
+        OffsetExpired, TokenFromFuture, LogTruncated, CorruptWal: as `StreamReader.read`.
+    """
+    at = after
+    while at != upto:
+        stretch = next_stretch(reader, at, upto, rows_max=_ROWS_MAX, bytes_max=_BYTES_MAX)
+        ids = wanted.tables.ids(stretch)
+        if ids:
+            yield from _events(reader, stream, wanted, stretch, ids)
+        at = stretch.upto
+        yield b""
+
+
+def _events(
+    reader: StreamReader, stream: str, wanted: TailFilter, stretch: Stretch, ids: frozenset[TableId]
+) -> Iterator[bytes]:
+    def lines_of(part: TableRecords) -> Iterator[Line]:
+        kept = wanted.kept(part)
+        return iter(()) if kept is None else table_lines(kept, stream=stream)
+
+    numbers = (stretch.after, stretch.upto)
+    shards = [
+        by_offset(reader.read(shard, start, tables=ids, upto=end, numbers=numbers), lines_of)
+        for shard, (start, end) in sorted(stretch.offsets.items())
+    ]
+    held: Line | None = None
+    for line in merge_shards(shards):
+        if held is not None:
+            yield _event(reader, stretch, held, line)
+        held = line
+    if held is not None:
+        yield _event(reader, stretch, held, None)
+
+
+def _event(reader: StreamReader, stretch: Stretch, line: Line, following: Line | None) -> bytes:
+    own = stretch.position_after(line.facts["seq"])
+    is_last = following is None or following.facts["seq"] > own
+    position = own if is_last else stretch.position_before(line.facts["seq"])
+    token = StreamToken.scalar(reader.stream_id, position)
+    return f"id: {token}\ndata: {to_json(line.facts)}\n\n".encode()
