@@ -25,7 +25,7 @@ from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.replication.flight import FlightTransport, FollowRequest, LeaderAddress
 from millstream.replication.joined_link import JoinedLink
 from millstream.replication.object_layout import behind
-from millstream.serving.flight_connections import cut_connections
+from millstream.serving.flight.connections import cut_connections
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.shipping import ShipSource
 

@@ -10,8 +10,8 @@ import pyarrow.flight as fl
 
 from millstream.errors import MillstreamError
 from millstream.replication.flight import FlightTransport, FollowRequest
-from millstream.serving.flight import flight_error
-from millstream.serving.flight_connections import cut_connections
+from millstream.serving.flight.connections import cut_connections
+from millstream.serving.flight.server import flight_error
 
 
 class _Headers(fl.ServerMiddleware):  # type: ignore[misc] # pyarrow ships no types

@@ -32,9 +32,9 @@ from millstream.model.operations import Appended
 from millstream.model.records import record_schema
 from millstream.model.replication import Hello, NodeName
 from millstream.replication.flight_wire import FollowRequest
-from millstream.serving import bulk_read
 from millstream.serving.access import Access, Credentials, TokenBook
-from millstream.serving.flight import FlightServer, flight_error
+from millstream.serving.flight import read
+from millstream.serving.flight.server import FlightServer, flight_error
 from millstream.testing.errors import coded
 
 KEYED = '[streams.shop]\n[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.web]\n'
@@ -670,7 +670,7 @@ def test_rights_are_asked_for_each_stream(tmp_path: Path) -> None:
 
 def test_a_transfer_does_not_outlast_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token was checked only at the start of a transfer, which may be days ago."""
-    monkeypatch.setattr(bulk_read, "BATCH_BYTES", 1 << 10)
+    monkeypatch.setattr(read, "BATCH_BYTES", 1 << 10)
     text = KEYED + "[http]\ntokens_required = true\n"
     home = Home(make_home(tmp_path / "home", text))
     home.prepare()

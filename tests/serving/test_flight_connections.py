@@ -17,7 +17,7 @@ from tests.app.homes import done, make_home, wait_for
 from tests.serving.serving_process import served
 
 from millstream.catalog import Catalog
-from millstream.serving.flight_connections import cut_connections
+from millstream.serving.flight.connections import cut_connections
 
 TABLES = 40
 ROWS = pa.record_batch({"id": [1]})

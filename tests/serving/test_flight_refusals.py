@@ -17,7 +17,7 @@ from millstream.home.home import Home
 from millstream.ingest.bulk import Cutter, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.serving.access import Access
-from millstream.serving.flight import FlightServer
+from millstream.serving.flight.server import FlightServer
 
 ROWS = pa.record_batch({"id": [1]})
 WHERE = fl.FlightDescriptor.for_path("web", "clicks")

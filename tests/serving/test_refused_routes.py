@@ -19,7 +19,7 @@ from millstream.app.local_client import home_appender
 from millstream.errors import RoutingError
 from millstream.home.home import Home
 from millstream.serving.access import Access
-from millstream.serving.flight import FlightServer
+from millstream.serving.flight.server import FlightServer
 from millstream.testing.errors import coded
 
 RULES = """

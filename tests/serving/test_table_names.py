@@ -20,7 +20,7 @@ from millstream.app.local_client import home_appender
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge, UnknownStream, UsageError
 from millstream.home.home import Home
 from millstream.serving.access import Access
-from millstream.serving.flight import FlightServer
+from millstream.serving.flight.server import FlightServer
 
 LONG = "n" * 256
 WRONG = [('"a\0b"', UsageError), ('"a\0b".t', UsageError), (LONG, RowsTooLarge), (f"{LONG}.t", RowsTooLarge)]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from millstream.nodes.leading import Shipping
     from millstream.serving.application import Application
     from millstream.serving.connections import ConnectionBounds
-    from millstream.serving.flight import FlightService
+    from millstream.serving.flight.server import FlightService
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -162,7 +162,7 @@ def _flight(home: Home, application: Application, shipping: Shipping | None) -> 
     if home.config.flight.listen is None:
         yield None
         return
-    from millstream.serving.flight import flight_of
+    from millstream.serving.flight.server import flight_of
 
     with flight_of(home, application.access, application.appender, shipping) as flight:
         yield flight

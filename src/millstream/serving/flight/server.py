@@ -32,10 +32,10 @@ from millstream.nodes.peer_requests import answer_node
 from millstream.replication.flight_wire import FollowRequest
 from millstream.serving.access import Access, Caller, Credentials, token_said
 from millstream.serving.bind_check import check_protected
-from millstream.serving.bulk_append import BulkAppend, TransferBudget
-from millstream.serving.bulk_read import records
 from millstream.serving.certificates import Certificates
-from millstream.serving.flight_connections import Readers, Sender, Senders, cut_connections
+from millstream.serving.flight.append import BulkAppend, TransferBudget
+from millstream.serving.flight.connections import Readers, Sender, Senders, cut_connections
+from millstream.serving.flight.read import records
 from millstream.workers import Worker
 
 if TYPE_CHECKING:

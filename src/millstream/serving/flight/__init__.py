@@ -1,0 +1,1 @@
+"""Serves Arrow Flight: append and read as columns."""
