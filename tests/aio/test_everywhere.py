@@ -188,7 +188,7 @@ def test_all_have_the_same_calls() -> None:
         """Return a method's signature as its blocking counterpart would have it."""
         text = str(inspect.signature(call))
         text = re.sub(r"AsyncGenerator\[(.*), None\]", r"Iterator[\1]", text)
-        return text.replace("AsyncSession", "Session").replace("AsyncFollowing", "Following")
+        return re.sub(r"Async(Session|Following|Consumers|Consumption)", r"\1", text)
 
     def public(kind: type) -> dict[str, str]:
         return {n: said(c) for n, c in vars(kind).items() if not n.startswith("_") and inspect.isfunction(c)}
@@ -206,6 +206,8 @@ def test_all_have_the_same_calls() -> None:
         "status",
         "session",
         "session_facts",
+        "consumers",
+        "consume",
         "close",
     }
     assert public(millstream.RemoteHome) == wanted

@@ -50,6 +50,7 @@ class Endpoint:
             "{table}": "orders",
             "{t}": "orders",
             "{name}": "one",
+            "{consumer}": "search",
         }.items():
             url = url.replace(name, value)
         assert "{" not in url, f"say here what stands for the parameter of {self.path}"

@@ -8,26 +8,39 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
+from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession, valid_columns, valid_tables
 from millstream.app.local_client import (
     OpenHome,
     check_stream,
     home_appender,
+    home_consumers,
     level_of,
     open_lake,
     open_reader,
     write_id_of,
 )
+from millstream.client.consumers import Ask, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, AsyncFollowing, Step
-from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, check_deadline, session_of
+from millstream.client.protocol import (
+    APPEND_DEADLINE_S,
+    CONSUMED_AT_ONCE,
+    LATEST_ROWS_MAX,
+    Latest,
+    check_deadline,
+    session_of,
+)
+from millstream.delivery.running import Waiter
 from millstream.errors import WriterClosed
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
 from millstream.ingest.requests import one_request, sole_outcome
+from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,6 +50,7 @@ if TYPE_CHECKING:
     from millstream.model.positions import StreamToken
     from millstream.model.writes import SessionFacts
     from millstream.writers.appending import HomeAppender
+    from millstream.writers.consuming import HomeConsumers
 
 _QUERIES_AT_ONCE: Final = 4
 """One query already uses all cores in DuckDB."""
@@ -55,6 +69,7 @@ class AsyncOpenHome:
         self._followings: weakref.WeakSet[AsyncFollowing] = weakref.WeakSet()
         self._queries = ThreadPoolExecutor(_QUERIES_AT_ONCE, thread_name_prefix="aio-query")
         self._appender: HomeAppender | None = None
+        self._consumers: HomeConsumers | None = None
         self._making = asyncio.Lock()
         self._closed = False
 
@@ -77,9 +92,11 @@ class AsyncOpenHome:
     async def close(self) -> None:
         """Close everything that was opened. If this process writes the home's streams, others may from here on."""
         async with self._making:
-            self._closed, appender = True, self._appender
+            self._closed, appender, consumers = True, self._appender, self._consumers
         for following in list(self._followings):
             await following.close()
+        if consumers is not None:
+            await asyncio.to_thread(consumers.close)
         if appender is not None:
             await asyncio.to_thread(appender.close)
         self._reader.shutdown(wait=False)
@@ -194,6 +211,30 @@ class AsyncOpenHome:
         """Return as `OpenHome.session_facts`."""
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
         return await asyncio.to_thread(appender.session, stream, name)
+
+    def consumers(self, stream: str) -> AsyncConsumers:
+        """Return as `OpenHome.consumers`."""
+        return AsyncConsumers(partial(self._carry_ask, stream))
+
+    def consume(
+        self, stream: str, name: str, *, batch_size: int = CONSUMED_AT_ONCE, wait_s: float | None = None
+    ) -> AsyncConsumption:
+        """Receive as `OpenHome.consume`: `async with`, then `async for`. Each waiting task takes a thread."""
+        return AsyncConsumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+
+    async def _carry_ask(self, stream: str, ask: Ask) -> Any:
+        async with self._making:
+            if self._closed:
+                raise WriterClosed("this home was closed", hint="Open it again: millstream.aio.open(…).")
+            if self._consumers is None:
+                self._consumers = await asyncio.to_thread(home_consumers, self._home)
+            consumers = self._consumers
+        waiter = Waiter()
+        call = partial(consumers.call, stream, ask.what, ask.name, ask.body, waiter=waiter)
+        try:
+            return with_records(ask, (await asyncio.wrap_future(call_in_thread("aio-consumers", call))).body)
+        finally:
+            waiter.leave()
 
     async def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

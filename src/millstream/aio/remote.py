@@ -8,12 +8,14 @@ import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import pyarrow as pa
 
+from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession, valid_columns, valid_tables
 from millstream.client.client import (
     TIMEOUT_S,
@@ -24,9 +26,10 @@ from millstream.client.client import (
     request_of,
     tls_of,
 )
+from millstream.client.consumers import Ask, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, AsyncFollowing, Step
 from millstream.client.pieces import Pieces, change_of, latest_of
-from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
+from millstream.client.protocol import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, session_of
 from millstream.client.steps import (
     Call,
     HttpAnswer,
@@ -227,6 +230,21 @@ class AsyncRemoteHome:
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return as `OpenHome.session_facts`."""
         return SessionFacts.from_dict(await self._json(session_call(stream, name)))
+
+    def consumers(self, stream: str) -> AsyncConsumers:
+        """Return as `OpenHome.consumers`."""
+        check_name(stream)
+        return AsyncConsumers(partial(self._carry_ask, stream))
+
+    def consume(
+        self, stream: str, name: str, *, batch_size: int = CONSUMED_AT_ONCE, wait_s: float | None = None
+    ) -> AsyncConsumption:
+        """Receive as `OpenHome.consume`: `async with`, then `async for`."""
+        check_name(stream)
+        return AsyncConsumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+
+    async def _carry_ask(self, stream: str, ask: Ask) -> Any:
+        return answer_of_call(await self._asked(call_of(stream, ask)), self._url)
 
     async def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

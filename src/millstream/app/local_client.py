@@ -6,12 +6,22 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from millstream.client.consumers import Ask, Consumers, Consumption, Flow, with_records
 from millstream.client.following import LOCAL_POLL_S, Following
-from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, check_deadline, session_of
+from millstream.client.protocol import (
+    APPEND_DEADLINE_S,
+    CONSUMED_AT_ONCE,
+    LATEST_ROWS_MAX,
+    Latest,
+    Session,
+    check_deadline,
+    session_of,
+)
 from millstream.errors import LogError, UsageError, WriterClosed
 from millstream.export.record_reading import latest_stretches, read_records
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
     from millstream.writers.appending import HomeAppender
+    from millstream.writers.consuming import HomeConsumers
 
 
 class OpenHome:
@@ -54,6 +65,7 @@ class OpenHome:
         self._followings: weakref.WeakSet[Following] = weakref.WeakSet()
         self._appending = threading.Lock()
         self._appender: HomeAppender | None = None
+        self._consumers: HomeConsumers | None = None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -78,7 +90,9 @@ class OpenHome:
         for following in list(self._followings):
             following.close()
         with self._appending:
-            self._closed, appender = True, self._appender
+            self._closed, appender, consumers = True, self._appender, self._consumers
+        if consumers is not None:
+            consumers.close()
         if appender is not None:
             appender.close()
 
@@ -394,6 +408,48 @@ class OpenHome:
                 self._appender = home_appender(self._home)
             return self._appender
 
+    def consumers(self, stream: str) -> Consumers:
+        """Return the calls that make, show and steer the consumers of a stream.
+
+        If another process of the home has the consumers, calls go through it. Otherwise this process has them until it
+        closes the home.
+
+        Args:
+            stream: its name.
+        """
+        return Consumers(partial(self._carry_ask, stream))
+
+    def consume(
+        self, stream: str, name: str, *, batch_size: int = CONSUMED_AT_ONCE, wait_s: float | None = None
+    ) -> Consumption:
+        """Receive from a consumer: `with home.consume("shop", "search") as messages`, then `for message in messages`.
+
+        A message is acknowledged when the next one is asked for. Leaving the block acknowledges the current message, or
+        returns it if an exception ends the block.
+
+        Args:
+            stream: the stream's name.
+            name: the consumer's.
+            batch_size: most messages to fetch at once, from 1 to 1000.
+            wait_s: how long to wait for a message until the iteration ends; None: for ever.
+
+        Raises:
+            UnknownStream: there is no such stream.
+            DeliveryError (`unknown_consumer`): there is no such consumer; raised by the first message.
+        """
+        return Consumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+
+    def _carry_ask(self, stream: str, ask: Ask) -> Any:
+        return with_records(ask, self._home_consumers().call(stream, ask.what, ask.name, ask.body).body)
+
+    def _home_consumers(self) -> HomeConsumers:
+        with self._appending:
+            if self._closed:
+                raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
+            if self._consumers is None:
+                self._consumers = home_consumers(self._home)
+            return self._consumers
+
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
     ) -> pa.Table:
@@ -472,6 +528,15 @@ def home_appender(home: Home) -> HomeAppender:
     except ModuleNotFoundError as error:
         raise _needs_run(error) from error
     return HomeAppender(home, open_other)
+
+
+def home_consumers(home: Home) -> HomeConsumers:
+    """Return the consumers of a home's streams; `missing_extra` if only the core or the client is installed."""
+    try:
+        from millstream.writers.consuming import HomeConsumers
+    except ModuleNotFoundError as error:
+        raise _needs_run(error, "consumers") from error
+    return HomeConsumers(home)
 
 
 def open_other(place: str | Path, token: str | None) -> HomeCalls:

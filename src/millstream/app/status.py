@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from millstream.errors import ConfigError, LogError, MillstreamError
+from millstream.app.local_client import home_consumers
+from millstream.errors import ConfigError, Fenced, LogError, MillstreamError, ReadOnly
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
 from millstream.model.ids import StreamId
@@ -62,6 +63,7 @@ def collect_status(home: Home) -> dict[str, Any]:
         problems.append(error.message)
     for one in streams:
         one["replication"] = its = nodes.get(one["name"])
+        one["consumers"] = _consumers(home, one["name"], problems)
         one["regions"] = [nodes[log] for log in nodes if log.startswith(f"{one['name']}@")]
         if its is not None and its["role"] not in {None, "leads"}:
             one["state"] = its["role"]
@@ -74,6 +76,21 @@ def collect_status(home: Home) -> dict[str, Any]:
         "problems": problems,
         "measures": counted,
     }
+
+
+def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
+    """Return a stream's consumers; none if this node follows, since its leader delivers."""
+    if not home.delivery_folder(stream).exists() or stream not in home.config.streams:
+        return []
+    try:
+        with contextlib.closing(home_consumers(home)) as consumers:
+            found: list[dict[str, Any]] = consumers.call(stream, "list").body["consumers"]
+            return found
+    except (ReadOnly, Fenced):
+        return []
+    except (MillstreamError, OSError) as error:
+        problems.append(f"consumers of {stream}: {error}")
+        return []
 
 
 def _nodes(home: Home, problems: list[str]) -> dict[str, dict[str, Any]]:

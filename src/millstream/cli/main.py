@@ -33,6 +33,7 @@ _COMMANDS: Final = {
     "writers": "millstream.cli.writers:writers",
     "token": "millstream.cli.tokens:token",
     "append": "millstream.cli.appending:append",
+    "consumer": "millstream.cli.consumers:consumer",
     "route": "millstream.cli.routing:route",
     "reshard": "millstream.cli.routing:reshard",
     "follow": "millstream.cli.replicating:follow",

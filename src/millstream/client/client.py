@@ -8,15 +8,17 @@ import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from millstream.client.consumers import Ask, Consumers, Consumption, Flow, answer_of_call, call_of
 from millstream.client.following import REMOTE_POLL_S, Following, Step
 from millstream.client.pieces import Pieces, change_of, latest_of
-from millstream.client.protocol import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
+from millstream.client.protocol import APPEND_DEADLINE_S, CONSUMED_AT_ONCE, LATEST_ROWS_MAX, Latest, Session, session_of
 from millstream.client.steps import (
     Call,
     HttpAnswer,
@@ -240,6 +242,21 @@ class RemoteHome:
     def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return as `OpenHome.session_facts`."""
         return SessionFacts.from_dict(self._json(session_call(stream, name)))
+
+    def consumers(self, stream: str) -> Consumers:
+        """Return as `OpenHome.consumers`."""
+        check_name(stream)
+        return Consumers(partial(self._carry_ask, stream))
+
+    def consume(
+        self, stream: str, name: str, *, batch_size: int = CONSUMED_AT_ONCE, wait_s: float | None = None
+    ) -> Consumption:
+        """Receive as `OpenHome.consume`."""
+        check_name(stream)
+        return Consumption(Flow(name, batch_size, wait_s), name, partial(self._carry_ask, stream))
+
+    def _carry_ask(self, stream: str, ask: Ask) -> Any:
+        return answer_of_call(self._asked(call_of(stream, ask)), self._url)
 
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

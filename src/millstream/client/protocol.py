@@ -41,6 +41,7 @@ from millstream.model.steps import run
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.client.consumers import Consumers, Consumption
     from millstream.client.following import Following
     from millstream.ingest.columns import Rows
     from millstream.model.operations import Appended, AppendedTables
@@ -54,6 +55,9 @@ SERVER_DEADLINE_S_MAX: Final = 60.0
 """How long a request to a server may wait for room: its caller may retry."""
 
 LATEST_ROWS_MAX: Final = 100_000
+
+CONSUMED_AT_ONCE: Final = 100
+"""How many messages of a consumer are fetched at once by default."""
 
 ASK_AGAIN_S: Final = 0.05
 """First wait in seconds before a session resends a write with unknown outcome; it doubles up to …"""
@@ -177,6 +181,16 @@ class HomeCalls(Protocol):
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
         """Return the stream's log's facts of a session."""
+        ...
+
+    def consumers(self, stream: str) -> Consumers:
+        """Return the calls that make, show and steer the consumers of a stream."""
+        ...
+
+    def consume(
+        self, stream: str, name: str, *, batch_size: int = CONSUMED_AT_ONCE, wait_s: float | None = None
+    ) -> Consumption:
+        """Receive from a consumer."""
         ...
 
     def query(

@@ -178,7 +178,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
                 raise error
         else:
             assert got is not None, "a call is answered"
-            if got.status == 200:
+            if 200 <= got.status < 300:
                 return got
             error = problem_of(got, url)
             if got.status not in _BUSY or isinstance(error, PositionError | ReplicaTooStale):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from millstream.errors import InvalidValue
 
@@ -26,9 +26,19 @@ def waiting(body: Any) -> tuple[int, float]:
     ) / 1000
 
 
-def settling(how: str, body: Any) -> tuple[list[str], int | None]:
-    """Return the ids of an `ack`, a `nack` or an `extend`, and its delay or wait in ms; None for the default."""
-    other = {"ack": (), "nack": ("delay_ms",), "extend": ("ack_wait_ms",)}[how]
+class Settling(NamedTuple):
+    """An `ack`, a `nack` or an `extend`."""
+
+    ids: list[str]
+    ms: int | None = None
+    """The delay or the wait; None for the default."""
+    has_failed: bool = True
+    """Whether a `nack` counts for `max_deliver`."""
+
+
+def settling(how: str, body: Any) -> Settling:
+    """Return the fields of an `ack`, a `nack` or an `extend`."""
+    other = {"ack": (), "nack": ("delay_ms", "failed"), "extend": ("ack_wait_ms",)}[how]
     fields = _fields(body, "ack_ids", *other)
     ids = _texts(fields, "ack_ids")
     if len(ids) > ACK_IDS_MAX:
@@ -36,10 +46,16 @@ def settling(how: str, body: Any) -> tuple[list[str], int | None]:
             f"ack_ids has {len(ids)} ids, and may have {ACK_IDS_MAX}", hint="Send them in several requests."
         )
     if how == "nack":
-        return ids, _number(fields, "delay_ms", 0, 0, _DELAY_MS_MAX)
+        delay_ms, has_failed = _number(fields, "delay_ms", 0, 0, _DELAY_MS_MAX), fields.get("failed", True)
+        if not isinstance(has_failed, bool) or (delay_ms and not has_failed):
+            raise InvalidValue(
+                "failed is neither true nor false, or false with a delay",
+                hint="Leave failed out for messages that the consumer couldn't handle.",
+            )
+        return Settling(ids, delay_ms, has_failed)
     if how == "extend" and fields.get("ack_wait_ms") is not None:
-        return ids, _number(fields, "ack_wait_ms", _ACK_WAIT_MS[0], *_ACK_WAIT_MS)
-    return ids, None
+        return Settling(ids, _number(fields, "ack_wait_ms", _ACK_WAIT_MS[0], *_ACK_WAIT_MS))
+    return Settling(ids)
 
 
 def wanted_place(body: Any) -> str:

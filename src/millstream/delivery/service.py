@@ -33,7 +33,7 @@ from millstream.errors import (
 )
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
-from millstream.protocol.delivery import Change, Phase, State
+from millstream.protocol.delivery import Change, Consumer, DeliveryId, Phase, State, Status
 from millstream.wal.reader import StreamReader
 from millstream.workers import Worker
 
@@ -298,18 +298,19 @@ class StreamConsumers:
 
     def _settle(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:
         del waiter
-        ids, number = settling(how, body)
+        asked = settling(how, body)
+
+        def settle(machine: Consumer, deliveries: list[DeliveryId]) -> list[Status]:
+            if how == "ack":
+                return machine.ack(deliveries)
+            if how == "extend":
+                return machine.extend(deliveries, now_ms(), asked.ms)
+            if not asked.has_failed:
+                return machine.give_back(deliveries)
+            return machine.nack(deliveries, now_ms(), delay_ms=asked.ms or 0)
+
         with self._locked(name) as running:
-            results = running.settle(
-                ids,
-                lambda machine, deliveries: (
-                    machine.ack(deliveries)
-                    if how == "ack"
-                    else machine.nack(deliveries, now_ms(), delay_ms=number or 0)
-                    if how == "nack"
-                    else machine.extend(deliveries, now_ms(), number)
-                ),
-            )
+            results = running.settle(asked.ids, settle)
         return Answer({"results": results})
 
     def _dead(self, name: str, body: Any, waiter: Waiter) -> Answer:

@@ -57,7 +57,15 @@ _BODIES: Final[dict[str, dict[str, Any]]] = {
         "wait_for_ms": {"type": "integer", "minimum": 0, "maximum": 30_000, "default": 0},
     },
     "ack": _ACK_IDS,
-    "nack": {**_ACK_IDS, "delay_ms": {"type": "integer", "minimum": 0, "maximum": 86_400_000, "default": 0}},
+    "nack": {
+        **_ACK_IDS,
+        "delay_ms": {"type": "integer", "minimum": 0, "maximum": 86_400_000, "default": 0},
+        "failed": {
+            "type": "boolean",
+            "default": True,
+            "description": "False for messages that the client didn't look at: it doesn't count for `max_deliver`.",
+        },
+    },
     "extend": {**_ACK_IDS, "ack_wait_ms": {"type": "integer", "minimum": 100, "maximum": 43_200_000}},
     "rewind": {"to": _PLACE},
     "retry": {"ids": {"anyOf": [_TEXTS, {"const": "all"}]}},

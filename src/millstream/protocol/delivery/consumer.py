@@ -295,6 +295,22 @@ class Consumer:
         self._note_back(back)
         return statuses
 
+    def give_back(self, ids: Iterable[DeliveryId]) -> list[Status]:
+        """Return messages as `nack`, at once, and without counting a failure: the client hasn't looked at them."""
+        statuses: list[Status] = []
+        back = _Back(0)
+        for delivery in ids:
+            status, entry = self._find(delivery)
+            if status is Status.ACKED:
+                status = Status.NACKED
+                if entry is None:
+                    self._note_unread(Returned((delivery.position,), ()))
+                elif entry.state is _IN_FLIGHT:
+                    back.returned += [one.position for one in self._pending.come_back(entry)]
+            statuses.append(status)
+        self._note_back(back)
+        return statuses
+
     def extend(self, ids: Iterable[DeliveryId], now: int, ack_wait_ms: int | None = None) -> list[Status]:
         """Let deliveries expire at another time, counted from now; return the status of each."""
         statuses: list[Status] = []

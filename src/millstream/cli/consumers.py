@@ -1,0 +1,292 @@
+"""`consumer`: named readers of a stream, whose positions the home stores."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millstream.cli.context import (
+    Invocation,
+    SuggestingGroup,
+    human_bytes,
+    human_seconds,
+    json_option,
+    note,
+    pass_invocation,
+    print_json,
+    print_table,
+    say,
+    stream_option,
+)
+
+if TYPE_CHECKING:
+    from millstream.client.consumers import Consumers
+
+_SHOWN = ("tables", "where", "columns", "group_by", "start", "ack_wait_ms", "max_deliver", "max_ack_pending")
+
+
+@click.group(cls=SuggestingGroup)
+def consumer() -> None:
+    """Manage the consumers of a stream: named readers whose positions the home stores."""
+
+
+@consumer.command("create")
+@click.argument("name")
+@click.option("--tables", metavar="P", multiple=True, help="Pattern of tables; may be repeated.  [default: all]")
+@click.option("--where", metavar="EXPR", help="Deliver only records for which this holds, such as: total > 5.")
+@click.option(
+    "--columns", metavar="C", multiple=True, help="Column to deliver, as `name` or `name as other`; may be repeated."
+)
+@click.option(
+    "--group-by",
+    metavar="key|COLUMNS|none",
+    help="What is delivered in order: each key's records, those of each value of some columns (a,b), or nothing.  "
+    "[default: key]",
+)
+@click.option("--start", metavar="PLACE", help="earliest, latest, a token or a time.  [default: latest]")
+@click.option(
+    "--ack-wait-ms", type=int, metavar="MS", help="Time until a message is delivered again.  [default: 30000]"
+)
+@click.option(
+    "--max-deliver", type=int, metavar="N", help="Failed deliveries until a message is dead; 0: never.  [default: 10]"
+)
+@click.option("--max-ack-pending", type=int, metavar="N", help="Most messages in flight.  [default: 1000]")
+@stream_option
+@json_option
+@pass_invocation
+def create(
+    invocation: Invocation,
+    name: str,
+    tables: tuple[str, ...],
+    where: str | None,
+    columns: tuple[str, ...],
+    group_by: str | None,
+    start: str | None,
+    ack_wait_ms: int | None,
+    max_deliver: int | None,
+    max_ack_pending: int | None,
+    stream: str | None,
+    as_json: bool,
+) -> None:
+    """Create a consumer. The same command again changes nothing."""
+    groups: Any = group_by if group_by in {None, "key", "none"} else [one.strip() for one in str(group_by).split(",")]
+    fields = {
+        "tables": list(tables) or None,
+        "where": where,
+        "columns": list(columns) or None,
+        "group_by": groups,
+        "start": start,
+        "ack_wait_ms": ack_wait_ms,
+        "max_deliver": max_deliver,
+        "max_ack_pending": max_ack_pending,
+    }
+    with _consumers(invocation, stream) as consumers:
+        made = consumers.create(name, **{field: value for field, value in fields.items() if value is not None})
+    if as_json:
+        print_json(made)
+    else:
+        say(f"consumer {made['name']} begins behind {made['cursor']}")
+
+
+@consumer.command("ls")
+@stream_option
+@json_option
+@pass_invocation
+def ls(invocation: Invocation, stream: str | None, as_json: bool) -> None:
+    """List a stream's consumers, with their lag."""
+    with _consumers(invocation, stream) as consumers:
+        found = consumers.list()
+    if as_json:
+        print_json(found)
+    elif not found:
+        note("the stream has no consumers")
+    else:
+        titles = ["consumer", "state", "cursor", "lag", "size", "age", "in flight", "dead", "delivered"]
+        print_table(titles, [_row(one) for one in found], right=titles[3:])
+
+
+@consumer.command("show")
+@click.argument("name")
+@stream_option
+@json_option
+@pass_invocation
+def show(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
+    """Show a consumer's definition and progress."""
+    with _consumers(invocation, stream) as consumers:
+        _print(consumers.get(name), as_json=as_json)
+
+
+@consumer.command("pause")
+@click.argument("name")
+@stream_option
+@json_option
+@pass_invocation
+def pause(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
+    """Deliver nothing until `resume`. Acknowledgements still count."""
+    with _consumers(invocation, stream) as consumers:
+        _print(consumers.pause(name), as_json=as_json)
+
+
+@consumer.command("resume")
+@click.argument("name")
+@stream_option
+@json_option
+@pass_invocation
+def resume(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
+    """Deliver again."""
+    with _consumers(invocation, stream) as consumers:
+        _print(consumers.resume(name), as_json=as_json)
+
+
+@consumer.command("rewind")
+@click.argument("name")
+@click.option("--to", metavar="PLACE", required=True, help="earliest, latest, a token (exclusive) or a time.")
+@stream_option
+@json_option
+@pass_invocation
+def rewind(invocation: Invocation, name: str, to: str, stream: str | None, as_json: bool) -> None:
+    """Begin at another place of the log, earlier or later."""
+    with _consumers(invocation, stream) as consumers:
+        _print(consumers.rewind(name, to), as_json=as_json)
+
+
+@consumer.command("rm")
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Don't ask for confirmation.")
+@stream_option
+@pass_invocation
+def rm(invocation: Invocation, name: str, yes: bool, stream: str | None) -> None:
+    """Remove a consumer, with its position and its dead letters."""
+    with _consumers(invocation, stream) as consumers:
+        consumers.get(name)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise click.UsageError("there is no terminal to confirm on: pass --yes")
+            click.confirm(f"Remove consumer {name}, with its position and its dead letters?", abort=True)
+        consumers.delete(name)
+    say(f"consumer {name} is removed")
+
+
+@consumer.group("dead", cls=SuggestingGroup)
+def dead() -> None:
+    """Manage dead letters: messages that failed too often."""
+
+
+@dead.command("ls")
+@click.argument("name")
+@stream_option
+@json_option
+@pass_invocation
+def dead_ls(invocation: Invocation, name: str, stream: str | None, as_json: bool) -> None:
+    """List a consumer's dead letters, the oldest first."""
+    found: list[dict[str, Any]] = []
+    with _consumers(invocation, stream) as consumers:
+        after = None
+        while True:
+            page = consumers.dead(name, after=after, limit=1000)
+            found += page["dead"]
+            after = page["next"]
+            if after is None:
+                break
+    if as_json:
+        print_json(found)
+    elif not found:
+        note("there are no dead letters")
+    else:
+        rows = [[one["id"], str(one["deliveries"]), one["died"], one["error"]] for one in found]
+        print_table(["id", "deliveries", "died", "error"], rows, right=["deliveries"])
+
+
+@dead.command("retry")
+@click.argument("name")
+@click.argument("ids", nargs=-1)
+@click.option("--all", "is_all", is_flag=True, help="All of them.")
+@stream_option
+@json_option
+@pass_invocation
+def dead_retry(
+    invocation: Invocation, name: str, ids: tuple[str, ...], is_all: bool, stream: str | None, as_json: bool
+) -> None:
+    """Deliver dead messages again."""
+    with _consumers(invocation, stream) as consumers:
+        _print_results(consumers.retry(name, _named(ids, is_all=is_all))["results"], as_json=as_json)
+
+
+@dead.command("drop")
+@click.argument("name")
+@click.argument("ids", nargs=-1)
+@click.option("--all", "is_all", is_flag=True, help="All of them.")
+@stream_option
+@json_option
+@pass_invocation
+def dead_drop(
+    invocation: Invocation, name: str, ids: tuple[str, ...], is_all: bool, stream: str | None, as_json: bool
+) -> None:
+    """Forget dead messages."""
+    with _consumers(invocation, stream) as consumers:
+        _print_results(consumers.drop(name, _named(ids, is_all=is_all))["results"], as_json=as_json)
+
+
+@contextlib.contextmanager
+def _consumers(invocation: Invocation, stream: str | None) -> Iterator[Consumers]:
+    from millstream.app.local_client import OpenHome
+
+    home = invocation.home(needs_source=False)
+    name, _ = home.stream_config(stream)
+    with OpenHome(home) as opened:
+        yield opened.consumers(name)
+
+
+def _named(ids: Sequence[str], *, is_all: bool) -> Sequence[str] | str:
+    if is_all == bool(ids):
+        raise click.UsageError("name dead letters by their ids, or pass --all")
+    return "all" if is_all else list(ids)
+
+
+def _row(found: dict[str, Any]) -> list[str]:
+    lag = found["lag"]
+    return [
+        found["name"],
+        found["state"],
+        found["cursor"],
+        "" if lag["records"] is None else f"{lag['records']:,}",
+        human_bytes(lag["bytes"]),
+        human_seconds(lag["seconds"]),
+        f"{found['in_flight']:,}",
+        f"{found['dead']:,}",
+        f"{found['delivered']:,}",
+    ]
+
+
+def _print(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    lag = found["lag"]
+    say(f"{found['name']}: {found['state']}, behind {found['cursor']}")
+    if found["error"]:
+        say(f"  {found['error']}")
+    behind = "unknown" if lag["records"] is None else f"{lag['records']:,} records, {human_bytes(lag['bytes'])}"
+    say(f"  lag: {behind}, {human_seconds(lag['seconds'])}")
+    say(
+        f"  in flight: {found['in_flight']:,}; dead: {found['dead']:,}; delivered: {found['delivered']:,}; "
+        f"redelivered: {found['redelivered']:,}; acknowledged: {found['acked']:,}"
+    )
+    for field in _SHOWN:
+        value = found[field]
+        if value is not None:
+            say(f"  {field}: {', '.join(value) if isinstance(value, list) else value}")
+
+
+def _print_results(results: list[dict[str, str]], *, as_json: bool) -> None:
+    if as_json:
+        print_json(results)
+        return
+    for result in results:
+        say(f"{result['id']}: {result['status']}")
+    if not results:
+        note("there are no dead letters")

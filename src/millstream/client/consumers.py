@@ -1,0 +1,298 @@
+"""Consumers in Python: `home.consumers(stream)` makes and steers them, `home.consume(stream, name)` receives from one.
+
+What happens is written once, as generators that yield requests (`Ask`). A home of this machine and one behind an
+address carry them out with threads here, and `millstream.aio` on an event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from urllib.parse import quote
+
+from millstream.client.steps import Call, HttpAnswer, json_of, of_stream
+from millstream.model.steps import run
+
+_WAIT_S: Final = 5.0
+"""How long one request waits for messages."""
+_RECORDS: Final[Mapping[str, str]] = {"receive": "messages", "dead": "dead"}
+"""Requests whose answers have records, and the field that they are in."""
+_Result = TypeVar("_Result")
+
+
+class Ask(NamedTuple):
+    """A request to a stream's consumers."""
+
+    what: str
+    name: str | None = None
+    body: Any = None
+
+
+Steps: TypeAlias = Generator[Ask, Any, _Result]
+Carry: TypeAlias = Callable[[Ask], Any]
+"""Carries a request out, and returns the answer."""
+
+
+def call_of(stream: str, ask: Ask) -> Call:
+    """Return a request as one over HTTP."""
+    path = of_stream(stream, "consumers")
+    if ask.name is not None:
+        path += "/" + quote(ask.name, safe="")
+    if ask.what in {"list", "show"}:
+        return Call("GET", path)
+    if ask.what == "delete":
+        return Call("DELETE", path)
+    if ask.what == "dead":
+        return Call("GET", f"{path}/dead", {name: str(value) for name, value in ask.body.items()})
+    if ask.what != "create":
+        path += f"/dead/{ask.what}" if ask.what in {"retry", "drop"} else f"/{ask.what}"
+    body = {} if ask.body is None else ask.body
+    wait_s = body.get("wait_for_ms", 0) / 1000 if ask.what == "receive" else 0.0
+    headers = {"Content-Type": "application/json"}
+    return Call("POST", path, {}, headers, json.dumps(body).encode(), more_patience_s=wait_s)
+
+
+def answer_of_call(answer: HttpAnswer, url: str) -> Any:
+    """Return the answer to a request over HTTP."""
+    return json_of(answer, url) if answer.body else None
+
+
+def with_records(ask: Ask, body: Any) -> Any:
+    """Return an answer of a home of this machine with its records as objects."""
+    field_ = _RECORDS.get(ask.what)
+    if field_ is None:
+        return body
+    return {**body, field_: [{**item, "record": json.loads(item["record"])} for item in body[field_]]}
+
+
+@dataclass(slots=True)
+class Message:
+    """A message of a consumer; see `Consumption`."""
+
+    id: str
+    """The same for ever, however often the message is delivered: `stream-shard-epoch-offset`."""
+    deliveries: int
+    """Number of deliveries of the message, this one included."""
+    group: str | None
+    """Equal for two messages if and only if their table and key are equal."""
+    record: dict[str, Any]
+    """The record as `millstream wal cat` prints it."""
+    ack_id: str = field(repr=False)
+    is_settled: bool = False
+    """Whether it was acknowledged or returned here."""
+    _carry: Carry | None = field(default=None, repr=False)
+    _name: str = field(default="", repr=False)
+
+    def ack(self) -> str:
+        """Settle the message; return the status."""
+        self.is_settled = True
+        return self._settle(Ask("ack", self._name, {"ack_ids": [self.ack_id]}))
+
+    def nack(self, delay_s: float = 0.0) -> str:
+        """Return the message, to be delivered again after a delay; return the status."""
+        self.is_settled = True
+        return self._settle(Ask("nack", self._name, {"ack_ids": [self.ack_id], "delay_ms": round(delay_s * 1000)}))
+
+    def extend(self, ack_wait_s: float | None = None) -> str:
+        """Let the delivery expire so many seconds from now (the consumer's `ack_wait_ms` if None); return the status."""
+        more = {} if ack_wait_s is None else {"ack_wait_ms": round(ack_wait_s * 1000)}
+        return self._settle(Ask("extend", self._name, {"ack_ids": [self.ack_id], **more}))
+
+    def _settle(self, ask: Ask) -> str:
+        assert self._carry is not None
+        return status_of(self._carry(ask))
+
+
+def status_of(answer: Any) -> str:
+    """Return the status of the one message of an answer."""
+    return str(answer["results"][0]["status"])
+
+
+class Flow:
+    """The messages of one `consume` block, without I/O.
+
+    Args:
+        name: the consumer.
+        batch_size: most messages of a request.
+        wait_s: how long to wait for a message until the iteration ends; None: for ever.
+    """
+
+    def __init__(self, name: str, batch_size: int, wait_s: float | None) -> None:
+        self._name = name
+        self._batch_size = batch_size
+        self._wait_s = wait_s
+        self._fetched: deque[Any] = deque()
+        self.current: Any = None
+        """The message that was yielded last."""
+
+    def next(self, make: Callable[[dict[str, Any]], Any]) -> Steps[Any]:
+        """Settle the current message and return the next one; None if none comes in time."""
+        yield from self._ack_current()
+        end_s = None if self._wait_s is None else time.monotonic() + self._wait_s
+        while not self._fetched:
+            left_s = _WAIT_S if end_s is None else max(0.0, min(_WAIT_S, end_s - time.monotonic()))
+            asked = {"batch_size": self._batch_size, "wait_for_ms": int(left_s * 1000)}
+            began_s = time.monotonic()
+            answer = yield Ask("receive", self._name, asked)
+            self._fetched.extend(make(message) for message in answer["messages"])
+            if not self._fetched:
+                if end_s is not None and time.monotonic() >= end_s:
+                    return None
+                if time.monotonic() - began_s < left_s / 2:
+                    yield Ask("sleep", None, min(1.0, left_s))  # it is paused
+        self.current = self._fetched.popleft()
+        return self.current
+
+    def leave(self, *, has_failed: bool) -> Steps[None]:
+        """Settle the current message, or return it; return the others, which don't count as failed."""
+        if not has_failed:
+            yield from self._ack_current()
+        elif self.current is not None and not self.current.is_settled:
+            yield Ask("nack", self._name, {"ack_ids": [self.current.ack_id]})
+        rest = [message.ack_id for message in self._fetched if not message.is_settled]
+        self._fetched.clear()
+        self.current = None
+        if rest:
+            yield Ask("nack", self._name, {"ack_ids": rest, "failed": False})
+
+    def _ack_current(self) -> Steps[None]:
+        current, self.current = self.current, None
+        if current is not None and not current.is_settled:
+            yield Ask("ack", self._name, {"ack_ids": [current.ack_id]})
+
+
+class Consumption:
+    """The messages of a consumer: a context manager that is iterated over. Made by `home.consume`.
+
+    A message is acknowledged when the next one is asked for, and when the block ends. If the block ends with an
+    exception, the message goes back instead, and is delivered again.
+
+    Concurrency: one thread.
+    """
+
+    def __init__(self, flow: Flow, name: str, carry: Carry) -> None:
+        self._flow = flow
+        self._name = name
+        self._carry = carry
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run(self._flow.leave(has_failed=kind is not None), self._do)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Message:
+        """Return the next message; wait for it.
+
+        Raises:
+            DeliveryError (`unknown_consumer`): the consumer was deleted.
+            CursorExpired: it was cut off.
+        """
+        found: Message | None = run(self._flow.next(self._made), self._do)
+        if found is None:
+            raise StopIteration
+        return found
+
+    def _made(self, message: dict[str, Any]) -> Message:
+        return Message(**message, _carry=self._carry, _name=self._name)
+
+    def _do(self, ask: Ask) -> Any:
+        if ask.what == "sleep":
+            time.sleep(ask.body)
+            return None
+        return self._carry(ask)
+
+
+def definition_of(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body that creates a consumer; sequences become lists."""
+    body = {"name": name, **fields}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in body.items()}
+
+
+def page_of(after: str | None, limit: int | None) -> dict[str, Any]:
+    """Return the fields of a request for dead letters."""
+    return {name: value for name, value in (("after", after), ("limit", limit)) if value is not None}
+
+
+def ids_of(ids: Iterable[str] | str) -> dict[str, Any]:
+    """Return the fields that name dead letters; `all` names all of them."""
+    return {"ids": ids if isinstance(ids, str) else list(ids)}
+
+
+class Consumers:
+    """A stream's consumers. Made by `home.consumers`.
+
+    Every call raises `UnknownStream`, and `DeliveryError` (`unknown_consumer`) for a name that none has.
+    """
+
+    def __init__(self, carry: Carry) -> None:
+        self._carry = carry
+
+    def create(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Create a consumer, and return its definition and its cursor. The same call again changes nothing.
+
+        Args:
+            name: its name.
+            fields: `tables`, `where`, `columns`, `group_by`, `start`, `ack_wait_ms`, `max_deliver` and
+                `max_ack_pending`; see the guide to consumers.
+
+        Raises:
+            DeliveryError (`invalid_consumer`, `consumer_exists`): a field is invalid, or the name is taken.
+            CursorExpired: retention has passed the token of `start`.
+        """
+        return self._asked(Ask("create", None, definition_of(name, fields)))
+
+    def list(self) -> list[dict[str, Any]]:
+        """Return every consumer with its progress, by name."""
+        found: list[dict[str, Any]] = self._carry(Ask("list"))["consumers"]
+        return found
+
+    def get(self, name: str) -> dict[str, Any]:
+        """Return a consumer's definition and progress."""
+        return self._asked(Ask("show", name))
+
+    def pause(self, name: str) -> dict[str, Any]:
+        """Deliver nothing until `resume`; return what `get` does."""
+        return self._asked(Ask("pause", name))
+
+    def resume(self, name: str) -> dict[str, Any]:
+        """Deliver again; return what `get` does."""
+        return self._asked(Ask("resume", name))
+
+    def rewind(self, name: str, to: str) -> dict[str, Any]:
+        """Begin behind a token, at a time, at `earliest` or at `latest`; return what `get` does.
+
+        Raises:
+            InvalidValue, TokenFromFuture, CursorExpired: there is no such place; nothing was changed.
+        """
+        return self._asked(Ask("rewind", name, {"to": str(to)}))
+
+    def dead(self, name: str, *, after: str | None = None, limit: int | None = None) -> dict[str, Any]:
+        """Return a page of dead letters, the oldest first: `dead`, and in `next` the `after` of the next page."""
+        return self._asked(Ask("dead", name, page_of(after, limit)))
+
+    def retry(self, name: str, ids: Iterable[str] | str = "all") -> dict[str, Any]:
+        """Deliver dead messages again; return the status of each."""
+        return self._asked(Ask("retry", name, ids_of(ids)))
+
+    def drop(self, name: str, ids: Iterable[str] | str = "all") -> dict[str, Any]:
+        """Forget dead messages; return the status of each."""
+        return self._asked(Ask("drop", name, ids_of(ids)))
+
+    def delete(self, name: str) -> None:
+        """Remove a consumer, with its dead letters."""
+        self._carry(Ask("delete", name))
+
+    def _asked(self, ask: Ask) -> dict[str, Any]:
+        found: dict[str, Any] = self._carry(ask)
+        return found

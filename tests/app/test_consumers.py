@@ -1,0 +1,162 @@
+"""Consumers in Python and on the command line: in this process, behind an address, and through the process that has them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.app.homes import done, run
+from tests.serving.serving_process import served, web_home
+
+import millstream
+import millstream.aio
+from millstream.errors import DeliveryError, WriterClosed
+from millstream.testing.errors import coded
+
+KEYS = '[streams.web.keys]\n"public.orders" = ["id"]\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return web_home(tmp_path / "home", more=KEYS)
+
+
+@contextlib.contextmanager
+def opened(home: Path, how: str) -> Iterator[Any]:
+    """Open a home: here, behind an address, or here while a server has the consumers."""
+    if how == "here":
+        with millstream.open(home) as found:
+            yield found
+        return
+    with served(home) as server:
+        if how == "address":
+            with millstream.connect(server.url) as found:
+                yield found
+            return
+        with server.client() as client:  # the server becomes the owner of the consumers
+            assert client.get("/v1/streams/web/consumers").json() == {"consumers": []}
+        with millstream.open(home) as found:
+            yield found
+
+
+@pytest.mark.parametrize("how", ["here", "address", "forwarded"])
+def test_a_block_receives_and_acknowledges(home: Path, how: str) -> None:
+    with opened(home, how) as found:
+        consumers = found.consumers("web")
+        made = consumers.create("search", tables=["public.orders"], start="earliest")
+        assert consumers.create("search", tables=("public.orders",), start="earliest") == made
+        for n in range(5):
+            found.append("web", "orders", {"id": n})
+        with found.consume("web", "search", batch_size=2, wait_s=10) as messages:
+            first = next(messages)
+            assert (first.record["row"], first.deliveries) == ({"id": 0}, 1)
+            assert consumers.get("search")["acked"] == 0
+            second = next(messages)
+            assert second.id == f"web-0-{second.record['epoch']}-1"
+            assert consumers.get("search")["acked"] == 1
+        shown = consumers.get("search")
+        assert (shown["acked"], shown["in_flight"]) == (2, 0)
+        with contextlib.suppress(ZeroDivisionError), found.consume("web", "search", wait_s=10) as messages:
+            for _ in messages:
+                raise ZeroDivisionError
+        assert consumers.get("search")["in_flight"] == 0
+        with found.consume("web", "search", wait_s=0.2) as messages:
+            rest = [(message.record["row"]["id"], message.deliveries > 1) for message in messages]
+        assert rest[0] == (2, True)
+        assert [id_ for id_, _ in rest] == [2, 3, 4]
+        assert consumers.get("search")["lag"]["records"] == 0
+        assert [one["name"] for one in consumers.list()] == ["search"]
+        with pytest.raises(DeliveryError, check=coded("invalid_consumer")):
+            consumers.create("other", kind="latest")
+        consumers.delete("search")
+        with pytest.raises(DeliveryError, check=coded("unknown_consumer")):
+            consumers.get("search")
+
+
+def test_leaving_a_block_kills_no_message_that_was_never_seen(home: Path) -> None:
+    with millstream.open(home) as found:
+        consumers = found.consumers("web")
+        consumers.create("search", start="earliest", max_deliver=1)
+        found.append("web", "orders", [{"id": n} for n in range(10)])
+        for n in range(10):
+            with found.consume("web", "search", wait_s=10) as messages:
+                assert next(messages).record["row"] == {"id": n}
+        assert (consumers.get("search")["dead"], consumers.get("search")["acked"]) == (0, 10)
+
+
+def test_a_message_is_settled_by_its_own_calls(home: Path) -> None:
+    with millstream.open(home) as found:
+        consumers = found.consumers("web")
+        consumers.create("search", start="earliest", max_deliver=2)
+        found.append("web", "orders", [{"id": 1}, {"id": 2}])
+        with found.consume("web", "search", wait_s=0.1) as messages:
+            for message in messages:
+                assert message.extend(60) == "extended"
+                assert (message.nack() if message.record["row"]["id"] == 1 else message.ack()) in {"nacked", "acked"}
+        assert consumers.get("search")["dead"] == 1
+        (letter,) = consumers.dead("search")["dead"]
+        assert (letter["record"]["row"], consumers.retry("search")["results"][0]["status"]) == ({"id": 1}, "retried")
+        assert consumers.drop("search", [letter["id"]])["results"] == [{"id": letter["id"], "status": "unknown"}]
+
+
+def test_tasks_receive_as_threads_do(home: Path) -> None:
+    async def received(opening: Any) -> list[int]:
+        async with opening as found:
+            consumers = found.consumers("web")
+            await consumers.create("search", start="earliest")
+            await consumers.rewind("search", "earliest")
+            async with found.consume("web", "search", wait_s=0.2) as messages:
+                ids = [message.record["row"]["id"] async for message in messages]
+            assert (await consumers.get("search"))["lag"]["records"] == 0
+            return ids
+
+    with millstream.open(home) as found:
+        found.append("web", "orders", [{"id": n} for n in range(5)])
+    assert asyncio.run(received(millstream.aio.open(home))) == [0, 1, 2, 3, 4]
+    with served(home) as server:
+        assert asyncio.run(received(millstream.aio.connect(server.url))) == [0, 1, 2, 3, 4]
+
+
+def test_the_next_process_goes_on_where_the_last_one_was(home: Path) -> None:
+    with millstream.open(home) as one, millstream.open(home) as two:
+        one.consumers("web").create("search", start="earliest")
+        one.append("web", "orders", [{"id": n} for n in range(4)])
+        with one.consume("web", "search", wait_s=10) as messages:
+            next(messages)
+        with two.consume("web", "search", wait_s=10) as messages:
+            assert next(messages).record["row"] == {"id": 1}
+        one.close()
+        with two.consume("web", "search", wait_s=10) as messages:
+            assert next(messages).record["row"] == {"id": 2}
+        with pytest.raises(WriterClosed):
+            one.consumers("web").list()
+
+
+def test_a_consumer_on_the_command_line(home: Path) -> None:
+    words = ["consumer", "create", "search", "--tables", "public.*", "--where", "id > 1", "--start", "earliest"]
+    made = json.loads(done(home, *words, "--columns", "id as number", "--json"))
+    assert (made["tables"], made["where"], made["columns"]) == (["public.*"], "id > 1", ["id as number"])
+    with millstream.open(home) as found:
+        found.append("web", "orders", [{"id": n} for n in range(4)])
+        with found.consume("web", "search", wait_s=0.1) as messages:
+            assert [message.record["row"] for message in messages] == [{"number": 2}, {"number": 3}]
+    (one,) = json.loads(done(home, "consumer", "ls", "--json"))
+    assert (one["acked"], one["lag"]["records"]) == (2, 0)
+    assert "search" in done(home, "consumer", "ls")
+    assert "paused" in done(home, "consumer", "pause", "search")
+    (shown,) = json.loads(done(home, "status", "--json"))["streams"][0]["consumers"]
+    assert (shown["name"], shown["state"]) == ("search", "paused")
+    assert json.loads(done(home, "consumer", "rewind", "search", "--to", "earliest", "--json"))["cursor"].endswith(
+        ".s0"
+    )
+    assert "active" in done(home, "consumer", "resume", "search")
+    assert json.loads(done(home, "consumer", "dead", "ls", "search", "--json")) == []
+    assert run(home, "consumer", "rm", "search").returncode == 2
+    done(home, "consumer", "rm", "search", "--yes")
+    gone = run(home, "consumer", "show", "search")
+    assert (gone.returncode, "unknown_consumer" in gone.stderr) == (2, True)
