@@ -17,11 +17,12 @@ from millstream.delivery.groups import groups_of
 from millstream.delivery.reading import ConsumerReader, Origin
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OperationKind
+from millstream.model.record_json import to_json
 from millstream.model.records import Op, record_schema
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.protocol.delivery import Message, seq_of
 from millstream.wal.reader import StreamReader
-from millstream.wal.records_json import Cat, to_json
+from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogWriter
 
 NOTHING: dict[str, Any] = {"total": None, "ratio": None, "paid": None, "note": None}

@@ -79,6 +79,7 @@ from millstream.model.operations import FIRST_SHARD
 from millstream.model.pgtext import INEXACT, array_of, text_parser, text_renderer
 from millstream.model.pgtypes import log_type, parse_lake_override
 from millstream.model.positions import Lsn, StreamToken, parse_lsn
+from millstream.model.record_json import to_json
 from millstream.testing import pgoutput as pg
 from millstream.testing.files import MemoryFiles
 from millstream.testing.pgoutput import TablesByOid
@@ -86,7 +87,7 @@ from millstream.testing.write_buffer import application_op, every_kind_op
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
 from millstream.wal.mending.inspect import inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.records_json import Cat, to_json
+from millstream.wal.records_json import Cat
 from millstream.wal.writing.recover import recover
 
 GOLDEN: Final = sorted((Path(__file__).resolve().parents[1] / "golden").glob("*.wal"))

@@ -15,11 +15,12 @@ from millstream.errors import CorruptWal, OffsetBeyondEnd
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Offset
+from millstream.model.record_json import to_json
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
 from millstream.wal.mending.inspect import ls
 from millstream.wal.reader import StreamReader
-from millstream.wal.records_json import Cat, to_json
+from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogWriter
 
 

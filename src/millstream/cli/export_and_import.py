@@ -239,7 +239,7 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
     """Write records as lines, and report those that don't fit the format; return how many were written."""
     from millstream.export.records_text import LineProtocol
-    from millstream.wal.records_json import to_json
+    from millstream.model.record_json import to_json
 
     protocol, written = LineProtocol(), 0
     for line in cat.records():

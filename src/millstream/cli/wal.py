@@ -115,7 +115,7 @@ def cat(
 
 def _print_lines(records: Cat, limit: int | None) -> int | None:
     """Print the available lines, at most `limit`; return how many are left to print."""
-    from millstream.wal.records_json import to_json
+    from millstream.model.record_json import to_json
 
     if limit == 0:
         return 0

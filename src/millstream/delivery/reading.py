@@ -23,11 +23,12 @@ from millstream.errors import RoutingError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
 from millstream.model.predicate import Predicate
+from millstream.model.record_json import to_json
 from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Message, position_of
 from millstream.wal.reader import StreamReader, TableRecords
-from millstream.wal.records_json import merge_shards, table_lines, to_json
+from millstream.wal.records_json import merge_shards, table_lines
 from millstream.wal.segment_reader import filtered
 
 Bools = npt.NDArray[np.bool_]

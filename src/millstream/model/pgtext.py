@@ -224,7 +224,7 @@ def _array_pair(element: pa.DataType) -> tuple[Parser, Renderer]:
     render_element = text_renderer(element)
 
     def parse(text: str) -> Any:
-        texts = _array_elements(text)
+        texts = array_elements(text)
         if texts is None:
             return INEXACT
         values = [None if item is None else parse_element(item) for item in texts]
@@ -240,7 +240,7 @@ def _quote_element(text: str) -> str:
     return text if _QUOTED_ELEMENT.search(text) is None else '"' + _ESCAPED.sub(r"\\\1", text) + '"'
 
 
-def _array_elements(text: str) -> list[str | None] | None:
+def array_elements(text: str) -> list[str | None] | None:
     """Return the elements of a one-dimensional array's text; None for any other text."""
     if len(text) < 2 or text[0] != "{" or text[-1] != "}":
         return None

@@ -27,8 +27,9 @@ def write_report(stream: str, found: SetAsideTail, folder: Path) -> Path:
         CorruptWal, OSError: the part can't be read, or the files can't be written; the part itself stays
             set aside.
     """
+    from millstream.model.record_json import to_json
     from millstream.wal.reader import StreamReader
-    from millstream.wal.records_json import Cat, to_json
+    from millstream.wal.records_json import Cat
 
     make_folder(folder)
     reader = StreamReader(found.folder)

@@ -16,10 +16,11 @@ from millstream.export.stretches import FollowedTables, Stretch, next_stretch
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.predicate import Predicate
+from millstream.model.record_json import to_json
 from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.reader import StreamReader, TableRecords
-from millstream.wal.records_json import Line, by_offset, merge_shards, table_lines, to_json
+from millstream.wal.records_json import Line, by_offset, merge_shards, table_lines
 
 _ROWS_MAX: Final = 10_000
 _BYTES_MAX: Final = 1 << 20

@@ -6,17 +6,16 @@ of one transaction by their index. Memory is bounded by one frame per shard.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from millstream.errors import CorruptWal
 from millstream.model.ids import ShardId, TableId
-from millstream.model.names import qualified_name
-from millstream.model.positions import Lsn, Offset, Seq, format_lsn
-from millstream.model.row_values import Values, row_values
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.positions import Offset, Seq
+from millstream.model.record_json import record_facts
+from millstream.model.row_values import Values
+from millstream.model.schema import TableSchema
 from millstream.wal.reader import StreamReader, TableRecords
 
 
@@ -133,58 +132,21 @@ def _frame(parts: list[TableRecords], lines_of: Callable[[TableRecords], Iterabl
 
 
 def table_lines(found: TableRecords, *, stream: str, values: Values = "json") -> Iterator[Line]:
-    """Yield the lines of one table's records (read with their offsets), in order.
-
-    `row` has the new values; for a `d` the old key, or the old row under FULL. Unchanged TOAST columns
-    aren't in it.
-    """
+    """Yield the lines of one table's records (read with their offsets), in order; see `record_facts`."""
     schema, batch = found.schema, found.batch
-    facts = {
-        name: batch.column(name).to_pylist()
-        for name in ("__offset", "__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__xid", "__unchanged")
-    }
-    times = batch.column("__commit_ts").to_pylist()
-    exact = [None if pairs is None else dict(pairs) for pairs in batch.column("__exact").to_pylist()]
-    table = None if schema.kind is TableKind.MESSAGES else qualified_name(schema.namespace, schema.name)
-    told = row_values(schema, batch, values)
-    operations = found.operation_seq.to_pylist()
-    for i in range(batch.num_rows):
-        op = "raw" if schema.kind is TableKind.RAW else facts["__op"][i]
-        lsn, xid, time = facts["__commit_lsn"][i], facts["__xid"][i], times[i]
-        line = {
-            "stream": stream,
-            "shard": int(found.shard),
-            "epoch": int(found.epoch),
-            "offset": facts["__offset"][i],
-            "seq": facts["__seq"][i],
-            "op": op,
-            "table": table,
-            "source": facts["__source"][i],
-            "commit_lsn": None if lsn is None else format_lsn(Lsn(lsn)),
-            "commit_index": facts["__commit_index"][i],
-            "commit_ts": None if time is None else time.isoformat(),
-            "xid": xid,
-            "row": told.rows[i],
-            "before": told.befores[i],
-            "unchanged": facts["__unchanged"][i] or [],
-            "exact": exact[i] or {},
-        }
-        index = facts["__commit_index"][i]
-        operation = (facts["__source"][i], lsn, xid) if xid is not None else (found.shard, operations[i])
+    lines = record_facts(schema, batch, stream=stream, shard=found.shard, epoch=found.epoch, values=values)
+    lsns = batch.column("__commit_lsn").to_pylist()
+    for line, lsn, first in zip(lines, lsns, found.operation_seq.to_pylist(), strict=True):
+        index, xid = line["commit_index"], line["xid"]
         yield Line(
             found.shard,
             Offset(line["offset"]),
-            Seq(operations[i]),
+            Seq(first),
             -1 if index is None else index,
-            operation,
+            (line["source"], lsn, xid) if xid is not None else (found.shard, first),
             line,
             schema,
         )
-
-
-def to_json(facts: Mapping[str, Any]) -> str:
-    """Return one line, without its end."""
-    return json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
 
 
 class Merged(Protocol):

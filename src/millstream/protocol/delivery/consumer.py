@@ -298,7 +298,7 @@ class Consumer:
     def give_back(self, ids: Iterable[DeliveryId]) -> list[Status]:
         """Return messages as `nack`, at once, and without counting a failure: the client hasn't looked at them."""
         statuses: list[Status] = []
-        back = _Back(0)
+        back = Back(0)
         for delivery in ids:
             status, entry = self._find(delivery)
             if status is Status.ACKED:

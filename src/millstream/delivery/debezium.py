@@ -1,0 +1,262 @@
+"""Records of the log as the Kafka messages that Debezium's PostgreSQL connector 3.x sends.
+
+The encoder is pure: it takes batches of records and the time, and returns bytes. It works column by
+column, and row by row only where it joins their JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+
+from millstream.delivery.debezium_options import DebeziumOptions
+from millstream.delivery.debezium_tables import SentTable, message_blocks, sent_table, topic_name
+from millstream.delivery.debezium_types import binary_json
+from millstream.delivery.debezium_values import NULL, quoted
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.operations import FIRST_SHARD
+from millstream.model.record_json import record_facts, to_json
+from millstream.model.records import Op
+from millstream.model.schema import TableKind, TableSchema
+
+VERSION: Final = "3.4.0.Final"
+"""Debezium's version in `source`: the one that these messages were compared with."""
+TOPIC: Final = "{stream}.{schema}.{table}"
+NEW_KEY: Final = "__debezium.newkey"
+"""Header of the delete and the tombstone of a key change: the key that follows."""
+OLD_KEY: Final = "__debezium.oldkey"
+"""Header of the create of a key change: the key that was."""
+
+_UPDATE, _DELETE, _TRUNCATE, _COPY = (op.letter for op in (Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.COPY))
+
+Headers = tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaMessage:
+    """One message."""
+
+    row: int
+    """Index of the record in its batch; several messages may come of one record, or none."""
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    """None: a tombstone."""
+    headers: Headers = ()
+
+
+@dataclass(slots=True)
+class DebeziumEncoder:
+    """Turns records of one stream into Kafka messages.
+
+    Args:
+        stream: the stream's name, which stands for Debezium's `topic.prefix`.
+        database: the name of the source's database.
+        options: how values are written.
+        topic: template of a table's topic, with `{stream}`, `{schema}` and `{table}`.
+    """
+
+    stream: str
+    database: str = ""
+    options: DebeziumOptions = field(default_factory=DebeziumOptions)
+    topic: str = TOPIC
+    _tables: dict[TableSchema, SentTable] = field(default_factory=dict)
+
+    def encode(
+        self,
+        schema: TableSchema,
+        batch: pa.RecordBatch,
+        *,
+        now_ns: int,
+        shard: ShardId = FIRST_SHARD,
+        epoch: Epoch = Epoch(1),
+    ) -> list[KafkaMessage]:
+        """Return the messages of a batch, in its order.
+
+        Args:
+            schema: the table's schema when the records were made.
+            batch: records in `record_schema(schema)`, with offsets for the format `json`.
+            now_ns: the time in nanoseconds since 1970: when the record is sent.
+            shard: the batch's shard.
+            epoch: the one in the header of its segment.
+
+        Raises:
+            InvalidValue: a value that the log never takes.
+        """
+        if self.options.format == "json":
+            return list(self._json(schema, batch, shard, epoch))
+        if schema.kind is TableKind.RAW:
+            return []  # changes of a quarantined table: nothing of Debezium's has their form
+        if schema.kind is TableKind.MESSAGES:
+            return list(self._messages(schema, batch, now_ns))
+        return list(self._rows(schema, batch, now_ns))
+
+    def _table(self, schema: TableSchema) -> SentTable:
+        if schema not in self._tables:
+            self._tables[schema] = sent_table(schema, self.stream, self.topic, self.options)
+        return self._tables[schema]
+
+    # --- json
+
+    def _json(self, schema: TableSchema, batch: pa.RecordBatch, shard: ShardId, epoch: Epoch) -> Iterator[KafkaMessage]:
+        """Yield each record as `wal cat` prints it, with tombstones for keys that are gone."""
+        is_message = schema.kind is TableKind.MESSAGES
+        topic = f"{self.stream}.message" if is_message else self._topic_of(schema)
+        skipped = self.options.skipped()
+        for row, facts in enumerate(record_facts(schema, batch, stream=self.stream, shard=shard, epoch=epoch)):
+            op = facts["op"]
+            if op in skipped:
+                continue
+            key = _json_key(schema, facts["row"])
+            before = facts["before"]
+            if op == _UPDATE and before is not None and self.options.tombstones_on_delete:
+                old = _json_key(schema, {**facts["row"], **before})
+                if old != key:
+                    yield KafkaMessage(row, topic, old, None)
+            yield KafkaMessage(row, topic, key, to_json(facts).encode())
+            if op == _DELETE and self.options.tombstones_on_delete:
+                yield KafkaMessage(row, topic, key, None)
+
+    def _topic_of(self, schema: TableSchema) -> str:
+        return topic_name(self.topic, self.stream, schema.namespace, schema.name)
+
+    # --- logical messages
+
+    def _messages(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int) -> Iterator[KafkaMessage]:
+        key_block, value_block = message_blocks(self.options)
+        encode = binary_json(self.options)
+        sources = self._sources(schema, batch, now_ns, is_captured=True)
+        prefixes, contents = batch.column("prefix").to_pylist(), batch.column("content").to_pylist()
+        topic = topic_name("{stream}.message", self.stream, "", "")
+        for row, (source, prefix, content) in enumerate(zip(sources, prefixes, contents, strict=True)):
+            named = f'"prefix":{quoted(prefix)}'
+            value = (
+                f'{{"op":"m","ts_ms":{now_ns // 1_000_000},"source":{source},"transaction":null,'
+                f'"message":{{{named},"content":{encode(content)}}}}}'
+            )
+            yield KafkaMessage(row, topic, key_block(f"{{{named}}}"), value_block(value))
+
+    # --- rows of tables
+
+    def _rows(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int) -> Iterator[KafkaMessage]:
+        table = self._table(schema)
+        ops = batch.column("__op").to_pylist()
+        sources = self._sources(schema, batch, now_ns, is_captured=table.is_captured)
+        befores = _maps(batch.column("__before"))
+        rows = _row_values(table, schema, batch)
+        skipped = self.options.skipped()
+        is_flat = self.options.format == "debezium-flat"
+        tail = f'"ts_ms":{now_ns // 1_000_000},"ts_us":{now_ns // 1000},"ts_ns":{now_ns}}}'
+        tombstones = self.options.tombstones_on_delete
+
+        def value(op: str, before: str, after: str, source: str) -> bytes:
+            if is_flat:
+                return table.row_block(after)
+            return table.envelope_block(
+                f'{{"before":{before},"after":{after},"source":{source},"transaction":null,"op":"{op}",{tail}'
+            )
+
+        def deletion(row: int, key: bytes | None, before: str, headers: Headers = ()) -> Iterator[KafkaMessage]:
+            if not is_flat:
+                yield KafkaMessage(row, table.topic, key, value("d", before, NULL, sources[row]), headers)
+            if tombstones or is_flat:
+                yield KafkaMessage(row, table.topic, key, None, headers)
+
+        for row, op in enumerate(ops):
+            if op in skipped:
+                continue
+            if op == _TRUNCATE:
+                if not is_flat:  # ExtractNewRecordState drops them
+                    yield KafkaMessage(row, table.topic, None, value(op, NULL, NULL, sources[row]))
+                continue
+            values = rows[row]
+            written = table.row % tuple(values)
+            key = _key(table, values)
+            if op == _DELETE:
+                yield from deletion(row, key, written)
+                continue
+            old = befores[row] if op == _UPDATE else None
+            if old is None:
+                yield KafkaMessage(row, table.topic, key, value(op, NULL, written, sources[row]))
+                continue
+            old_values = _old_values(table, old)
+            before = table.row % tuple(old_values)
+            old_key = _key(table, [v if n in old else values[i] for i, (n, v) in enumerate(_named(table, old_values))])
+            if old_key is None or key is None or old_key == key:
+                yield KafkaMessage(row, table.topic, key, value(op, before, written, sources[row]))
+                continue
+            yield from deletion(row, old_key, before, ((NEW_KEY, key),))
+            yield KafkaMessage(row, table.topic, key, value("c", NULL, written, sources[row]), ((OLD_KEY, old_key),))
+
+    def _sources(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int, *, is_captured: bool) -> list[str]:
+        """Return each record's `source` as JSON. A record without a commit time has the time of its sending."""
+        is_table = schema.kind is TableKind.TABLE
+        head = f'{{"version":"{VERSION}","connector":"postgresql","name":{quoted(self.stream)},"ts_ms":'
+        database = quoted(self.database if is_captured else "")
+        place = (
+            f'"schema":{quoted(schema.namespace if is_table else "")},"table":{quoted(schema.name if is_table else "")}'
+        )
+        times = batch.column("__commit_ts").cast(pa.int64()).to_pylist()
+        lsns, xids = batch.column("__commit_lsn").to_pylist(), batch.column("__xid").to_pylist()
+        made = []
+        for op, time, lsn, xid in zip(batch.column("__op").to_pylist(), times, lsns, xids, strict=True):
+            micros = now_ns // 1000 if time is None else time
+            snapshot = "incremental" if op == _COPY else "false"
+            sequence = NULL if lsn is None else f'"[null,\\"{lsn}\\"]"'
+            made.append(
+                f'{head}{micros // 1000},"snapshot":"{snapshot}","db":{database},"sequence":{sequence},'
+                f'"ts_us":{micros},"ts_ns":{micros * 1000},{place},'
+                f'"txId":{NULL if xid is None else xid},"lsn":{NULL if lsn is None else lsn},"xmin":null}}'
+            )
+        return made
+
+
+def _maps(array: pa.Array) -> list[dict[str, str | None] | None]:
+    return [None if pairs is None else dict(pairs) for pairs in array.to_pylist()]
+
+
+def _row_values(table: SentTable, schema: TableSchema, batch: pa.RecordBatch) -> list[Any]:
+    """Return each row's values as JSON, in the order of the table's sent columns."""
+    first = batch.num_columns - len(schema.columns)
+    columns = [sent.converter.column(batch.column(first + sent.number), sent.column) for sent in table.columns]
+    rows: list[Any] = list(zip(*columns, strict=True)) if columns else [()] * batch.num_rows
+    for row, exact in enumerate(_maps(batch.column("__exact"))):
+        if exact is not None:
+            rows[row] = [
+                rows[row][index] if text is None else sent.converter.text(text)
+                for index, sent in enumerate(table.columns)
+                for text in (exact.get(sent.column.name),)
+            ]
+    for row, names in enumerate(batch.column("__unchanged").to_pylist()):
+        if names:
+            rows[row] = list(rows[row])
+            for name in names:
+                index = table.position.get(name)
+                if index is not None:
+                    rows[row][index] = table.columns[index].converter.unavailable
+    return rows
+
+
+def _old_values(table: SentTable, old: dict[str, str | None]) -> list[str]:
+    """Return the values before an update as JSON; `null` where the source didn't send one."""
+    texts = [(sent.converter, old.get(sent.column.name)) for sent in table.columns]
+    return [NULL if text is None else found.text(text) for found, text in texts]
+
+
+def _named(table: SentTable, values: list[str]) -> Iterator[tuple[str, str]]:
+    return zip((sent.column.name for sent in table.columns), values, strict=True)
+
+
+def _key(table: SentTable, values: Any) -> bytes | None:
+    if not table.key:
+        return None
+    return table.key_block(table.key_row % tuple(values[index] for index in table.key))
+
+
+def _json_key(schema: TableSchema, row: dict[str, Any] | None) -> bytes | None:
+    if row is None or not schema.key:
+        return None
+    return to_json({name: row.get(name) for name in schema.key}).encode()
