@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Final
 
 from millstream.backoff import Backoff
@@ -272,7 +272,7 @@ class StreamReader:
         wanted = None if tables is None else frozenset(tables)
         with TruncationWatch(self.extent, span.end, span.upto):
             source = SegmentSource(self._files, span.path, shard=span.shard, stream=span.stream)
-            source.bring_schemas(_of_tables(span.schema_frames, wanted))
+            source.bring_schemas(span.schema_frames, wanted)
             for run in runs_of(frames_in(source, span), wanted):
                 yield from source.run_records(
                     run, span.after, span.upto, wanted, columns=columns, moments=moments, by_table=True
@@ -540,7 +540,7 @@ class StreamReader:
             )
         if not source.knows(tables):
             places = self._index(shard).schema_frames(segment, mark, entry.position)
-            source.bring_schemas(_of_tables(places, wanted))
+            source.bring_schemas(places, wanted)
             if self._on_damage is not None:
                 source.bring_from_elsewhere(tables)
         return source
@@ -596,7 +596,3 @@ class StreamReader:
             if self._on_damage is None:
                 raise
             self._on_damage(error)
-
-
-def _of_tables(frames: Sequence[SchemaPlace], wanted: frozenset[TableId] | None) -> Sequence[SchemaPlace]:
-    return frames if wanted is None else [frame for frame in frames if frame.table_id in wanted]

@@ -160,12 +160,16 @@ class SegmentSource:
         """Return a schema that has been loaded."""
         return self._schemas.find(table, version)
 
-    def bring_schemas(self, places: Iterable[SchemaPlace]) -> None:
-        """Load the schemas at these positions, each once.
+    def bring_schemas(self, places: Iterable[SchemaPlace], wanted: frozenset[TableId] | None = None) -> None:
+        """Load the schemas at these positions, each once; if `wanted` is given, only those of its tables.
 
         In a new log each frame may bring one, for hundreds of tables.
         """
-        new = [place for place in places if place[0] not in self._brought]
+        new = [
+            place
+            for place in places
+            if place.position not in self._brought and (wanted is None or place.table_id in wanted)
+        ]
         for some in [new] if self._on_damage is None else [[place] for place in new]:
             try:
                 found = load_schemas(self._files, self.path, self._header, some)
