@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-import millstream.lake.folder as folder_module
 from millstream.errors import LakeError
 from millstream.lake.data_files import table_in
 from millstream.lake.delta import OpenTable
@@ -27,6 +26,7 @@ from millstream.lake.query.sql import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
 from millstream.lake.replay import replay_range
 from millstream.lake.retain import HistoryBound, drop_history
+from millstream.lake.schema_evolution import widened
 from millstream.lake.snapshots import commit_cut, last_cut
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.positions import Seq
@@ -357,7 +357,7 @@ def test_wider_columns_leave_each_record_with_its_table(layout: LakeLayout):
     assert of is not None
     assert {table_in(uri) for uri in DeltaTable(layout.table_path("history", of)).file_uris()} == {3, 9}
     history = open_history(layout, of)
-    folder_module.widened(layout, history, "public.bg", pa.schema([pa.field("id", pa.decimal128(20, 0))]))
+    widened(layout, history, "public.bg", pa.schema([pa.field("id", pa.decimal128(20, 0))]))
     assert open_history(layout, of).schema().field("id").type == pa.decimal128(20, 0)
     source.rebuild()
     source.check_now()

@@ -26,8 +26,8 @@ from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.query.sql import LakeSession
 from millstream.lake.rebuild import make_way
+from millstream.lake.schema_evolution import widest
 from millstream.lake.snapshots import commit_cut
-from millstream.lake.types import widest
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

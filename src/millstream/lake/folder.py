@@ -1,4 +1,4 @@
-"""A folder of history: its files, each with one table's records of a day, and its columns, which grow and widen."""
+"""A folder of history: its files, each with one table's records of a day."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.data_files import NewFile, TableFiles, new_name, swap, table_in
-from millstream.lake.delta import OpenTable, add_columns, live_files, open_table, with_features
+from millstream.lake.data_files import NewFile, TableFiles, new_name
+from millstream.lake.delta import OpenTable, live_files, open_table
 from millstream.lake.layout import LakeLayout
 from millstream.lake.schema_history import first_of, table_of
-from millstream.lake.types import conform, same_type, union_schema
+from millstream.lake.types import conform
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 
@@ -81,23 +81,6 @@ def records_in(
             yield from conform(rows, shape).to_batches()
 
 
-def widened(layout: LakeLayout, opened: OpenTable, name: str, columns: pa.Schema) -> OpenTable:
-    """Return the history with room for some columns.
-
-    Raises:
-        LakeError (`lake_schema_conflict`): a column can't follow its change; nothing was written.
-    """
-    have = opened.schema()
-    union = union_schema(name, have, columns, narrows=True)
-    if any(not same_type(union.field(field.name).type, field.type) for field in have):
-        _rewrite(layout, opened, union)
-    elif len(union) > len(have):
-        add_columns(opened, union)
-    else:
-        return opened
-    return reopened(layout, opened)
-
-
 def reopened(layout: LakeLayout, opened: OpenTable) -> OpenTable:
     """Return the table as it is now."""
     again = open_table(layout, opened.path, opened.app)
@@ -123,19 +106,3 @@ def history_from_property(table: TableId) -> str:
 def lacks_beginning(opened: OpenTable) -> bool:
     """Whether the first records of the handle's table may be gone."""
     return history_from(opened) >= max(Seq(1), first_of(opened, table_of(opened)))
-
-
-def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
-    """Rewrite all files with wider columns: delta-rs doesn't support Delta's type widening.
-
-    Rare, and bounded in memory.
-    """
-    opened = with_features(layout, opened, union)
-    files = TableFiles(layout, opened.path, BOUNDED)
-    shape = pa.schema([column for column in union if column.name != PARTITION])
-    written = []
-    for path, day in files_by_day(opened):
-        name = new_name(table=table_in(path))
-        file = files.write(records_in(files, path, shape), shape, name, partition=day_folder(day))
-        written.append(in_day(file, day))
-    swap(opened, opened.upkeep(exact=True), add=written, mode="overwrite", schema=union, partition_by=[PARTITION])

@@ -23,15 +23,15 @@ from millstream.lake.folder import (
     PARTITION,
     history_from_property,
     reopened,
-    widened,
     write_days,
 )
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of
 from millstream.lake.renames import Places, bring_records, places_of, records_elsewhere
 from millstream.lake.scan import read_history
+from millstream.lake.schema_evolution import union_schema, widened
 from millstream.lake.schema_history import SINCE_PROPERTY, Eras, eras_in, owned_since, schema_property, told_properties
 from millstream.lake.snapshots import last_cut
-from millstream.lake.types import conform, lake_columns, to_lake, union_schema
+from millstream.lake.types import conform, lake_columns, to_lake
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq

@@ -20,7 +20,8 @@ from millstream.lake.folded.fold import plan_keyed, run_of
 from millstream.lake.folded.unchanged_values import RowSources, materialize
 from millstream.lake.history import under_the_newest
 from millstream.lake.keys import Keys, key_codes
-from millstream.lake.types import EXACT, conform, lake_columns, to_lake, to_text, union_schema
+from millstream.lake.schema_evolution import union_schema
+from millstream.lake.types import EXACT, conform, lake_columns, to_lake, to_text
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN, Op
 from millstream.model.schema import TableSchema
 

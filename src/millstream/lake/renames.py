@@ -26,9 +26,9 @@ from millstream.lake.folder import (
     in_day,
     records_in,
     reopened,
-    widened,
 )
 from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
+from millstream.lake.schema_evolution import widened
 from millstream.lake.schema_history import Eras, eras_in, told_properties
 from millstream.lake.snapshots import Cut
 from millstream.lake.types import lake_columns

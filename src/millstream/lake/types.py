@@ -1,8 +1,6 @@
-"""Log columns to lake columns: types, their union over a table's versions, and values from PostgreSQL's text.
+"""Log columns to lake columns: types, and values from PostgreSQL's text.
 
-If a lake column's type can't hold a value, the column is null, and `__exact` holds PostgreSQL's text. Two versions'
-types have a union only if the wider type holds every value of the narrower; other pairs are a conflict for that
-table alone.
+If a lake column's type can't hold a value, the column is null, and `__exact` holds PostgreSQL's text.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from millstream.model.schema import TableSchema
 EXACT: Final = pa.field("__exact", TEXT_BY_COLUMN)
 """The column for values that their lake columns can't hold: PostgreSQL's text, by column."""
 _INTEGERS: Final = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
-_INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 
 
 def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyType({})) -> pa.Schema:
@@ -66,81 +63,6 @@ def same_type(one: pa.DataType, other: pa.DataType) -> bool:
     if pa.types.is_map(one) and pa.types.is_map(other):
         return same_type(one.key_type, other.key_type) and same_type(one.item_type, other.item_type)
     return bool(one.equals(other))
-
-
-def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type that holds every value of both exactly, by an Arrow cast; None if there is none.
-
-    Text includes whole numbers, because PostgreSQL prints them as Arrow does; other types' texts differ. A
-    timestamp without a time zone includes dates, each as its midnight.
-    """
-    if same_type(one, other):
-        return one
-    for narrow, wide in ((one, other), (other, one)):
-        if narrow in _INTEGER_DIGITS:
-            if wide in _INTEGER_DIGITS and _INTEGER_DIGITS[narrow] < _INTEGER_DIGITS[wide]:
-                return wide
-            if pa.types.is_decimal(wide) and wide.precision - wide.scale >= _INTEGER_DIGITS[narrow]:
-                return wide
-            if pa.types.is_string(wide):
-                return wide
-        if pa.types.is_float32(narrow) and pa.types.is_float64(wide):
-            return wide
-        if pa.types.is_date32(narrow) and _is_local_time(wide):
-            return wide
-    if pa.types.is_decimal(one) and pa.types.is_decimal(other):
-        scale = max(one.scale, other.scale)
-        precision = max(one.precision - one.scale, other.precision - other.scale) + scale
-        return pa.decimal128(precision, scale) if precision <= 38 else None
-    return None
-
-
-def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool = False) -> pa.Schema:
-    """Return the columns of both, each in the widest type; those of `have` first, in their order.
-
-    Args:
-        table: its name, for errors.
-        have: the existing columns.
-        want: the columns to add.
-        narrows: whether timestamps may include dates, for records from before the column became a timestamp. A
-            column that becomes a date can't keep the type, because PostgreSQL prints the two differently.
-
-    Raises:
-        LakeError (`lake_schema_conflict`): a column's type changed to one that doesn't hold its old values.
-    """
-    fields = []
-    for field in have:
-        index = want.get_field_index(field.name)
-        if index < 0:
-            fields.append(field)
-            continue
-        wide = widest(field.type, want.field(index).type)
-        if wide is None or (
-            not narrows and pa.types.is_date32(want.field(index).type) and not pa.types.is_date32(field.type)
-        ):
-            raise LakeError(
-                f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
-                code="lake_schema_conflict",
-                hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
-                "the old one is kept next to it.",
-                table=table,
-                column=field.name,
-            )
-        fields.append(pa.field(field.name, wide))
-    lower = {field.name.lower() for field in have}
-    for field in want:
-        if have.get_field_index(field.name) < 0:
-            if field.name.lower() in lower:
-                raise LakeError(
-                    f"{table}: a column's name changed by case only ({field.name}); a Delta table can't distinguish the two",
-                    code="lake_schema_conflict",
-                    hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
-                    "the old one is kept next to it.",
-                    table=table,
-                    column=field.name,
-                )
-            fields.append(field)
-    return pa.schema(fields)
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -193,7 +115,7 @@ def from_text(kind: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
         return texts, pa.nulls(len(texts), pa.string())
     if kind in _INTEGERS and pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,4}$")).as_py() is not False:
         return texts.cast(kind), pa.nulls(len(texts), pa.string())
-    if _is_local_time(kind):
+    if is_local_time(kind):
         # The key of an older record, whose column was a date.
         texts = pc.replace_substring_regex(texts, r"^(\d+-\d\d-\d\d)( BC)?$", r"\1 00:00:00\2")
     parse = _decimal_parser(kind) if pa.types.is_decimal(kind) else text_parser(kind)
@@ -203,7 +125,8 @@ def from_text(kind: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
     return array_of([None if v is INEXACT else v for v in values], kind), pa.array(exact, pa.string())
 
 
-def _is_local_time(kind: pa.DataType) -> bool:
+def is_local_time(kind: pa.DataType) -> bool:
+    """Whether a type is a timestamp without a time zone."""
     return bool(pa.types.is_timestamp(kind) and kind.tz is None)
 
 

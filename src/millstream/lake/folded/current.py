@@ -41,8 +41,9 @@ from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having
 from millstream.lake.layout import LakeLayout, TableCommit, folder_of, has_current
 from millstream.lake.scan import count_history, emptied, fold_step, read_history
+from millstream.lake.schema_evolution import widest
 from millstream.lake.schema_history import newest_schema
-from millstream.lake.types import EXACT, conform, lake_columns, same_type, widest
+from millstream.lake.types import EXACT, conform, lake_columns, same_type
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

@@ -1,0 +1,128 @@
+"""Schema evolution of lake tables: which type holds both versions of a column, and history with new or wider columns.
+
+Two versions' types have a union only if the wider type holds every value of the narrower; other pairs are a conflict
+for that table alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+
+from millstream.errors import LakeError
+from millstream.lake.data_files import TableFiles, new_name, swap, table_in
+from millstream.lake.delta import OpenTable, add_columns, with_features
+from millstream.lake.folder import BOUNDED, PARTITION, day_folder, files_by_day, in_day, records_in, reopened
+from millstream.lake.layout import LakeLayout
+from millstream.lake.types import is_local_time, same_type
+
+_INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
+
+
+def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds every value of both exactly, by an Arrow cast; None if there is none.
+
+    Text includes whole numbers, because PostgreSQL prints them as Arrow does; other types' texts differ. A
+    timestamp without a time zone includes dates, each as its midnight.
+    """
+    if same_type(one, other):
+        return one
+    for narrow, wide in ((one, other), (other, one)):
+        if narrow in _INTEGER_DIGITS:
+            if wide in _INTEGER_DIGITS and _INTEGER_DIGITS[narrow] < _INTEGER_DIGITS[wide]:
+                return wide
+            if pa.types.is_decimal(wide) and wide.precision - wide.scale >= _INTEGER_DIGITS[narrow]:
+                return wide
+            if pa.types.is_string(wide):
+                return wide
+        if pa.types.is_float32(narrow) and pa.types.is_float64(wide):
+            return wide
+        if pa.types.is_date32(narrow) and is_local_time(wide):
+            return wide
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other):
+        scale = max(one.scale, other.scale)
+        precision = max(one.precision - one.scale, other.precision - other.scale) + scale
+        return pa.decimal128(precision, scale) if precision <= 38 else None
+    return None
+
+
+def union_schema(table: str, have: pa.Schema, want: pa.Schema, *, narrows: bool = False) -> pa.Schema:
+    """Return the columns of both, each in the widest type; those of `have` first, in their order.
+
+    Args:
+        table: its name, for errors.
+        have: the existing columns.
+        want: the columns to add.
+        narrows: whether timestamps may include dates, for records from before the column became a timestamp. A
+            column that becomes a date can't keep the type, because PostgreSQL prints the two differently.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): a column's type changed to one that doesn't hold its old values.
+    """
+    fields = []
+    for field in have:
+        index = want.get_field_index(field.name)
+        if index < 0:
+            fields.append(field)
+            continue
+        wide = widest(field.type, want.field(index).type)
+        if wide is None or (
+            not narrows and pa.types.is_date32(want.field(index).type) and not pa.types.is_date32(field.type)
+        ):
+            raise LakeError(
+                f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
+                code="lake_schema_conflict",
+                hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
+                "the old one is kept next to it.",
+                table=table,
+                column=field.name,
+            )
+        fields.append(pa.field(field.name, wide))
+    lower = {field.name.lower() for field in have}
+    for field in want:
+        if have.get_field_index(field.name) < 0:
+            if field.name.lower() in lower:
+                raise LakeError(
+                    f"{table}: a column's name changed by case only ({field.name}); a Delta table can't distinguish the two",
+                    code="lake_schema_conflict",
+                    hint=f"Run `millstream pipeline rebuild {table} --from source` to start a new history with the new columns; "
+                    "the old one is kept next to it.",
+                    table=table,
+                    column=field.name,
+                )
+            fields.append(field)
+    return pa.schema(fields)
+
+
+def widened(layout: LakeLayout, opened: OpenTable, name: str, columns: pa.Schema) -> OpenTable:
+    """Return the history with room for some columns.
+
+    Raises:
+        LakeError (`lake_schema_conflict`): a column can't follow its change; nothing was written.
+    """
+    have = opened.schema()
+    union = union_schema(name, have, columns, narrows=True)
+    if any(not same_type(union.field(field.name).type, field.type) for field in have):
+        _rewrite(layout, opened, union)
+    elif len(union) > len(have):
+        add_columns(opened, union)
+    else:
+        return opened
+    return reopened(layout, opened)
+
+
+def _rewrite(layout: LakeLayout, opened: OpenTable, union: pa.Schema) -> None:
+    """Rewrite all files with wider columns: delta-rs doesn't support Delta's type widening.
+
+    Rare, and bounded in memory.
+    """
+    opened = with_features(layout, opened, union)
+    files = TableFiles(layout, opened.path, BOUNDED)
+    shape = pa.schema([column for column in union if column.name != PARTITION])
+    written = []
+    for path, day in files_by_day(opened):
+        name = new_name(table=table_in(path))
+        file = files.write(records_in(files, path, shape), shape, name, partition=day_folder(day))
+        written.append(in_day(file, day))
+    swap(opened, opened.upkeep(exact=True), add=written, mode="overwrite", schema=union, partition_by=[PARTITION])
