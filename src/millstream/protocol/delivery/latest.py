@@ -14,7 +14,7 @@ from millstream.protocol.delivery.changes import Delayed, Dropped, Extended, Ove
 from millstream.protocol.delivery.consumer import Consumer
 from millstream.protocol.delivery.messages import DeadLetter, DeliveryId, Limits, Message, Status
 from millstream.protocol.delivery.state import Fact, State
-from millstream.protocol.delivery.waiting import Entry, EntryState
+from millstream.protocol.delivery.waiting import Entry, EntryState, fact_of
 
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
 
@@ -203,8 +203,10 @@ class LatestConsumer(Consumer):
             if not message.barrier or message.truncates:
                 self._void(entry)
             return
-        heir = self._newest.get(message.groups[0]) if message.groups else None
-        if heir is None or heir is entry or heir.state is not _WAITING or not heir.is_released:
+        heir, younger = self._newest.get(message.groups[0]) if message.groups else None, None
+        while heir is not None and heir is not entry and (heir.state is not _WAITING or not heir.is_released):
+            heir, younger = heir.older, heir
+        if heir is None or heir is entry:
             return
         merged = self._merge(message, heir.message)
         if entry.is_retried:
@@ -216,12 +218,17 @@ class LatestConsumer(Consumer):
         heir.replaced = ()
         self._forget(heir)
         entry.not_before = until
-        self._replace(entry, merged)
+        self._replace(entry, merged, fact_of(heir))
+        entry.deliveries, entry.failures = heir.deliveries, heir.failures
+        entry.last, entry.has_failed = heir.last, heir.has_failed
         entry.replaced = [*replaced, *entry.replaced]
         for position in replaced:
             if position in self._heirs:
                 self._heirs[position] = entry, self._heirs[position][1]
-        self._newest[merged.groups[0]] = entry
+        if younger is None:
+            self._newest[merged.groups[0]] = entry
+        else:
+            younger.older = entry
 
     def _bury(self, entry: Entry, letter: DeadLetter) -> None:
         self._void_older(entry)

@@ -124,7 +124,7 @@ class State:
                 for position in failed:
                     fact = self._fact(position)
                     fact.failures += not fact.has_failed
-                    fact.has_failed, fact.not_before = True, until
+                    fact.has_failed, fact.deadline, fact.not_before = True, 0, until
             case Delayed(positions, until):
                 for position in positions:
                     self._fact(position).not_before = until
