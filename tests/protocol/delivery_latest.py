@@ -27,7 +27,7 @@ class LatestReference(Reference):
                 self.items = [item for item in self.items if not self._is_dropped(item, message)]
             super().offer([message], 0)
             for item in list(self.items):
-                self._replaced(item)
+                self._replaced(item, by=message)
             self.overtaken |= {
                 id_
                 for id_, dead in self.dead.items()
@@ -41,14 +41,16 @@ class LatestReference(Reference):
         same = message.table == truncate.table and item.position < truncate.position
         return same and item.flies_by is None and (not message.barrier or message.truncates)
 
-    def _replaced(self, older: Item) -> Item:
-        """Replace a waiting message by the newest one that waits in the same stretch of its table."""
+    def _replaced(self, older: Item, by: Message | None = None) -> Item:
+        """Replace a waiting message by the newest one, or by a given one, that waits in the same stretch of its table."""
         if older.flies_by is not None or not older.message.groups:
             return older
         barriers = [
             item.position for item in self.items if item.message.barrier and item.message.table == older.message.table
         ]
         for item in list(self.items):
+            if by is not None and item.position != by.position:
+                continue
             if (
                 item.flies_by is not None
                 or item.message.groups != older.message.groups

@@ -316,6 +316,7 @@ class Consumer:
         statuses: list[Status] = []
         deadline = now + (self.limits.ack_wait_ms if ack_wait_ms is None else ack_wait_ms)
         extended: dict[tuple[int, int], list[int]] = {}
+        held: list[int] = []
         for delivery in ids:
             status, entry = self._find(delivery)
             if status is Status.ACKED:
@@ -331,11 +332,15 @@ class Consumer:
                         entry.last = answer
                         self._revive(entry, answer, deadline)
                     extended.setdefault(answer, []).append(entry.position)
+                    if entry.state is _WAITING:
+                        held.append(entry.position)
             statuses.append(status)
         for (run, number), positions in extended.items():
             if (run, number) in self._pending.answers:
                 self._timers.set(deadline, run, number)
             self._changes.append(Extended(run, number, deadline, positions))
+        if held:
+            self._changes += [Returned(held, ()), Delayed(held, deadline)]
         return statuses
 
     def _find(self, delivery: DeliveryId) -> tuple[Status, Entry | None]:
