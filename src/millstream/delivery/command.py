@@ -72,7 +72,7 @@ class CommandSink:
     @property
     def pacing(self) -> Pacing:
         """See `sinks.PushSink`."""
-        return Pacing(batch_size=self._settings.batch_size)
+        return Pacing(batch_size=self._settings.batch_size, timeout_s=self._settings.timeout_s)
 
     def deliver(self, messages: Sequence[PushMessage]) -> Outcome:
         """See `sinks.PushSink`: one run of the command."""

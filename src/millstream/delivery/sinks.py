@@ -92,6 +92,8 @@ class Pacing:
     """Wait after the first failure of a batch; it doubles with each further failure."""
     retry_max_s: float = 300.0
     """Longest such wait."""
+    timeout_s: float = 30.0
+    """Seconds within which `deliver` returns, apart from delays of the machine."""
 
 
 class PushSink(Protocol):

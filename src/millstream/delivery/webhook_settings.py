@@ -58,7 +58,6 @@ class WebhookSettings:
     secrets: tuple[str, ...] = field(repr=False)
     """The secrets as written. A request has one signature for each."""
     headers: Mapping[str, str] = field(repr=False)
-    timeout_s: float
     allow_private: bool
     pacing: Pacing
 
@@ -101,9 +100,9 @@ class WebhookSettings:
             concurrency=fields.whole("concurrency", 4, 1, 100),
             retry_min_s=retry_min_s,
             retry_max_s=retry_max_s,
+            timeout_s=fields.seconds("timeout", "30s", "1h"),
         )
-        timeout_s = fields.seconds("timeout", "30s", "1h")
-        return cls(url, receiver, _secrets(fields), _headers(fields), timeout_s, allow_private, pacing)
+        return cls(url, receiver, _secrets(fields), _headers(fields), allow_private, pacing)
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -122,7 +121,7 @@ class WebhookSettings:
             "secret": secrets[0] if len(secrets) == 1 else secrets,
             "headers": {name: MASK if masked else value for name, value in self.headers.items()},
             "batch_size": self.pacing.batch_size,
-            "timeout": _duration(self.timeout_s),
+            "timeout": _duration(self.pacing.timeout_s),
             "concurrency": self.pacing.concurrency,
             "retry_min": _duration(self.pacing.retry_min_s),
             "retry_max": _duration(self.pacing.retry_max_s),

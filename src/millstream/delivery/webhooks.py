@@ -60,7 +60,7 @@ class WebhookSink:
             "webhook-signature": signatures(self._keys, webhook_id, timestamp, body),
         }
         try:
-            answer = self._sender.post(headers, body, timeout_s=self._settings.timeout_s)
+            answer = self._sender.post(headers, body, timeout_s=self.pacing.timeout_s)
         except AddressRefused as error:
             return Outcome(Verdict.REFUSED, str(error))
         except ExchangeFailed as error:

@@ -1,0 +1,273 @@
+"""Moves a consumer's messages to its push sink: sends, repeats, and reports the outcome to the consumer.
+
+A batch that failed waits aside, so that it holds only its own groups. It is repeated with the same messages as long as
+the consumer holds them for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import structlog
+
+from millstream.backoff import Backoff
+from millstream.delivery.sinks import Outcome, PushMessage, PushSink, Verdict, failed
+from millstream.workers import Worker
+
+_SPREAD: Final = 0.2
+"""The part of a wait by which chance makes it longer or shorter."""
+_RECEIVE_S: Final = 1.0
+_MARGIN_S: Final = 30.0
+"""Time for which messages are held in addition to what their delivery takes. It is renewed while they wait."""
+
+logger = structlog.get_logger("millstream")
+
+
+class PushSource(Protocol):
+    """A consumer, as the pusher uses it. The pusher returns the message objects that it received.
+
+    Concurrency: any number of threads.
+    """
+
+    def receive(self, count: int, *, wait_s: float) -> Sequence[PushMessage]:
+        """Return messages that are in flight from now on, at most `count`; wait for the first if there is none.
+
+        No group is in two answers at once. A paused consumer has no messages.
+        """
+
+    def hold(self, messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
+        """Keep messages in flight for so long from now on.
+
+        Args:
+            messages: messages that were received.
+            seconds: the time.
+            is_retry: whether their delivery failed and another one begins, which `deliveries` counts.
+
+        Returns:
+            Whether all of them are still in flight for this receiver. A rewind, for example, takes them away.
+        """
+
+    def ack(self, messages: Sequence[PushMessage]) -> None:
+        """Settle messages."""
+
+    def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
+        """Return messages.
+
+        Args:
+            messages: messages that were received.
+            error: the reason.
+            is_dead: whether they have failed for the last time. Otherwise it isn't a failed delivery.
+        """
+
+    def show(self, error: str | None) -> None:
+        """Show the consumer's present error; None: there is none."""
+
+    def pause(self, error: str) -> None:
+        """Pause the consumer, since its receiver wants no more."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Messages that are sent together, or one by one after their last failure."""
+
+    messages: Sequence[PushMessage]
+    """The messages that aren't settled."""
+    backoff: Backoff
+    failures: int = 0
+    """Number of failed deliveries of them together."""
+    is_split: bool = False
+    """Whether each is sent alone."""
+    dead: list[tuple[PushMessage, str]] = field(default_factory=list)
+    """Messages that failed alone, with their errors."""
+
+    @property
+    def next(self) -> Sequence[PushMessage]:
+        """The messages of the next request."""
+        return self.messages[:1] if self.is_split else self.messages
+
+
+class Pusher:
+    """Pushes until it is closed, or until the receiver is gone.
+
+    Args:
+        name: names its threads.
+        source: the consumer.
+        sink: the destination; the pusher doesn't close it.
+        max_deliver: failed deliveries after which a message is dead; 0: never.
+        now_s: returns a time that never steps back.
+        chance: draws from [0, 1).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: PushSource,
+        sink: PushSink,
+        *,
+        max_deliver: int,
+        now_s: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._source = source
+        self._sink = sink
+        self._pacing = sink.pacing
+        self._max_deliver = max_deliver
+        self._now_s = now_s
+        self._chance = chance
+        self._lock = threading.Lock()
+        """Held while the fields below change."""
+        self._aside: list[tuple[float, int, _Batch]] = []
+        """Batches that wait: a heap by time."""
+        self._numbers = itertools.count()
+        self._shown: str | None = None
+        self._stopping = threading.Event()
+        self._hold_s = self._pacing.timeout_s + _MARGIN_S
+        self._workers = [Worker(f"push-{name}", self._step) for _ in range(self._pacing.concurrency)]
+        self._workers.append(Worker(f"push-{name}-hold", self._renew, every_s=_MARGIN_S / 3, stop=self._stopping))
+
+    def start(self) -> Pusher:
+        """Start its threads; once only."""
+        for worker in self._workers:
+            worker.start()
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread of it runs."""
+        return any(worker.is_alive for worker in self._workers)
+
+    def close(self) -> None:
+        """Finish the requests that are under way, and return all other messages to the consumer."""
+        self._stopping.set()
+        for worker in self._workers:
+            worker.join()
+        self._give_back_all("the consumer's delivery was stopped")
+
+    # --- its threads -------------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        batch = self._next()
+        if batch is not None:
+            while batch.messages and not self._stopping.is_set():
+                wait_s = self._send(batch)
+                if wait_s is not None and self._set_aside(batch, wait_s):
+                    return True
+            self._give_back(batch, "the consumer's delivery was stopped")
+        return not self._stopping.is_set()
+
+    def _next(self) -> _Batch | None:
+        """Return a batch that is due, or a new one; None if there is none."""
+        with self._lock:
+            left_s = self._aside[0][0] - self._now_s() if self._aside else _RECEIVE_S
+            if left_s <= 0:
+                return heapq.heappop(self._aside)[2]
+        messages = self._source.receive(self._pacing.batch_size, wait_s=min(left_s, _RECEIVE_S))
+        return _Batch(messages, self._waits()) if messages else None
+
+    def _waits(self) -> Backoff:
+        longest = 1 + _SPREAD
+        return Backoff(
+            first_s=self._pacing.retry_min_s * longest,
+            most_s=self._pacing.retry_max_s * longest,
+            jitter=2 * _SPREAD / longest,
+            chance=self._chance,
+        )
+
+    def _send(self, batch: _Batch) -> float | None:
+        """Send the batch's next request; return the seconds to wait before another attempt, None to go on."""
+        sent = batch.next
+        if not self._hold(batch):
+            return None
+        outcome = self._deliver([replace(message, deliveries=message.deliveries + batch.failures) for message in sent])
+        self._show(outcome)
+        if outcome.verdict is Verdict.GONE:
+            self._source.pause(outcome.reason)
+            self._stopping.set()
+            self._give_back(batch, outcome.reason)
+            self._give_back_all(outcome.reason)
+            return None
+        if outcome.verdict is Verdict.ACCEPTED:
+            self._source.ack(sent)
+        elif outcome.verdict is Verdict.FAILED and self._is_final(batch):
+            batch.dead += [(message, outcome.reason) for message in sent]
+        else:
+            wait_s = batch.backoff.next_s()
+            if outcome.verdict is Verdict.FAILED:
+                batch.failures += 1
+                batch.is_split = 0 < self._max_deliver <= batch.failures
+                self._hold(batch, is_retry=True)
+            return wait_s if outcome.retry_after_s is None else outcome.retry_after_s
+        batch.messages = batch.messages[len(sent) :]
+        if not batch.messages:
+            self._bury(batch)
+        return None
+
+    def _is_final(self, batch: _Batch) -> bool:
+        """Return whether the failure of the request that was sent is its messages' last."""
+        return batch.is_split or (len(batch.messages) == 1 and 0 < self._max_deliver <= batch.failures + 1)
+
+    def _deliver(self, messages: Sequence[PushMessage]) -> Outcome:
+        try:
+            return self._sink.deliver(messages)
+        except Exception as error:  # another package's sink may have a fault, which must not stop the consumer
+            logger.exception("a push sink raised an exception")
+            return failed(f"the sink raised {type(error).__name__}")
+
+    def _show(self, outcome: Outcome) -> None:
+        error = outcome.reason or None
+        with self._lock:
+            if error == self._shown:
+                return
+            self._shown = error
+        self._source.show(error)
+
+    def _hold(self, batch: _Batch, *, is_retry: bool = False) -> bool:
+        """Keep a batch in flight; give it back if the consumer has taken a part of it back."""
+        if self._source.hold(batch.messages, self._hold_s, is_retry=is_retry):
+            return True
+        self._give_back(batch, "some of its messages were taken back")
+        return False
+
+    def _renew(self) -> bool:
+        """Keep the batches that wait in flight. A batch that was taken back is noticed before it is sent."""
+        with self._lock:
+            aside = [batch.messages for *_, batch in self._aside]
+        for messages in aside:
+            self._source.hold(messages, self._hold_s, is_retry=False)
+        return not self._stopping.is_set()
+
+    def _set_aside(self, batch: _Batch, wait_s: float) -> bool:
+        """Let a batch wait; return False if there is nothing to wait for."""
+        with self._lock:
+            if self._stopping.is_set() or not batch.messages:
+                return False
+            heapq.heappush(self._aside, (self._now_s() + wait_s, next(self._numbers), batch))
+            return True
+
+    def _bury(self, batch: _Batch) -> None:
+        """Report the dead messages of a batch, once all its messages were sent.
+
+        A message that is returned earlier would take the later ones of its group with it.
+        """
+        for message, error in batch.dead:
+            self._source.nack([message], error=error, is_dead=True)
+        batch.dead = []
+
+    def _give_back(self, batch: _Batch, reason: str) -> None:
+        self._bury(batch)
+        if batch.messages:
+            self._source.nack(batch.messages, error=reason, is_dead=False)
+        batch.messages = []
+
+    def _give_back_all(self, reason: str) -> None:
+        with self._lock:
+            aside, self._aside = self._aside, []
+        for *_, batch in aside:
+            self._give_back(batch, reason)

@@ -1,0 +1,292 @@
+"""Moving messages to a sink: repeats, waits, split batches, groups, and receivers that are gone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from tests.delivery.receivers import Receiver, Request, answer
+
+from millstream.delivery import pushing
+from millstream.delivery.pushing import Pusher
+from millstream.delivery.sinks import ACCEPTED, Outcome, Pacing, PushMessage, PushSink, Verdict, failed, open_sink
+
+SECRET = "whsec_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+Judge = Callable[[Sequence[PushMessage]], Outcome]
+
+
+class Source:
+    """A consumer in memory, with the rule of groups: a group in flight is in no other answer."""
+
+    def __init__(self, messages: Sequence[PushMessage]) -> None:
+        self.waiting = deque(messages)
+        self.flying: list[PushMessage] = []
+        self.acked: list[str] = []
+        self.dead: dict[str, str] = {}
+        self.returned: list[str] = []
+        self.deliveries = dict.fromkeys((message.id for message in messages), 0)
+        self.shown: list[str | None] = []
+        self.paused: str | None = None
+        self.holds = 0
+        self.lost: set[str] = set()
+        """Ids of messages that aren't in flight for this receiver any longer."""
+        self.changed = threading.Condition()
+
+    def receive(self, count: int, *, wait_s: float) -> Sequence[PushMessage]:
+        with self.changed:
+            busy = {message.group for message in self.flying}
+            free = [message for message in self.waiting if message.group is None or message.group not in busy][:count]
+            if not free or self.paused:
+                self.changed.wait(min(wait_s, 0.02))
+                return []
+            for message in free:
+                self.waiting.remove(message)
+                self.deliveries[message.id] += 1
+            self.flying += free
+            return free
+
+    def hold(self, messages: Sequence[PushMessage], seconds: float, *, is_retry: bool) -> bool:
+        with self.changed:
+            assert seconds > 0
+            self.holds += 1
+            for message in messages:
+                self.deliveries[message.id] += is_retry
+            return self.lost.isdisjoint(message.id for message in messages)
+
+    def ack(self, messages: Sequence[PushMessage]) -> None:
+        with self.changed:
+            for message in messages:
+                self.flying.remove(message)
+                self.acked.append(message.id)
+            self.changed.notify_all()
+
+    def nack(self, messages: Sequence[PushMessage], *, error: str, is_dead: bool) -> None:
+        with self.changed:
+            for message in messages:
+                self.flying.remove(message)
+                if is_dead:
+                    self.dead[message.id] = error
+                else:
+                    self.returned.append(message.id)
+            self.changed.notify_all()
+
+    def show(self, error: str | None) -> None:
+        self.shown.append(error)
+
+    def pause(self, error: str) -> None:
+        self.paused = error
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline_s, vars(self)
+            time.sleep(0.005)
+
+    @property
+    def is_settled(self) -> bool:
+        return not self.waiting and not self.flying
+
+
+class Sink:
+    """A sink whose outcomes a test chooses; it keeps what it was sent."""
+
+    def __init__(self, judge: Judge, *, concurrency: int = 1, batch_size: int = 10, retry_min_s: float = 0.01) -> None:
+        self.pacing = Pacing(batch_size, concurrency, retry_min_s, max(0.04, retry_min_s), timeout_s=1)
+        self.judge = judge
+        self.sent: list[list[tuple[str, int]]] = []
+
+    def deliver(self, messages: Sequence[PushMessage]) -> Outcome:
+        self.sent.append([(message.id, message.deliveries) for message in messages])
+        return self.judge(messages)
+
+    def close(self) -> None:
+        pass
+
+
+def messages_of(count: int, groups: int = 1000) -> list[PushMessage]:
+    return [PushMessage(f"m{number}", f"g{number % groups}", 1, b'{"op":"c"}') for number in range(count)]
+
+
+@contextmanager
+def pushing_to(sink: PushSink, source: Source, *, max_deliver: int = 3) -> Iterator[Pusher]:
+    pusher = Pusher("test", source, sink, max_deliver=max_deliver).start()
+    try:
+        yield pusher
+    finally:
+        pusher.close()
+        assert not pusher.is_running
+
+
+def by_poison(*ids: str) -> Judge:
+    return lambda messages: failed("poison") if any(message.id in ids for message in messages) else ACCEPTED
+
+
+def test_all_messages_are_pushed_and_acknowledged() -> None:
+    source, sink = Source(messages_of(95, groups=7)), Sink(lambda _: ACCEPTED, concurrency=4)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.is_settled)
+    assert sorted(source.acked) == sorted(source.deliveries)
+    assert not source.shown
+    for group in range(7):
+        own = [id_ for id_ in source.acked if int(id_[1:]) % 7 == group]
+        assert own == sorted(own, key=lambda id_: int(id_[1:]))
+
+
+def test_a_failed_batch_is_repeated_whole_with_growing_deliveries() -> None:
+    outcomes = deque([failed("first"), failed("second"), ACCEPTED])
+    source, sink = Source(messages_of(3)), Sink(lambda _: outcomes.popleft())
+    with pushing_to(sink, source, max_deliver=0):
+        source.wait_until(lambda: source.is_settled)
+    assert sink.sent == [[(f"m{number}", attempt) for number in range(3)] for attempt in (1, 2, 3)]
+    assert source.acked == ["m0", "m1", "m2"]
+    assert set(source.deliveries.values()) == {3}
+    assert source.shown == ["first", "second", None]
+
+
+def test_after_the_last_failure_of_a_batch_each_message_is_sent_alone_once() -> None:
+    source, sink = Source(messages_of(4)), Sink(by_poison("m1", "m3"))
+    with pushing_to(sink, source, max_deliver=2):
+        source.wait_until(lambda: source.is_settled)
+    together = [[f"m{number}" for number in range(4)]] * 2
+    assert [[id_ for id_, _ in batch] for batch in sink.sent] == [*together, ["m0"], ["m1"], ["m2"], ["m3"]]
+    assert [batch[0][1] for batch in sink.sent] == [1, 2, 3, 3, 3, 3]
+    assert source.acked == ["m0", "m2"]
+    assert source.dead == {"m1": "poison", "m3": "poison"}
+    assert set(source.deliveries.values()) == {3}
+
+
+def test_a_message_that_was_sent_alone_from_the_first_is_dead_after_its_last_failure() -> None:
+    source, sink = Source(messages_of(2)), Sink(by_poison("m0"), batch_size=1)
+    with pushing_to(sink, source, max_deliver=3):
+        source.wait_until(lambda: source.is_settled)
+    assert [batch for batch in sink.sent if batch[0][0] == "m0"] == [[("m0", 1)], [("m0", 2)], [("m0", 3)]]
+    assert source.dead == {"m0": "poison"}
+    assert source.acked == ["m1"]
+
+
+def test_a_failing_record_holds_only_its_own_group() -> None:
+    """Also with one request at a time: a batch that waits takes none."""
+    source = Source(messages_of(60, groups=3))
+    sink = Sink(by_poison("m0"), batch_size=1, retry_min_s=60)
+    with pushing_to(sink, source, max_deliver=0):
+        source.wait_until(lambda: len(source.acked) == 40)
+    assert all(int(id_[1:]) % 3 for id_ in source.acked)
+    assert source.returned == ["m0"]
+
+
+def test_a_refusal_is_shown_and_repeated_and_does_not_count() -> None:
+    outcomes = deque([Outcome(Verdict.REFUSED, "private")] * 5 + [ACCEPTED])
+    source, sink = Source(messages_of(1)), Sink(lambda _: outcomes.popleft())
+    with pushing_to(sink, source, max_deliver=1):
+        source.wait_until(lambda: source.is_settled)
+    assert source.acked == ["m0"]
+    assert source.shown == ["private", None]
+    assert sink.sent == [[("m0", 1)]] * 6
+    assert source.deliveries == {"m0": 1}
+
+
+def test_a_receiver_that_is_gone_pauses_the_consumer_and_costs_no_message() -> None:
+    def judge(messages: Sequence[PushMessage]) -> Outcome:
+        return Outcome(Verdict.GONE, "gone") if messages[0].id == "m1" else failed("not now")
+
+    source, sink = Source(messages_of(2)), Sink(judge, batch_size=1, retry_min_s=60)
+    with pushing_to(sink, source, max_deliver=1000) as pusher:
+        source.wait_until(lambda: not source.flying)
+        assert source.paused == "gone"
+        source.wait_until(lambda: not pusher.is_running)
+    assert sorted(source.returned) == ["m0", "m1"]
+    assert not source.dead
+
+
+def test_a_receiver_may_set_the_wait() -> None:
+    outcomes = deque([failed("busy", retry_after_s=0.0), failed("busy", retry_after_s=0.3), ACCEPTED])
+    moments: list[float] = []
+
+    def judge(_: Sequence[PushMessage]) -> Outcome:
+        moments.append(time.monotonic())
+        return outcomes.popleft()
+
+    source, sink = Source(messages_of(1)), Sink(judge, retry_min_s=60)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.is_settled)
+    assert moments[1] - moments[0] < 5
+    assert 0.3 <= moments[2] - moments[1] < 5
+
+
+def test_waits_double_within_a_fifth_up_to_the_longest() -> None:
+    pacing = Pacing(retry_min_s=1, retry_max_s=60)
+    for chance, factor in ((0.0, 0.8), (0.5, 1.0), (1.0, 1.2)):
+        sink = Sink(lambda _: ACCEPTED)
+        sink.pacing = pacing
+        waits = Pusher("test", Source([]), sink, max_deliver=1, chance=lambda drawn=chance: drawn)._waits()
+        expected = [factor * whole for whole in (1, 2, 4, 8, 16, 32, 60, 60)]
+        assert [waits.next_s() for _ in expected] == pytest.approx(expected)
+
+
+def test_messages_that_were_taken_back_are_not_sent_again() -> None:
+    def judge(_: Sequence[PushMessage]) -> Outcome:
+        source.lost.add("m1")
+        return failed("not now")
+
+    source, sink = Source(messages_of(2)), Sink(judge)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: not source.flying)
+    assert len(sink.sent) == 1
+    assert source.returned == ["m0", "m1"]
+
+
+def test_messages_that_wait_are_kept_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushing, "_MARGIN_S", 0.03)
+    source, sink = Source(messages_of(1)), Sink(lambda _: failed("not now"), retry_min_s=60)
+    with pushing_to(sink, source):
+        source.wait_until(lambda: source.holds > 10)
+    assert len(sink.sent) == 1
+
+
+def test_a_sink_with_a_fault_stops_nothing() -> None:
+    def judge(messages: Sequence[PushMessage]) -> Outcome:
+        if messages[0].id == "m0":
+            raise RuntimeError("a secret")
+        return ACCEPTED
+
+    source, sink = Source(messages_of(3)), Sink(judge, batch_size=1)
+    with pushing_to(sink, source, max_deliver=2):
+        source.wait_until(lambda: source.is_settled)
+    assert source.dead == {"m0": "the sink raised RuntimeError"}
+    assert sorted(source.acked) == ["m1", "m2"]
+
+
+def test_a_webhook_gets_each_group_in_order_whatever_its_answers() -> None:
+    """A real receiver that fails at random times; a retry has the same id and another signature."""
+    attempts: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def sometimes(connection: object, request: Request) -> None:
+        with lock:
+            id_ = request.headers["webhook-id"]
+            attempts[id_] = attempts.get(id_, 0) + 1
+            status = 503 if attempts[id_] == 1 and len(attempts) % 3 == 0 else 200
+        answer(status)(connection, request)  # type: ignore[arg-type]
+
+    with Receiver(sometimes) as receiver:
+        settings = {
+            "url": receiver.url, "secret": SECRET, "allow_private": True, "batch_size": 7, "retry_min": "10ms",
+        }  # fmt: skip
+        sink = open_sink("webhook", settings, stream="shop", consumer="search")
+        source = Source(messages_of(300, groups=20))
+        with pushing_to(sink, source):
+            source.wait_until(lambda: source.is_settled)
+        sink.close()
+        assert sorted(source.acked) == sorted(source.deliveries)
+        assert not source.dead
+        assert 2 in attempts.values()
+        bodies = [json.loads(request.body)["messages"] for request in receiver.requests]
+    first_seen = list(dict.fromkeys(message["id"] for body in bodies for message in body))
+    for group in range(20):
+        own = [int(id_[1:]) for id_ in first_seen if int(id_[1:]) % 20 == group]
+        assert own == sorted(own)
