@@ -50,7 +50,7 @@ def sessions_cost() -> Iterator[Figure]:
                 for number in range(1, BATCHES + 1):
                     ids = [WriteId(f"client-{i}", number) if with_sessions else None for i in range(REQUESTS)]
                     began = time.perf_counter()
-                    appender.append_batch("web", AppendBatch("events", rows, counts, ids), deadline_s=60)
+                    appender.append_batch("web", AppendBatch.of_table("events", rows, counts, ids), deadline_s=60)
                     took_s.append(time.perf_counter() - began)
             finally:
                 appender.close()
@@ -97,7 +97,7 @@ def among_many_sessions() -> Iterator[Figure]:
         say(f"sessions_open_ms: {count:,} sessions of {writes} writes")
         with folder("sessions") as path:
             appender = _appender(path)
-            appender.append_batch("web", AppendBatch("events", rows, [rows.num_rows], [None]), deadline_s=60)
+            appender.append_batch("web", AppendBatch.of_table("events", rows, [rows.num_rows], [None]), deadline_s=60)
             appender.close()
             # In a process of its own, so that its memory is that of a writer.
             filling = multiprocessing.get_context("spawn").Process(target=_fill, args=(path, count, writes))
@@ -127,7 +127,7 @@ def among_many_sessions() -> Iterator[Figure]:
                     batch_ids = [ids.pop() if with_sessions else None for _ in range(REQUESTS)]
                     began = time.perf_counter()
                     appender.append_batch(
-                        "web", AppendBatch("events", rows, [ROWS] * REQUESTS, batch_ids), deadline_s=60
+                        "web", AppendBatch.of_table("events", rows, [ROWS] * REQUESTS, batch_ids), deadline_s=60
                     )
                     took_s.append(time.perf_counter() - began)
                 return median(took_s[5:]) * 1e6 / REQUESTS

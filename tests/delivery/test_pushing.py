@@ -99,13 +99,14 @@ class Sink:
         self.pacing = Pacing(batch_size, concurrency, retry_min_s, max(0.04, retry_min_s), timeout_s=1)
         self.judge = judge
         self.sent: list[list[tuple[str, int]]] = []
+        self.is_closed = False
 
     def deliver(self, messages: Sequence[PushMessage]) -> Outcome:
         self.sent.append([(message.id, message.deliveries) for message in messages])
         return self.judge(messages)
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 def messages_of(count: int, groups: int = 1000) -> list[PushMessage]:
