@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from millstream.aio.consumers import AsyncConsumers, AsyncConsumption
 from millstream.aio.session import AsyncSession, valid_columns, valid_tables
+from millstream.app.lake_sessions import open_lake
 from millstream.app.local_client import (
     OpenHome,
     check_stream,
     home_appender,
     home_consumers,
     level_of,
-    open_lake,
     open_reader,
     write_id_of,
 )

@@ -22,25 +22,21 @@ from millstream.client.protocol import (
     check_deadline,
     session_of,
 )
-from millstream.errors import LogError, UsageError, WriterClosed
+from millstream.errors import UsageError, WriterClosed
 from millstream.export.record_reading import latest_stretches, read_records
 from millstream.export.stretches import FollowedTables, follow_steps, position_of
 from millstream.home.home import Home
-from millstream.home.time_parsing import microseconds, parse_as_of
-from millstream.model.ids import StreamId, parse_region_log_name
-from millstream.model.positions import Seq, StreamToken
+from millstream.home.time_parsing import microseconds
+from millstream.model.ids import parse_region_log_name
+from millstream.model.positions import StreamToken
 from millstream.model.replication import AckLevel
-from millstream.model.schema import TableKind
 from millstream.model.writes import SessionFacts, WriteId
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.catalog import TableRow
     from millstream.client.protocol import HomeCalls
     from millstream.ingest.columns import Rows
-    from millstream.lake.known_tables import KnownTable
-    from millstream.lake.query.bounds import QueryBounds
     from millstream.lake.query.sql import LakeSession
     from millstream.model.operations import Appended, AppendedTables
     from millstream.wal.index import OnDamage
@@ -471,6 +467,8 @@ class OpenHome:
 
     def lake(self, stream: str | None = None, *, as_of: StreamToken | datetime | str | None = None) -> LakeSession:
         """Return a session for several queries at one token; a context manager. See `query` for the arguments."""
+        from millstream.app.lake_sessions import open_lake
+
         return open_lake(self._home, stream, as_of=as_of)
 
     def status(self) -> dict[str, Any]:
@@ -599,96 +597,3 @@ def check_age_of_copy(home: Home, stream: str) -> None:
             check_age(home, stream)
         except ModuleNotFoundError as error:
             raise _needs_run(error, "to tell whether a follower is new enough") from error
-
-
-def _landed_elsewhere(home: Home, stream: str) -> str | None:
-    """Return the node that lands a stream's tables, if this one doesn't."""
-    if not home.role_file(stream).exists():
-        return None
-    from millstream.leadership.role_files import Roles
-
-    return Roles(home).led_elsewhere(stream)
-
-
-def open_lake(
-    home: Home,
-    stream: str | None = None,
-    *,
-    as_of: StreamToken | datetime | str | None = None,
-    bounds: QueryBounds | None = None,
-) -> LakeSession:
-    """Open a stream's lake tables at one token, for SQL.
-
-    Args:
-        home: the home.
-        stream: its name; None if the home has only one.
-        as_of: a token, a moment (UTC if it has no zone), or the text of either; None for the newest cut.
-        bounds: the session's limits; None for no limit.
-
-    Raises:
-        PositionError (`invalid_time`), InvalidToken: the text is neither.
-        BeyondRetention, PositionError (`time_from_future`), TokenFromFuture: the lake no longer has it, or doesn't have it
-            yet.
-    """
-    from millstream.home.config_mapping import lake_layout
-    from millstream.lake.query.sql import LakeSession
-
-    name, config = home.stream_config(stream)
-    try:
-        stream_id = open_reader(home, name).stream_id
-    except LogError:
-        # The log may be elsewhere, or gone; the catalog has the stream too.
-        with home.open_catalog() as catalog:
-            stream_id = catalog.stream(name).id
-    if isinstance(as_of, str):
-        as_of = parse_as_of(as_of, stream_id, now=datetime.now(UTC))
-    if isinstance(as_of, datetime):
-        moment: Seq | datetime | None = as_of.replace(tzinfo=UTC) if as_of.tzinfo is None else as_of
-    else:
-        moment = None if as_of is None else StreamToken.parse(str(as_of), stream=stream_id).linear()
-    return LakeSession(
-        lake_layout(home, name, config, stream_id),
-        as_of=moment,
-        held=lambda: _quarantined(home, stream_id),
-        known=lambda: _known(home, name, stream_id),
-        landed_by=_landed_elsewhere(home, name),
-        bounds=bounds,
-    )
-
-
-def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
-    """Return the stream's tables as capture knows them."""
-    from millstream.catalog import TableState
-    from millstream.lake.known_tables import KnownTable
-
-    if not home.has_catalog():
-        return []
-    with home.open_catalog() as catalog:
-        rows, schemas = catalog.tables(stream_id), catalog.latest_schemas(stream_id)
-    try:
-        logged = set(open_reader(home, stream).schemas())
-    except LogError:
-        logged = set(schemas)  # unknown here
-
-    def waits(row: TableRow) -> str:
-        if row.state not in {TableState.STREAMING, TableState.HISTORY_ONLY}:
-            return f"it is {row.state.value.replace('_', ' ')}{': ' if row.reason else ''}{row.reason}"
-        return "the pipeline hasn't landed it" if row.id in logged else ""
-
-    return [
-        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row))
-        for row in rows
-        if row.kind is TableKind.TABLE
-    ]
-
-
-def _quarantined(home: Home, stream: StreamId) -> dict[str, str]:
-    """Return the names of tables that capture or the pipeline has quarantined, with the reason."""
-    from millstream.app.tables import list_tables
-    from millstream.catalog import TableState
-
-    if not home.has_catalog():
-        return {}
-    with home.open_catalog() as catalog:
-        found = list_tables(catalog, stream)
-    return {table["name"]: table["reason"] for table in found if table["state"] == TableState.QUARANTINED.value}

@@ -21,7 +21,7 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.output import create_output
 
-from millstream.app.local_client import open_lake
+from millstream.app.lake_sessions import open_lake
 from millstream.cli.context import note, print_table
 from millstream.cli.main import say_error
 from millstream.cli.query_output import answer

@@ -44,7 +44,7 @@ def query(
     it from stdin; on a terminal it opens a prompt, with \? for help.
     """
     leave_pandas_out()
-    from millstream.app.local_client import open_lake
+    from millstream.app.lake_sessions import open_lake
 
     home = invocation.home(needs_source=False)
     style = "json" if as_json else style

@@ -1,6 +1,6 @@
 """Consumers in Python: `home.consumers(stream)` makes and steers them, `home.consume(stream, name)` receives from one.
 
-What happens is written once, as generators that yield requests (`Ask`). A home of this machine and one behind an
+The exchange is written once, as generators that yield requests (`Ask`). A home of this machine and one behind an
 address carry them out with threads here, and `millstream.aio` on an event loop.
 """
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
 
-from millstream.app.local_client import open_lake
+from millstream.app.lake_sessions import open_lake
 from millstream.errors import MillstreamError, QueryBound
 from millstream.lake.query.bounds import QueryBounds
 from millstream.serving.queries.frames import Frame, QueryRequest, WorkerStart, write_frame
