@@ -85,6 +85,10 @@ class LatestConsumer(Consumer):
             entry.older = older
         if group is not None:
             self._newest[group] = entry
+            older = entry.older
+            if older is not None and older.state is _WAITING and not self._is_parted(older):
+                self._replace_returned(older)  # the barrier between them is settled
+                entry = self._newest[group]
         self._restore(entry, fact)
 
     def _overtake(self, group: str, position: int) -> None:
