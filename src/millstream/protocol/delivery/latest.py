@@ -110,7 +110,7 @@ class LatestConsumer(Consumer):
         return table is not None and any(barrier.position > entry.position for barrier, _ in table.barriers)
 
     def _replace(self, entry: Entry, message: Message, fact: Fact | None = None) -> None:
-        """Let a newer message stand for a waiting one: it waits as long, and its deliveries begin."""
+        """Let a newer message stand for a waiting one: it waits as long, unless it has its own fact, and its deliveries begin."""
         entry.replaced = entry.replaced or []
         entry.replaced.append(entry.position)
         if entry.last is not None:
@@ -118,9 +118,10 @@ class LatestConsumer(Consumer):
         self._pending.replace(entry, message)
         entry.deliveries = entry.failures = 0
         entry.last, entry.has_failed = None, False
-        if entry.not_before:
+        if fact is not None:
+            self._delay(entry, fact.not_before)
+        elif entry.not_before:
             self._delay(entry, entry.not_before)
-        if entry.not_before > (0 if fact is None else fact.not_before):
             self._changes.append(Delayed((entry.position,), entry.not_before))
 
     def _truncate(self, truncate: Message, *, also_in_flight: bool) -> None:
