@@ -16,6 +16,7 @@ from millstream.errors import (
     RoutingError,
     SessionsNeedOneWriter,
 )
+from millstream.model.operations import Appended
 from millstream.serving.problems import status_of
 
 PROBLEM = {"content-type": "application/problem+json"}
@@ -29,7 +30,7 @@ def calls_of(
 ) -> tuple[list[Call], MillstreamError]:
     """Return the calls, one for each answer, and the final error."""
     call = append_call("web", "t", [{"x": 1}], session=None, number=None, idempotency_key=key, keep_valid_rows=False)
-    steps = appended(call, url="http://there", deadline_s=deadline_s, now=lambda: 0.0)
+    steps = appended(call, Appended, url="http://there", deadline_s=deadline_s, now=lambda: 0.0)
     asked = []
     wish = next(steps)
     for answer in answers:

@@ -99,10 +99,8 @@ async def valid_columns(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
 
 async def valid_tables(tables: Mapping[str, Rows], *, keep_valid_rows: bool) -> TablesOfRows:
     """Return as `tables_for`; many rows are converted on a thread, while other tasks go on."""
-    anything: object = tables  # from a caller without type checks; `tables_for` refuses all but a mapping
-    if not isinstance(anything, Mapping) or (
-        len(tables) <= _SMALL_TABLES and all(_is_small(rows) for rows in tables.values())
-    ):
+    given: object = tables
+    if not isinstance(given, Mapping) or (len(given) <= _SMALL_TABLES and all(map(_is_small, given.values()))):
         return tables_for(tables, keep_valid_rows=keep_valid_rows)
     return await asyncio.to_thread(tables_for, tables, keep_valid_rows=keep_valid_rows)
 

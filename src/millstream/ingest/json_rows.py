@@ -38,6 +38,18 @@ _NAMES_KEPT_MAX: Final = 64
 
 Row = dict[str, Any]
 
+
+class _TableName(str):
+    """A table's name in a body: a type of its own, so that the decoder reports each occurrence."""
+
+    __slots__ = ()
+
+
+class _Tables(msgspec.Struct, forbid_unknown_fields=True):
+    tables: dict[_TableName, list[Row] | str] = {}
+
+
+_UNKNOWN_FIELD: Final = "Object contains unknown field"
 _LINES: Final = msgspec.json.Decoder(dict[str, Any])
 _ROWS: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _ROW: Final = msgspec.json.Decoder(dict[str, Any])
@@ -79,6 +91,43 @@ def rows_of_json(body: bytes, *, rows_max: int = ROWS_MAX) -> list[Row]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         _refuse(body, error, lines=False)
     return _checked(rows, rows_max)
+
+
+def tables_of_json(body: bytes, *, rows_max: int = ROWS_MAX) -> dict[str, list[Row] | str]:
+    """Return the rows of each table of a JSON text `{"tables": {table: rows}}`; an empty text has none.
+
+    Rows are an array of objects, or an Arrow IPC stream as base64.
+
+    Raises:
+        HttpError (`invalid_body`): it isn't such a text.
+        InvalidValue: it has other fields, or names a table twice.
+        RowsTooLarge: there are more rows than `rows_max`.
+    """
+    names: list[str] = []
+
+    def note(_kind: type, name: str) -> Any:
+        names.append(name)
+        return _TableName(name)
+
+    if not body.strip():
+        return {}
+    try:
+        found = msgspec.json.Decoder(_Tables, dec_hook=note).decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if str(error).startswith(_UNKNOWN_FIELD):
+            raise InvalidValue(f"the body has more than tables: {error}", hint='Send {"tables": {…}}.') from error
+        _refuse(body, error, lines=False)
+    if len(names) != len(found.tables):
+        twice = next((name for n, name in enumerate(names) if name in names[:n]), names[0])
+        raise InvalidValue(
+            f"the body names table {twice} twice, or has several objects of tables",
+            hint="Put all rows of a table into one array.",
+            table=twice,
+        )
+    total = sum(len(rows) for rows in found.tables.values() if not isinstance(rows, str))
+    if total > rows_max:
+        raise too_large("its rows", total, rows_max)
+    return {str(name): rows for name, rows in found.tables.items()}
 
 
 def _checked(rows: list[Row], rows_max: int) -> list[Row]:

@@ -35,7 +35,7 @@ from millstream.serving.reading import Reading
 from millstream.serving.request_batching import Groups
 from millstream.serving.requests import Scope, Send, answer_problem
 from millstream.serving.tails import Tails
-from millstream.serving.writes import ROWS_PATH, Writes, is_rows_path
+from millstream.serving.writes import ROWS_PATH, TABLES_PATH, Writes, is_rows_path, takes_rows
 from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Application:
                 return
             if scope["method"] == "POST":
                 path = scope["raw_path"]
-                if is_rows_path(path):
+                if takes_rows(path):
                     await rows(scope, receive, send)
                     return
                 if path in lines:
@@ -136,8 +136,8 @@ class Application:
     def _route_of(self, scope: Scope) -> str:
         """Return a request's path with names for its variable parts; `other` for an unknown path."""
         path = scope["raw_path"]
-        if scope["method"] == "POST" and is_rows_path(path):
-            return ROWS_PATH
+        if scope["method"] == "POST" and takes_rows(path):
+            return ROWS_PATH if is_rows_path(path) else TABLES_PATH
         if path in self._of_paths:
             return str(path.decode())
         return str(getattr(scope.get("route"), "path", "other"))
@@ -251,7 +251,8 @@ class Application:
             return JSONResponse({**facts, "version": VERSION.decode()}, 200 if ready else 503, influx)
 
         # A path that takes writes reports its methods to other requests.
-        app.router.routes.append(Route(ROWS_PATH, self._writes, methods=["POST"]))
+        for rows_path in (ROWS_PATH, TABLES_PATH):
+            app.router.routes.append(Route(rows_path, self._writes, methods=["POST"]))
         for path, endpoint in self._of_paths.items():
             app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
         described = app.openapi

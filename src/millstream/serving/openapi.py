@@ -65,6 +65,36 @@ _APPENDED: Final[Mapping[str, Any]] = {
         },
     },
 }
+_REJECTED: Final[Mapping[str, Any]] = _APPENDED["properties"]["rejected"]
+_APPENDED_TABLES: Final[Mapping[str, Any]] = {
+    "title": "AppendedTables",
+    "description": "The result of an append to several tables: all of it is durable.",
+    "type": "object",
+    "required": ["token", "duplicate", "tables"],
+    "properties": {
+        "token": {
+            "type": "string",
+            "description": "A reader that has read up to it has seen these rows; the newest token if there are none.",
+        },
+        "duplicate": _APPENDED["properties"]["duplicate"],
+        "tables": {
+            "type": "object",
+            "description": "Each table's part, by its full name.",
+            "additionalProperties": {
+                "type": "object",
+                "required": ["first", "rows", "rejected"],
+                "properties": {
+                    "first": {
+                        "type": ["integer", "null"],
+                        "description": "The first row's number in the stream; null if no row was kept.",
+                    },
+                    "rows": {"type": "integer", "description": "Number of rows that were appended."},
+                    "rejected": _REJECTED,
+                },
+            },
+        },
+    },
+}
 _INFLUX_ERROR: Final[Mapping[str, Any]] = {
     "title": "LineError",
     "description": "As InfluxDB's clients look for it: `error` at `/write`, `code` and `message` at `/api/v2/write`.",
@@ -124,6 +154,33 @@ _DEADLINE: Final = {
 }
 
 
+_STREAM: Final = {"name": "stream", "in": "path", "required": True, "schema": {"type": "string"}}
+_OPTIONS: Final = (
+    {
+        "name": "on_clash",
+        "in": "query",
+        "schema": {"enum": ["request", "rows"], "default": "request"},
+        "description": "What is refused where a row has no place in the table: the whole request, or such rows.",
+    },
+    _DEADLINE,
+    _ENCODING,
+    _ACKS,
+    _KEY,
+    {
+        "name": "Millstream-Session",
+        "in": "header",
+        "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
+        "description": "A session, in which the caller numbers its writes: instead of a key.",
+    },
+    {
+        "name": "Millstream-Session-Number",
+        "in": "header",
+        "schema": {"type": "integer", "minimum": 1},
+        "description": "The write's number in its session, from 1.",
+    },
+)
+
+
 def refusals(media_type: str = MEDIA_TYPE, schema: str = "Problem") -> dict[str, Any]:
     """Return the error answers of a path."""
     return {
@@ -150,7 +207,7 @@ def _rows_path() -> dict[str, Any]:
             "description": "One request is one operation: readers see its rows together or not at all. JSON objects, a line each or in an array, or an "
             "Arrow IPC stream.",
             "parameters": [
-                {"name": "stream", "in": "path", "required": True, "schema": {"type": "string"}},
+                _STREAM,
                 {
                     "name": "table",
                     "in": "path",
@@ -158,34 +215,46 @@ def _rows_path() -> dict[str, Any]:
                     "schema": {"type": "string"},
                     "description": "`schema.table`, quoted where it must be; without a schema it is of `public`.",
                 },
-                {
-                    "name": "on_clash",
-                    "in": "query",
-                    "schema": {"enum": ["request", "rows"], "default": "request"},
-                    "description": "What is refused where a row has no place in the table: the whole request, or such rows.",
-                },
-                _DEADLINE,
-                _ENCODING,
-                _ACKS,
-                _KEY,
-                {
-                    "name": "Millstream-Session",
-                    "in": "header",
-                    "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
-                    "description": "A session, in which the caller numbers its writes: instead of a key.",
-                },
-                {
-                    "name": "Millstream-Session-Number",
-                    "in": "header",
-                    "schema": {"type": "integer", "minimum": 1},
-                    "description": "The write's number in its session, from 1.",
-                },
+                *_OPTIONS,
             ],
             "requestBody": {"required": True, "content": bodies},
             "responses": {
                 "200": {
                     "description": "The rows are durable.",
                     "content": {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/Appended"}}},
+                },
+                **refusals(),
+            },
+        }
+    }
+
+
+def _tables_path() -> dict[str, Any]:
+    rows = {
+        "anyOf": [
+            {"type": "array", "items": _ROW},
+            {"type": "string", "contentEncoding": "base64", "contentMediaType": ARROW_TYPE},
+        ]
+    }
+    body = {
+        "type": "object",
+        "properties": {"tables": {"type": "object", "additionalProperties": rows}},
+        "additionalProperties": False,
+        "examples": [{"tables": {"public.orders": [{"id": 1}], "public.lines": [{"order": 1, "sku": "a"}]}}],
+    }
+    return {
+        "post": {
+            "operationId": "append_tables",
+            "tags": ["write"],
+            "summary": "Append rows to several tables as one operation; they are durable when it answers.",
+            "description": "Readers see the rows of all tables together or not at all, in the order of the body. A table's rows are JSON objects, or "
+            "an Arrow IPC stream as base64.",
+            "parameters": [_STREAM, *_OPTIONS],
+            "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": body}}},
+            "responses": {
+                "200": {
+                    "description": "The rows are durable.",
+                    "content": {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/AppendedTables"}}},
                 },
                 **refusals(),
             },
@@ -240,6 +309,7 @@ def with_writes(document: dict[str, Any]) -> dict[str, Any]:
     document["paths"].update(
         {
             "/v1/streams/{stream}/tables/{table}": _rows_path(),
+            "/v1/streams/{stream}/tables": _tables_path(),
             "/api/v2/write": _lines_path(
                 "write_lines_v2", "bucket", "Append InfluxDB line protocol, as clients of versions 2 and 3 send it."
             ),
@@ -251,5 +321,6 @@ def with_writes(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
+    schemas["AppendedTables"] = dict(_APPENDED_TABLES)
     schemas.update({"Problem": dict(PROBLEM), "Appended": dict(_APPENDED), "LineError": dict(_INFLUX_ERROR)})
     return document

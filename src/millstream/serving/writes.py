@@ -1,4 +1,4 @@
-"""`POST /v1/streams/{stream}/tables/{table}`: rows over HTTP, durable when they are answered.
+"""`POST /v1/streams/{stream}/tables/{table}`, and `…/tables` for several: rows over HTTP, durable when they are answered.
 
 It is served outside FastAPI, which would take longer for a small request than everything else does; the
 OpenAPI document has it all the same (`millstream.serving.openapi`).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import wrap_future
+from base64 import b64decode
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -18,7 +19,16 @@ import structlog
 from millstream.config.quantities import duration_s
 from millstream.errors import HttpError, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.ingest.arrow_rows import rows_of_arrow
-from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines, valid_columns_of
+from millstream.ingest.json_rows import (
+    Row,
+    columns_of,
+    held_bytes,
+    rows_of_json,
+    rows_of_lines,
+    tables_of_json,
+    valid_columns_of,
+)
+from millstream.ingest.several_tables import tables_for
 from millstream.ingest.valid_rows import ValidTable
 from millstream.model.access import Right
 from millstream.model.names import parse_qualified_name
@@ -43,7 +53,9 @@ from millstream.workers import call_in_thread
 
 if TYPE_CHECKING:
     from millstream.home.home import Home
-    from millstream.model.operations import Appended
+    from millstream.ingest.several_tables import TablesOfRows
+    from millstream.model.operations import Appended, AppendedTables
+    from millstream.model.writes import WriteId
     from millstream.serving.access import Access
 
 logger = structlog.get_logger("millstream.serve")
@@ -56,6 +68,7 @@ LINES_TYPES: Final = frozenset(
 JSON_TYPE: Final = "application/json"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 ROWS_PATH: Final = "/v1/streams/{stream}/tables/{table}"
+TABLES_PATH: Final = "/v1/streams/{stream}/tables"
 _LARGE_BYTES: Final = 256 << 10
 """Size in bytes from which bodies are parsed on a thread of their own, so that other requests are answered
 at the same time."""
@@ -89,11 +102,12 @@ class Writes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request as an ASGI application."""
-        if not is_rows_path(scope["raw_path"]):  # `%2F` separates no path
-            await answer_problem(send, unknown_path(scope["path"], [ROWS_PATH]))
+        append = self._append if is_rows_path(scope["raw_path"]) else self._append_all
+        if not takes_rows(scope["raw_path"]):  # `%2F` separates no path
+            await answer_problem(send, unknown_path(scope["path"], [ROWS_PATH, TABLES_PATH]))
             return
         try:
-            appended = await self._append(scope, receive)
+            appended = await append(scope, receive)
         except MillstreamError as error:
             await answer_problem(send, error)
         except ClientGoneError:
@@ -109,17 +123,7 @@ class Writes:
         stream, table = text_of_path(parts[3]), text_of_path(parts[5])
         await self.admit(scope, stream)
         parse_qualified_name(table)
-        headers = headers_said(scope)
-        parameters = parameters_said(scope)
-        check_parameters(parameters, ROWS_PARAMETERS)
-        target = BatchTarget(
-            stream,
-            (table,),
-            deadline_said(parameters, self.deadline_s),
-            choice_said(parameters, "on_clash", ON_CLASH, "request"),
-            level_said(headers),
-        )
-        write_id = write_id_said(headers)
+        headers, target, write_id = self._said(scope, stream, (table,))
         kind = media_type(headers)
         if kind not in LINES_TYPES and kind not in {JSON_TYPE, ARROW_TYPE}:
             raise HttpError(
@@ -138,6 +142,54 @@ class Writes:
                 return await self.groups.append(target, (rows,), size_bytes=size_bytes, write_id=write_id)
             appended = await self.groups.append(target, (rows.table,), size_bytes=size_bytes, write_id=write_id)
             return rows.told(appended)
+
+    def _said(
+        self, scope: Scope, stream: str, tables: tuple[str, ...]
+    ) -> tuple[dict[bytes, bytes], BatchTarget, WriteId | None]:
+        """Return a request's headers, its target and its identity."""
+        headers = headers_said(scope)
+        parameters = parameters_said(scope)
+        check_parameters(parameters, ROWS_PARAMETERS)
+        target = BatchTarget(
+            stream,
+            tables,
+            deadline_said(parameters, self.deadline_s),
+            choice_said(parameters, "on_clash", ON_CLASH, "request"),
+            level_said(headers),
+        )
+        return headers, target, write_id_said(headers)
+
+    async def _append_all(self, scope: Scope, receive: Receive) -> AppendedTables:
+        """Append rows of several tables as one operation."""
+        stream = text_of_path(scope["raw_path"].split(b"/")[3])
+        await self.admit(scope, stream)
+        headers, target, write_id = self._said(scope, stream, ())
+        kind = media_type(headers)
+        if kind not in {JSON_TYPE, ""}:
+            raise _other_type(kind)
+        with Held(self.intake) as held:
+            body = await read_body(receive, headers, self.intake, held)
+            if body and not kind:
+                raise _other_type(kind)
+            size_bytes = len(body)
+            self.weigh(held, size_bytes * _JSON_FACTOR if size_bytes < _LARGE_BYTES else held_bytes(body))
+            keep = target.keep_valid_rows
+            valid = await self.read(size_bytes, lambda: self._tables(body, keep_valid_rows=keep))
+            target = target._replace(tables=tuple(valid.kept))
+            rows = list(valid.kept.values())
+            return valid.told(await self.groups.append(target, rows, size_bytes=size_bytes, write_id=write_id))
+
+    def _tables(self, body: bytes, *, keep_valid_rows: bool) -> TablesOfRows:
+        def make(rows: list[Row] | str) -> ValidTable:
+            if isinstance(rows, str):
+                table = rows_of_arrow(_from_base64(rows), rows_max=self._rows_max)
+                return ValidTable(table, range(table.num_rows), ())
+            if keep_valid_rows:
+                return valid_columns_of(rows, may_be_empty=True)
+            return ValidTable(columns_of(rows), range(len(rows)), ())
+
+        tables = tables_of_json(body, rows_max=self._rows_max)
+        return tables_for(tables, keep_valid_rows=keep_valid_rows, make=make)
 
     async def _rows(
         self, kind: str, body: bytes, held: Held, *, keep_valid_rows: bool
@@ -192,9 +244,38 @@ class Writes:
             return await wrap_future(call_in_thread("http-prepares", make))
 
 
+def _other_type(kind: str) -> HttpError:
+    return HttpError(
+        f"rows of several tables don't come as {kind or 'a body without a Content-Type'}",
+        code="media_type_unknown",
+        hint=f"Send {JSON_TYPE}, named in Content-Type.",
+        header="Content-Type",
+        value=kind,
+    )
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as error:
+        raise HttpError(
+            f"a table's rows are text that isn't base64: {error}",
+            code="invalid_body",
+            hint="Send an array of objects, or an Arrow IPC stream as base64.",
+        ) from error
+
+
 def media_type(headers: dict[bytes, bytes]) -> str:
     """Return a body's media type, without its parameters."""
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+
+def takes_rows(raw_path: bytes) -> bool:
+    """Return whether a path, as it was sent, is that of one table's rows, or of several tables'."""
+    parts = raw_path.split(b"/")
+    return is_rows_path(raw_path) or (
+        len(parts) == 5 and parts[1] == b"v1" and parts[2] == b"streams" and parts[4] == b"tables"
+    )
 
 
 def is_rows_path(raw_path: bytes) -> bool:
