@@ -46,7 +46,8 @@ class Written:
     operation: int
 
 
-def write(folder: str, drawn: list[list[list[tuple[str, int]]]]) -> list[Written]:
+def write(folder: str, drawn: list[list[list[tuple[str, int]]]], *, appends: bool = False) -> list[Written]:
+    """Write operations, as transactions of a source or as appends of an application."""
     written: list[Written] = []
     shards = [ShardId(0), ShardId(1)]
     with LogWriter.open(
@@ -60,6 +61,9 @@ def write(folder: str, drawn: list[list[list[tuple[str, int]]]]) -> list[Written
                     written.append(Written(table, len(written), xid + at))
                     rows.setdefault((table, shard), []).append(row(index, Op.CREATE, at, id=written[-1].id))
             facts = [operation(xid + at + 1, 8 * (xid + at + 1)) for at in range(len(group))]
+            if appends:
+                moment = facts[0]["commit_ts"]
+                facts = [{"kind": 3, "source": 0, "commit_ts": moment + xid + at} for at in range(len(group))]
             log.append(ops(facts, *((TABLES[table], shard, some) for (table, shard), some in rows.items())))
             xid += len(group)
     return written
@@ -78,12 +82,12 @@ def taken(folder: str, table: str | None, after: StreamToken | None) -> list[tup
 
 
 @settings(max_examples=40, deadline=None)
-@given(groups, st.sampled_from([None, "public.orders", 'public."Order Items"']))
+@given(groups, st.sampled_from([None, "public.orders", 'public."Order Items"']), st.booleans())
 def test_a_reader_that_resumes_misses_nothing_and_repeats_only_a_begun_operation(
-    drawn: list[list[list[tuple[str, int]]]], table: str | None
+    drawn: list[list[list[tuple[str, int]]]], table: str | None, appends: bool
 ) -> None:
     with TemporaryDirectory() as folder:
-        written = write(folder, drawn)
+        written = write(folder, drawn, appends=appends)
         own = {None: "ab", "public.orders": "a"}.get(table, "b")
         wanted = {record.id: record.operation for record in written if record.table in own}
         whole = taken(folder, table, None)
