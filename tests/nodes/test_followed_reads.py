@@ -11,6 +11,7 @@ import pytest
 from tests.aio.everywhere import WAYS, a_home
 from tests.app.homes import make_home, run
 from tests.app.served import serving
+from tests.serving.tail_client import refusal, tailing
 
 import millstream
 from millstream.app.local_client import OpenHome
@@ -63,6 +64,24 @@ def grown(folder: Path, age_s: float | None, log: str = "web") -> None:
     ages = replication_folder(Home(folder), log)
     ages.mkdir(exist_ok=True)
     note_age(ages, age_s)
+
+
+def test_changes_are_followed_on_a_node_that_follows(follower: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODES_TOKEN", "secret")
+    grown(follower, 1.0)
+    with serving(follower) as url, tailing(url) as live:
+        assert live.response.status_code == 200
+        with a_home("open", follower) as home, a_home("connect", url) as remote:
+            start = f"{home.token('web').stream}.s0"
+            for place in (home, remote):
+                with place.follow("web", after=start) as changes:
+                    assert next(changes)[0].column("id").to_pylist() == list(range(10))
+        with tailing(url, after=start) as events:
+            assert [event.data["row"]["id"] for event in events.take(10)] == list(range(10))
+        grown(follower, 7200.0)
+        assert refusal(url, after=start) == (503, "replica_too_stale")
+        with millstream.open(follower) as home, pytest.raises(ReplicaTooStale):
+            home.follow("web")
 
 
 READS: dict[str, Callable[[OpenHome | RemoteHome], object]] = {
