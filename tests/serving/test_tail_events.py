@@ -24,7 +24,7 @@ from millstream.model.operations import OperationKind
 from millstream.model.positions import StreamToken
 from millstream.model.records import Op
 from millstream.model.schema import Column, ReplicaIdentity
-from millstream.serving.tail_events import TailFilter, tail_events
+from millstream.serving.tail.events import TailFilter, tail_events
 from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
 from millstream.wal.writing.writer import LogWriter

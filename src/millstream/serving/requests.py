@@ -28,7 +28,7 @@ _DIGITS_MAX: Final = 18
 
 
 class ClientStalledError(Exception):
-    """The client reads nothing of an answer that goes on: its connection is dropped, with everything that waits for it."""
+    """The client reads nothing of an answer that goes on: its connection is dropped, with the events that wait for it."""
 
 
 def headers_said(scope: Scope) -> dict[bytes, bytes]:

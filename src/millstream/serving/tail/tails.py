@@ -28,7 +28,7 @@ from millstream.model.access import Right
 from millstream.serving.access import Access, allow
 from millstream.serving.problems import encoded, plain_problem, problem_of
 from millstream.serving.requests import ENDING, ClientStalledError
-from millstream.serving.tail_events import TailFilter, tail_events
+from millstream.serving.tail.events import TailFilter, tail_events
 
 if TYPE_CHECKING:
     from millstream.home.home import Home

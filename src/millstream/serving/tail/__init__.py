@@ -1,0 +1,1 @@
+"""Tails: records of a stream as they come, as server-sent events."""
