@@ -6,7 +6,7 @@ column, and row by row only where it joins their JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,7 +30,8 @@ NEW_KEY: Final = "__debezium.newkey"
 OLD_KEY: Final = "__debezium.oldkey"
 """Header of the create of a key change: the key that was."""
 
-_UPDATE, _DELETE, _TRUNCATE, _COPY = (op.letter for op in (Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.COPY))
+_CREATE, _UPDATE, _DELETE = Op.CREATE.letter, Op.UPDATE.letter, Op.DELETE.letter
+_TRUNCATE, _COPY = Op.TRUNCATE.letter, Op.COPY.letter
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -143,53 +144,20 @@ class DebeziumEncoder:
 
     def _rows(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int) -> Iterator[KafkaMessage]:
         table = self._table(schema)
-        ops = batch.column("__op").to_pylist()
-        sources = self._sources(schema, batch, now_ns, is_captured=table.is_captured)
         befores = _maps(batch.column("__before"))
+        sources = self._sources(schema, batch, now_ns, is_captured=table.is_captured)
+        writer = _RowWriter(table, self.options, self.options.skipped(), sources, _tail(now_ns))
         rows = _row_values(table, schema, batch)
-        skipped = self.options.skipped()
-        is_flat = self.options.format == "debezium-flat"
-        tail = f'"ts_ms":{now_ns // 1_000_000},"ts_us":{now_ns // 1000},"ts_ns":{now_ns}}}'
-        tombstones = self.options.tombstones_on_delete
-
-        def value(op: str, before: str, after: str, source: str) -> bytes:
-            if is_flat:
-                return table.row_block(after)
-            return table.envelope_block(
-                f'{{"before":{before},"after":{after},"source":{source},"transaction":null,"op":"{op}",{tail}'
-            )
-
-        def deletion(row: int, key: bytes | None, before: str, headers: Headers = ()) -> Iterator[KafkaMessage]:
-            if not is_flat:
-                yield KafkaMessage(row, table.topic, key, value("d", before, NULL, sources[row]), headers)
-            if tombstones or is_flat:
-                yield KafkaMessage(row, table.topic, key, None, headers)
-
-        for row, op in enumerate(ops):
-            if op in skipped:
-                continue
-            if op == _TRUNCATE:
-                if not is_flat:  # ExtractNewRecordState drops them
-                    yield KafkaMessage(row, table.topic, None, value(op, NULL, NULL, sources[row]))
-                continue
-            values = rows[row]
-            written = table.row % tuple(values)
-            key = _key(table, values)
-            if op == _DELETE:
-                yield from deletion(row, key, written)
-                continue
-            old = befores[row] if op == _UPDATE else None
-            if old is None:
-                yield KafkaMessage(row, table.topic, key, value(op, NULL, written, sources[row]))
-                continue
-            old_values = _old_values(table, old)
-            before = table.row % tuple(old_values)
-            old_key = _key(table, [v if n in old else values[i] for i, (n, v) in enumerate(_named(table, old_values))])
-            if old_key is None or key is None or old_key == key:
-                yield KafkaMessage(row, table.topic, key, value(op, before, written, sources[row]))
-                continue
-            yield from deletion(row, old_key, before, ((NEW_KEY, key),))
-            yield KafkaMessage(row, table.topic, key, value("c", NULL, written, sources[row]), ((OLD_KEY, old_key),))
+        for row, op in enumerate(batch.column("__op").to_pylist()):
+            if op == _UPDATE and befores[row] is not None:
+                yield from writer.update(row, rows[row], befores[row] or {})
+            elif op == _DELETE:
+                yield from writer.delete(row, _key(table, rows[row]), table.row % tuple(rows[row]))
+            elif op == _TRUNCATE:
+                yield from writer.truncate(row)
+            elif op not in writer.skipped:
+                after = table.row % tuple(rows[row])
+                yield writer.message(row, op, _key(table, rows[row]), NULL, after)
 
     def _sources(self, schema: TableSchema, batch: pa.RecordBatch, now_ns: int, *, is_captured: bool) -> list[str]:
         """Return each record's `source` as JSON. A record without a commit time has the time of its sending."""
@@ -212,6 +180,62 @@ class DebeziumEncoder:
                 f'"txId":{NULL if xid is None else xid},"lsn":{NULL if lsn is None else lsn},"xmin":null}}'
             )
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class _RowWriter:
+    """The messages of one batch's rows."""
+
+    table: SentTable
+    options: DebeziumOptions
+    skipped: frozenset[str]
+    sources: list[str]
+    tail: str
+
+    def message(
+        self, row: int, op: str, key: bytes | None, before: str, after: str, headers: Headers = ()
+    ) -> KafkaMessage:
+        """Return the message of one event."""
+        table = self.table
+        if self.options.format == "debezium-flat":
+            return KafkaMessage(row, table.topic, key, table.row_block(after), headers)
+        value = (
+            f'{{"before":{before},"after":{after},"source":{self.sources[row]},"transaction":null,"op":"{op}",'
+            f"{self.tail}"
+        )
+        return KafkaMessage(row, table.topic, key, table.envelope_block(value), headers)
+
+    def delete(self, row: int, key: bytes | None, before: str, headers: Headers = ()) -> Iterator[KafkaMessage]:
+        """Yield a delete and its tombstone; the tombstone alone if values are flat."""
+        if _DELETE in self.skipped:
+            return
+        is_flat = self.options.format == "debezium-flat"
+        if not is_flat:
+            yield self.message(row, _DELETE, key, before, NULL, headers)
+        if is_flat or self.options.tombstones_on_delete:
+            yield KafkaMessage(row, self.table.topic, key, None, headers)
+
+    def truncate(self, row: int) -> Iterator[KafkaMessage]:
+        """Yield a truncate, which flat values don't have."""
+        if _TRUNCATE not in self.skipped and self.options.format != "debezium-flat":
+            yield self.message(row, _TRUNCATE, None, NULL, NULL)
+
+    def update(self, row: int, values: Sequence[str], old: dict[str, str | None]) -> Iterator[KafkaMessage]:
+        """Yield an update with old values; a change of the key is a delete and a create, and skipped as such."""
+        table = self.table
+        key, old_key = _key(table, values), _old_key(table, values, old)
+        before, after = table.row % tuple(_old_values(table, old)), table.row % tuple(values)
+        if old_key == key:
+            if _UPDATE not in self.skipped:
+                yield self.message(row, _UPDATE, key, before, after)
+            return
+        yield from self.delete(row, old_key, before, _header(NEW_KEY, key))
+        if _CREATE not in self.skipped:
+            yield self.message(row, _CREATE, key, NULL, after, _header(OLD_KEY, old_key))
+
+
+def _tail(now_ns: int) -> str:
+    return f'"ts_ms":{now_ns // 1_000_000},"ts_us":{now_ns // 1000},"ts_ns":{now_ns}}}'
 
 
 def _maps(array: pa.Array) -> list[dict[str, str | None] | None]:
@@ -246,11 +270,22 @@ def _old_values(table: SentTable, old: dict[str, str | None]) -> list[str]:
     return [NULL if text is None else found.text(text) for found, text in texts]
 
 
-def _named(table: SentTable, values: list[str]) -> Iterator[tuple[str, str]]:
-    return zip((sent.column.name for sent in table.columns), values, strict=True)
+def _header(name: str, key: bytes | None) -> Headers:
+    return () if key is None else ((name, key),)
 
 
-def _key(table: SentTable, values: Any) -> bytes | None:
+def _old_key(table: SentTable, values: Sequence[str], old: dict[str, str | None]) -> bytes | None:
+    """Return the key before an update; a column that the source didn't send is as it was."""
+    before = list(values)
+    for index in table.key:
+        sent = table.columns[index]
+        text = old.get(sent.column.name)
+        if text is not None:
+            before[index] = sent.converter.text(text)
+    return _key(table, before)
+
+
+def _key(table: SentTable, values: Sequence[str]) -> bytes | None:
     if not table.key:
         return None
     return table.key_block(table.key_row % tuple(values[index] for index in table.key))

@@ -237,7 +237,9 @@ def _binary(options: DebeziumOptions) -> Converter:
         return [None if value is None else encode(value) for value in array.to_pylist()]
 
     schema = {"type": "bytes" if options.binary_handling_mode == "bytes" else "string"}
-    return Converter(schema, lambda text: encode(values.bytea(text)), encode(PLACEHOLDER.encode()), fast)
+    # Hexadecimal digits are no reason for Debezium to encode the placeholder.
+    unavailable = _PLACEHOLDER_TEXT if options.binary_handling_mode == "hex" else encode(PLACEHOLDER.encode())
+    return Converter(schema, lambda text: encode(values.bytea(text)), unavailable, fast)
 
 
 def _scalar(oid: int, modifier: int, options: DebeziumOptions) -> Converter | None:
@@ -314,7 +316,7 @@ def _timestamp(modifier: int, mode: str) -> Converter:
         schema = _named("int64", "io.debezium.time.NanoTimestamp")
         return Converter(schema, lambda text: values.wrapped(values.timestamp_us(text) * 1000))
     schema = _named("int64", "io.debezium.time.MicroTimestamp")
-    return Converter(schema, lambda text: str(values.timestamp_us(text)), fast=_microseconds)
+    return Converter(schema, lambda text: values.wrapped(values.timestamp_us(text)), fast=_microseconds)
 
 
 def _microseconds(array: pa.Array) -> list[str | None]:
