@@ -121,6 +121,7 @@ def pushing_to(sink: PushSink, source: Source, *, max_deliver: int = 3) -> Itera
     finally:
         pusher.close()
         assert not pusher.is_running
+        assert not getattr(sink, "is_closed", False)  # that is its owner's
 
 
 def by_poison(*ids: str) -> Judge:

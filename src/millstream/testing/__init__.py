@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from millstream.testing.kafka import EmbeddedKafka
     from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
+    from millstream.testing.push_sink import PushSinkConformance, SinkStage
     from millstream.testing.redis import EmbeddedRedis
     from millstream.testing.s3 import EmbeddedS3
     from millstream.testing.transport import LinkConformance, TransportConformance, TransportStage
@@ -43,7 +44,9 @@ _HOMES = {
     "MemoryServer": "memory_buffer",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
+    "PushSinkConformance": "push_sink",
     "ShopWorkload": "workloads.shop",
+    "SinkStage": "push_sink",
     "StepInfo": "workloads.workload",
     "TransportConformance": "transport",
     "TransportStage": "transport",
@@ -73,7 +76,9 @@ __all__ = [
     "MemoryServer",
     "PostgresStartError",
     "PostgresUnavailable",
+    "PushSinkConformance",
     "ShopWorkload",
+    "SinkStage",
     "StepInfo",
     "TransportConformance",
     "TransportStage",
