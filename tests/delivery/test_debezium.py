@@ -172,6 +172,7 @@ def test_json_is_the_object_that_wal_cat_prints() -> None:
     assert payload(update) == {
         "stream": "shop",
         "shard": 0,
+        "epoch": 1,
         "offset": 0,
         "seq": 1,
         "op": "u",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar, Final
 
@@ -43,8 +44,6 @@ from millstream.protocol.delivery.waiting import Answer, Back, Entry, EntryState
 _WAITING, _IN_FLIGHT, _GONE = EntryState.WAITING, EntryState.IN_FLIGHT, EntryState.GONE
 _KEPT_MIN: Final = 1024
 """Number of items below which a queue isn't searched for void ones."""
-EXPIRED: Final = "it wasn't acknowledged in time"
-NACKED: Final = "it was nacked"
 
 
 class Consumer:
@@ -267,7 +266,15 @@ class Consumer:
             self._changes.append(Settled(settled, count))
         return statuses
 
-    def nack(self, ids: Iterable[DeliveryId], now: int, *, delay_ms: int = 0, error: str = NACKED) -> list[Status]:
+    def nack(
+        self,
+        ids: Iterable[DeliveryId],
+        now: int,
+        *,
+        delay_ms: int = 0,
+        error: str = "it was nacked",
+        counts: bool = True,
+    ) -> list[Status]:
         """Return messages, and the later ones in flight of their groups; return the status of each.
 
         Args:
@@ -275,6 +282,7 @@ class Consumer:
             now: the time.
             delay_ms: how long the messages wait, and their groups with them.
             error: the reason, which a dead letter keeps.
+            counts: whether this is a failure of the messages.
         """
         statuses: list[Status] = []
         until = now + delay_ms if delay_ms else 0
@@ -284,7 +292,11 @@ class Consumer:
             if status is Status.ACKED:
                 status = Status.NACKED
                 if entry is None:
-                    self._note_unread(Returned((delivery.position,), (delivery.position,), until))
+                    failed = (delivery.position,) if counts else ()
+                    self._note_unread(Returned((delivery.position,), failed, until))
+                elif not counts:
+                    if entry.state is _IN_FLIGHT:
+                        back.returned += [one.position for one in self._pending.come_back(entry)]
                 else:
                     self._fail(entry, back, now, error)
                     if entry.state is _WAITING:
@@ -297,19 +309,7 @@ class Consumer:
 
     def give_back(self, ids: Iterable[DeliveryId]) -> list[Status]:
         """Return messages as `nack`, at once, and without counting a failure: the client hasn't looked at them."""
-        statuses: list[Status] = []
-        back = Back(0)
-        for delivery in ids:
-            status, entry = self._find(delivery)
-            if status is Status.ACKED:
-                status = Status.NACKED
-                if entry is None:
-                    self._note_unread(Returned((delivery.position,), ()))
-                elif entry.state is _IN_FLIGHT:
-                    back.returned += [one.position for one in self._pending.come_back(entry)]
-            statuses.append(status)
-        self._note_back(back)
-        return statuses
+        return self.nack(ids, 0, counts=False)
 
     def extend(self, ids: Iterable[DeliveryId], now: int, ack_wait_ms: int | None = None) -> list[Status]:
         """Let deliveries expire at another time, counted from now; return the status of each."""
@@ -399,11 +399,11 @@ class Consumer:
             answer = pending.answers.get((run, number))
             if answer is None:
                 continue
-            for entry in sorted(answer.flying.values(), key=_position):
+            for entry in sorted(answer.flying.values(), key=attrgetter("position")):
                 if entry.answer is not answer or entry.deadline > now:
                     continue  # it came back with an earlier one of its group, or was extended
                 if all(group.is_first(entry) for group in entry.groups):
-                    count += self._fail(entry, back, now, EXPIRED)
+                    count += self._fail(entry, back, now, "it wasn't acknowledged in time")
                 else:
                     came = self._come_back(entry)
                     back.returned += came
@@ -604,7 +604,3 @@ class Consumer:
         state.counters = replace(self.counters)
         state.dead, state.retried = dict(self._letters.dead), dict(self._letters.retried)
         return state
-
-
-def _position(entry: Entry) -> int:
-    return entry.position
