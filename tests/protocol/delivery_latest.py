@@ -99,6 +99,7 @@ class LatestReference(Reference):
             return
         super()._fail(item)
         if item not in self.items:
+            self.overtaken.discard(item.message.id)
             self.items = [other for other in self.items if not self._is_void(other, item.message)]
 
     def nack(self, ids: Iterable[DeliveryId], until: int) -> list[Status]:

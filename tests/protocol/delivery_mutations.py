@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.mutations import Mutation, main
+from tests.protocol.delivery_latest import LatestWorld
 from tests.protocol.delivery_world import World
 
-from millstream.protocol.delivery import Change, Consumer, Limits, Message, State
+from millstream.protocol.delivery import Change, Consumer, DeliveryId, LatestConsumer, Limits, Message, State, Status
 from millstream.protocol.delivery import changes as kinds
 from millstream.protocol.delivery.dead_letters import DeadLetters
 from millstream.protocol.delivery.pending import Pending
@@ -265,10 +266,73 @@ class PromotionKeepsAcks(World):
             return is_cut
 
 
+class NewerWaits(LatestWorld):
+    """A newer message doesn't replace one that comes back."""
+
+    found_by = 7
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _come_back(self, entry: Entry) -> list[int]:
+            return Consumer._come_back(self, entry)
+
+
+class TruncateKeepsRows(LatestWorld):
+    """A truncate drops nothing."""
+
+    found_by = 5
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _offer(self, message: Message) -> None:
+            super()._offer(message._replace(truncates=False))
+
+
+class ReplacedNotSettled(LatestWorld):
+    """A restart delivers an older message after a newer one of its key that was acknowledged."""
+
+    found_by = 1
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _replace(self, entry: Entry, message: Message, fact: Any = None) -> None:
+            super()._replace(entry, message, fact)
+            entry.replaced = []
+
+
+class ReplacedHoldsNothing(LatestWorld):
+    """The cursor passes a message that a newer one replaced, before that one is settled."""
+
+    found_by = 1
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _replace(self, entry: Entry, message: Message, fact: Any = None) -> None:
+            super()._replace(entry, message, fact)
+            entry.before = message.before
+
+
+class RetriedThoughOvertaken(LatestWorld):
+    """A dead letter is delivered though its key has a newer message."""
+
+    found_by = 44
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _overtake(self, group: str, position: int) -> None:
+            super()._overtake(group, min(position, 0))
+
+
+class OldAckCounts(LatestWorld):
+    """An ack of a replaced message is taken for one of a settled message."""
+
+    found_by = 5
+
+    class consumer_type(LatestConsumer):  # noqa: N801 - the attribute's name
+        def _find(self, delivery: DeliveryId) -> tuple[Status, Entry | None]:
+            return Consumer._find(self, delivery)
+
+
 MUTATIONS: tuple[type[Mutation], ...] = (
     CursorAtTheEnd, OnlyItselfReturns, TwoAnswersInFlight, BarriersHoldNothing, NeighboursDie, CountedTwice, OlderAcksCount,
     AcksOutliveARewind, OneRun, AcksNotStored, DeliveriesNotStored, DeathsNotStored, ReturnsNotStored, HolesForgotten,
-    LettersOfAnyGeneration, DeliversBeforeItHasRead, DeathsHoldTheirGroup, PromotionKeepsAcks,
+    LettersOfAnyGeneration, DeliversBeforeItHasRead, DeathsHoldTheirGroup, PromotionKeepsAcks, NewerWaits, TruncateKeepsRows, ReplacedNotSettled, ReplacedHoldsNothing, RetriedThoughOvertaken,
+    OldAckCounts,
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Delivery to one consumer: at least once, in the order of each group, with one answer in flight per group.
 
-`Consumer` is the machine, and does no I/O. The caller reads the log, filters it, and offers `Message`s. It carries
+`Consumer` is the machine of kind `changes`, `LatestConsumer` that of kind `latest`. Neither does I/O. The caller reads the log, filters it, and offers `Message`s. It carries
 answers to clients, and the ids of their deliveries back.
 
 A caller's loop, for a `receive` of n messages:
@@ -51,6 +51,9 @@ The life of a message:
 A message is *free* if it is the first waiting one of each of its groups, none of them is in flight by another answer, no
 barrier of its table holds it, and its delay is over. A delivery fails, once, by a nack of the message itself, or by its
 expiry as the first unsettled message of its groups.
+
+A consumer of kind `latest` is offered messages of one group each, and barriers. The two halves of a key change are two
+messages (`position_of` with part 0 and 1). `merge` gives the message that stands for an older and a newer one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,136 @@
+"""The machine of a consumer of kind `latest`: each rule by an example, and worlds drawn from seeds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.protocol.delivery_latest import LatestWorld
+from tests.seeds import Seeds, search
+
+from millstream.protocol.delivery import Delivery, LatestConsumer, Limits, Message, State, Status, position_of
+
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_worlds_in_which_anything_happens(part: int, seeds: Seeds):
+    count = seeds.count(5_000, quick=240) // PARTS
+    broken, _ = search(LatestWorld, seeds.kept_or_new(1 + part * count), count)
+    assert not broken, f"python -m tests.protocol.delivery_latest {next(iter(broken))} 1"
+
+
+def message(seq: int, key: str, columns: str = "") -> Message:
+    return Message(position_of(seq), seq - 1, f"shop-0-1-{seq}", (key,), 1, barrier=False, size=1, origin=columns)
+
+
+def truncate(seq: int) -> Message:
+    return Message(position_of(seq), seq - 1, f"shop-0-1-{seq}", (), 1, barrier=True, size=1, truncates=True)
+
+
+def merged(older: Message, message: Message) -> Message:
+    """Return the newer message with the older one's columns."""
+    return message._replace(origin=older.origin + message.origin)
+
+
+def consumer(*messages: Message, state: State | None = None) -> LatestConsumer:
+    state = State.begin(0) if state is None else State.from_json(json.loads(json.dumps(state.to_json())))
+    made = LatestConsumer(Limits(ack_wait_ms=100, max_deliver=2), state, run=state.run + 1, merge=merged)
+    made.offer(messages, max((one.position // 2 for one in messages), default=0))
+    return made
+
+
+def facts(answer: list[Delivery]) -> list[tuple[int, int, str | None]]:
+    return [(one.message.position // 2, one.deliveries, one.message.origin) for one in answer]
+
+
+def test_the_newest_undelivered_change_of_a_key_is_delivered_with_the_columns_of_those_it_replaces():
+    one = consumer(message(1, "a", "x"), message(2, "b"), message(3, "a", "y"), message(4, "a", "z"))
+    answer = one.receive(0, 10)
+    assert facts(answer) == [(2, 1, ""), (4, 1, "xyz")]
+    assert one.ack([delivery.delivery_id for delivery in answer]) == [Status.ACKED] * 2
+    assert (one.cursor, one.counters.acked) == (4, 2)
+
+
+def test_a_restart_reads_the_replaced_change_again():
+    rows = [message(1, "a", "x"), message(2, "a", "y")]
+    one = consumer(*rows)
+    assert one.cursor == 0
+    assert facts(consumer(*rows, state=one.snapshot()).receive(0, 10)) == [(2, 1, "xy")]
+
+
+def test_a_change_while_its_key_is_in_flight_is_a_new_message():
+    one = consumer(message(1, "a"))
+    older = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one.offer([message(2, "a")], 2)
+    assert one.receive(0, 10) == []
+    assert one.ack(older) == [Status.ACKED]
+    assert facts(one.receive(0, 10)) == [(2, 1, "")]
+
+
+def test_a_newer_change_replaces_one_that_comes_back():
+    one = consumer(message(1, "a", "x"))
+    older = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one.offer([message(2, "a", "y")], 2)
+    assert one.nack(older, 0) == [Status.NACKED]
+    assert one.ack(older) == one.nack(older, 0) == [Status.SUPERSEDED]
+    again = one.receive(0, 10)
+    assert facts(again) == [(2, 1, "xy")]
+    one.ack([again[0].delivery_id])
+    assert one.ack(older) == [Status.ALREADY_ACKED]
+    assert one.cursor == 2
+
+
+def test_a_group_waits_after_a_nack_though_a_newer_change_replaced_the_message():
+    one = consumer(message(1, "a"))
+    older = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    one.offer([message(2, "a")], 2)
+    one.nack(older, 0, delay_ms=50)
+    assert one.receive(49, 10) == []
+    assert facts(one.receive(50, 10)) == [(2, 1, "")]
+
+
+def test_a_truncate_drops_what_waits_of_its_table_and_waits_for_what_is_in_flight():
+    one = consumer(message(1, "a"), message(2, "b"))
+    flying = [delivery.delivery_id for delivery in one.receive(0, 1)]
+    one.offer([truncate(3), message(4, "b")], 4)
+    assert one.receive(0, 10) == []
+    one.expire(100)
+    answer = one.receive(100, 10)
+    assert facts(answer) == [(3, 1, None)]
+    assert one.ack(flying) == [Status.ALREADY_ACKED]
+    one.ack([answer[0].delivery_id])
+    assert facts(one.receive(100, 10)) == [(4, 1, "")]
+
+
+def test_a_dead_letter_whose_key_has_a_newer_change_is_dropped_by_a_retry():
+    one = consumer(message(1, "a"), message(2, "b"))
+    for _ in range(2):
+        one.nack([delivery.delivery_id for delivery in one.receive(0, 10)], 0)
+    one.offer([message(3, "a")], 3)
+    assert one.retry() == [("shop-0-1-1", True), ("shop-0-1-2", True)]
+    assert facts(one.receive(0, 10)) == [(2, 1, ""), (3, 1, "")]
+    assert one.dead == {}
+
+
+def test_a_restart_never_delivers_an_older_change_after_one_that_was_acknowledged():
+    rows = [message(1, "a"), message(2, "a")]
+    one = consumer(*rows)
+    delivered = [delivery.delivery_id for delivery in one.receive(0, 10)]
+    forgot = consumer(state=State(run=1))
+    assert forgot.ack(delivered) == [Status.ACKED]
+    forgot.offer(rows[:1], 1)
+    assert forgot.receive(0, 10) == []
+    forgot.offer(rows[1:], 2)
+    assert forgot.receive(0, 10) == []
+    assert forgot.cursor == 2
+
+
+def test_a_key_that_changes_often_costs_the_same_each_time():
+    one = consumer(message(1, "a"))
+    for seq in range(2, 20_000):
+        one.offer([message(seq, "a")], seq)
+    assert one.unsettled == 1
+    answer = one.receive(0, 10)
+    one.ack([answer[0].delivery_id])
+    assert one.cursor == 19_999
