@@ -214,6 +214,24 @@ create = true
         assert [n for _, n, _ in records(opened)] == [2, 3]
 
 
+def test_another_stream_gets_them_as_one_operation(tmp_path: Path) -> None:
+    mirror = make_home(tmp_path / "mirror", "[streams.web]\n")
+    routing = """
+[streams.web.routing]
+rules = [{ table = ".*", to = ["shard:0", "mirror"] }]
+[streams.web.routing.sinks.mirror]
+kind = "millstream"
+location = "../mirror"
+"""
+    with millstream.open(make_home(tmp_path / "web", f"[streams.web]\n{routing}")) as opened:
+        for _ in range(2):
+            opened.append_all("web", {"b": [{"n": 1}, {"n": 2}], "a": [{"n": 3}]}, idempotency_key="k")
+    with millstream.open(mirror) as opened:
+        found = records(opened)
+    assert [(table, n) for table, n, _ in found] == [("public.b", 1), ("public.b", 2), ("public.a", 3)]
+    assert len({moment for _, _, moment in found}) == 1
+
+
 def test_another_process_that_writes_takes_them_as_one_operation(home: Path) -> None:
     appender = home_appender(Home(home))
     try:

@@ -10,9 +10,8 @@ from tests.routing.rows import batch_of, ops_of, schema_of
 
 from millstream.client.protocol import HomeCalls
 from millstream.errors import DedupWindowExpired, InvalidValue, MillstreamError, Overloaded, SessionsNeedOneWriter
-from millstream.model.ids import ShardId
-from millstream.model.operations import Appended, TableRows, WriteOps
-from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+from millstream.model.operations import AppendedTables, TableAppended, TableRows, WriteOps
+from millstream.model.positions import Seq, StreamToken
 from millstream.writers.sinks import StreamSink
 
 KEYED = schema_of({"id": pa.int64()}, key=("id",))
@@ -27,21 +26,19 @@ class Home:
         self.refusing_keys: MillstreamError | None = None
         self.appended: list[tuple[int, str | None]] = []
 
-    def append(
-        self, stream: str, table: str, rows: pa.Table, *, deadline_s: float, idempotency_key: str | None = None
-    ) -> Appended:
-        assert (stream, table) == ("mirror", "public.clicks")
+    def append_all(
+        self, stream: str, tables: dict[str, pa.Table], *, deadline_s: float, idempotency_key: str | None = None
+    ) -> AppendedTables:
+        assert (stream, list(tables)) == ("mirror", ["public.clicks"])
         assert deadline_s > 0
-        (number,) = rows.column("id").to_pylist()
+        (number,) = tables["public.clicks"].column("id").to_pylist()
         if idempotency_key is not None and self.refusing_keys is not None:
             raise self.refusing_keys
         if number in self.refusing:
             raise self.refusing[number]
         self.appended.append((number, idempotency_key))
-        first = Seq(len(self.appended))
-        return Appended(
-            StreamToken.parse("00000000.s1"), SeqRange(first, 1), {ShardId(0): (Offset(first), Offset(first + 1))}
-        )
+        part = TableAppended(Seq(len(self.appended)), 1)
+        return AppendedTables(StreamToken.parse("00000000.s1"), duplicate=False, tables={"public.clicks": part})
 
 
 def ops(*numbers: int, **told: Any) -> WriteOps:

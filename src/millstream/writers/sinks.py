@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import pyarrow as pa
 
@@ -17,7 +17,7 @@ from millstream.config.model import BufferConfig
 from millstream.errors import DedupWindowExpired, MillstreamError, Retry, SessionsNeedOneWriter
 from millstream.model.operations import writes_in
 from millstream.model.records import LOG_ROW_PREFIX
-from millstream.routing.sinks import BufferSink, took_part
+from millstream.routing.sinks import BufferSink
 from millstream.writers.buffered import open_buffer_in
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from millstream.config.model import StreamConfig
     from millstream.config.routing_model import SinkConfig
     from millstream.home.home import Home
-    from millstream.model.operations import Appended, WriteOps
+    from millstream.model.operations import AppendedTables, WriteOps
     from millstream.ports import RecordSink, SinkOutcome
 
 OpenOther: TypeAlias = "Callable[[Path | str, str | None], HomeCalls]"
@@ -110,39 +110,41 @@ class StreamSink:
         return outcomes
 
     def _append(self, op: WriteOps, deadline_s: float) -> SinkOutcome:
-        numbers: list[dict[str, Any]] = []
-        for place, table in enumerate(op.tables):
+        tables: dict[str, list[pa.Table]] = {}
+        for table in op.tables:
             rows = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[len(LOG_ROW_PREFIX) :])
             named = {column: rows.column(column) for column in rows.column_names if _says_something(rows, column)}
-            try:
-                appended = self._append_rows(
-                    table.schema.full_name, pa.table(named), self._key_of(op, place), deadline_s
-                )
-            except MillstreamError as error:
-                return took_part(error, numbers) if numbers else error
-            if appended is None:
-                numbers.append({"duplicate": True})
-            else:
-                numbers.append({"first": int(appended.seqs.first), "rows": appended.row_count})
-        return {"stream": self._stream, "appended": numbers}
+            tables.setdefault(table.schema.full_name, []).append(pa.table(named) if named else rows)
+        try:
+            appended = self._append_rows(
+                {name: pa.concat_tables(rows, promote_options="default") for name, rows in tables.items()},
+                self._key_of(op),
+                deadline_s,
+            )
+        except MillstreamError as error:
+            return error
+        if appended is None:
+            return {"stream": self._stream, "appended": [{"duplicate": True}]}
+        parts = [{"first": part.first, "rows": part.rows} for part in appended.tables.values()]
+        return {"stream": self._stream, "appended": parts}
 
-    def _append_rows(self, table: str, rows: pa.Table, key: str | None, deadline_s: float) -> Appended | None:
+    def _append_rows(self, tables: dict[str, pa.Table], key: str | None, deadline_s: float) -> AppendedTables | None:
         if key is not None and self._knows_keys:
             try:
-                return self._home.append(self._stream, table, rows, deadline_s=deadline_s, idempotency_key=key)
+                return self._home.append_all(self._stream, tables, deadline_s=deadline_s, idempotency_key=key)
             except SessionsNeedOneWriter:
                 self._knows_keys = False
             except DedupWindowExpired:
                 return None  # it is there, but its position is no longer known
-        return self._home.append(self._stream, table, rows, deadline_s=deadline_s)
+        return self._home.append_all(self._stream, tables, deadline_s=deadline_s)
 
-    def _key_of(self, op: WriteOps, place: int) -> str | None:
+    def _key_of(self, op: WriteOps) -> str | None:
         """Return a key that is the same on each resend and unique to the operation; None if nothing identifies it."""
         (write,) = writes_in(op.operations)
         if write is None:
             return None
         write_id, digest = write
-        told = (self._origin, write_id.session, write_id.number, write_id.key, digest, place)
+        told = (self._origin, write_id.session, write_id.number, write_id.key, digest)
         return f"routed-{blake2b(repr(told).encode(), digest_size=20).hexdigest()}"
 
     def close(self) -> None:
