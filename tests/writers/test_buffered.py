@@ -15,6 +15,7 @@ from millstream.errors import (
     InvalidValue,
     MillstreamError,
     Overloaded,
+    RoutingError,
     WriteBufferError,
     WriterClosed,
 )
@@ -23,7 +24,7 @@ from millstream.ingest.requests import one_request, sole_outcome
 from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
-from millstream.model.writes import AppendBatch, WriteId
+from millstream.model.writes import AppendBatch, TableBatch, WriteId
 from millstream.testing.errors import coded
 from millstream.testing.log import MemoryReservations
 from millstream.testing.memory_buffer import BufferFailure, MemoryBuffer, MemoryServer, lost_answer
@@ -154,3 +155,20 @@ def test_rows_that_are_none_never_reach_the_buffer(appender: Appender, server: M
     with pytest.raises(InvalidValue):
         sole_outcome(appender.append_batch(one_request("clicks", rows, None, keep_valid_rows=False), deadline_s=10))
     assert MemoryBuffer(server, "orders").reader(NORTH).end_offset() == 1
+
+
+def test_tables_on_several_shards_of_a_buffer_are_not_one_operation(appender: Appender) -> None:
+    """The buffer stores each shard's part alone, so that one may fail."""
+
+    def several(*ids: int) -> AppendBatch:
+        tables = [TableBatch(f"t{at}", pa.table({"id": [number]}), [1]) for at, number in enumerate(ids)]
+        return AppendBatch(tables, [None])
+
+    with pytest.raises(RoutingError) as refused:
+        sole_outcome(appender.append_batch(several(0, 1), deadline_s=10))
+    assert refused.value.code == "not_one_operation"
+    appended = sole_outcome(appender.append_batch(several(0, 2), deadline_s=10))
+    assert dict(appended.offsets) == {0: (0, 1)}
+    assert [(part.first, part.rows) for part in appended.tables.values()] == [(0, 1), (0, 1)]
+    with pytest.raises(RoutingError):
+        sole_outcome(appender.append_batch(several(0, 1), deadline_s=10))

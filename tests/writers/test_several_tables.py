@@ -21,6 +21,7 @@ from millstream.home.home import Home
 from millstream.ingest.append_client import AppendClient
 from millstream.ingest.several_tables import tables_for
 from millstream.model.operations import AppendedTables
+from millstream.model.writes import AppendBatch, TableBatch
 from millstream.writers.appending import append_socket
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
@@ -212,6 +213,37 @@ create = true
         with pytest.raises(MillstreamError, check=lambda error: error.code == "not_one_operation"):  # type: ignore[attr-defined]
             opened.append_all("web", {"copied": [{"n": 1}], "kept": [{"n": 2}]})
         assert [n for _, n, _ in records(opened)] == [2, 3]
+
+
+def test_rows_that_a_rule_drops_leave_the_order_of_the_others(tmp_path: Path) -> None:
+    routing = """
+[streams.web]
+log = { shards = 2 }
+[streams.web.routing]
+rules = [{ where = "n < 0", to = "devnull" }, { table = "public.c", to = "shard:1" }, { table = ".*", to = "shard:0" }]
+"""
+    with millstream.open(make_home(tmp_path / "web", routing)) as opened:
+        rows = {"a": [{"n": 1}, {"n": -1}, {"n": 2}], "b": [{"n": -1}, {"n": 3}], "c": [{"n": 4}], "d": [{"n": 5}]}
+        told = opened.append_all("web", rows)
+        assert [(part.first, part.rows) for part in told.tables.values()] == [(1, 2), (3, 1), (4, 1), (5, 1)]
+        assert [n for _, n, _ in records(opened)] == [1, 2, 3, 4, 5]
+        index = {row["n"]: row["__commit_index"] for batch in opened.read("web") for row in batch.to_pylist()}
+        assert sorted(index, key=lambda n: index[n]) == [1, 2, 3, 4, 5]
+
+
+def test_requests_of_a_batch_over_several_tables_are_refused_one_by_one(home: Path) -> None:
+    with millstream.open(home) as opened:
+        opened.append_all("web", {"users": [{"id": 0, "n": 0}], "b": [{"n": 0}]})
+        users = pa.table({"id": [1, None, 3, 4], "n": [1, 2, 3, 4]})
+        others = pa.table({"n": [1, 1, 2, 3, 4]})
+        batch = AppendBatch(
+            (TableBatch("users", users, [1, 1, 1, 1]), TableBatch("b", others, [2, 1, 1, 1])), [None] * 4
+        )
+        outcomes = opened._home_appender().append_batch("web", batch, deadline_s=10)
+        assert [isinstance(outcome, MillstreamError) for outcome in outcomes] == [False, True, False, False]
+        assert [(table.removeprefix("public."), n) for table, n, _ in records(opened)[2:]] == [
+            ("users", 1), ("b", 1), ("b", 1), ("users", 3), ("b", 3), ("users", 4), ("b", 4),
+        ]  # fmt: skip
 
 
 def test_another_stream_gets_them_as_one_operation(tmp_path: Path) -> None:
