@@ -45,7 +45,8 @@ def message(number: int = 0, *, deliveries: int = 1, group: str | None = "a") ->
 
 
 def sink_of(url: str, *, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None, **more: Any) -> WebhookSink:
-    settings = WebhookSettings.parse({"url": url, "secret": OLD, "allow_private": True, "timeout": "10s"} | more)
+    written = {"url": url, "secret": OLD, "allow_private": True, "timeout": "10s"} | more
+    settings = WebhookSettings.parse(written, may_allow_private=True)
     options: dict[str, Any] = {} if resolve is None else {"resolve": resolve}
     sender = HttpSender(
         settings.receiver,
@@ -324,9 +325,9 @@ def test_an_address_that_is_not_public_is_refused_at_creation_and_allowed_by_the
     with pytest.raises(DeliveryError, match="isn't public", check=coded("invalid_consumer")) as caught:
         WebhookSettings.parse(settings)
     assert caught.value.details["field"] == "webhook.url"
-    WebhookSettings.parse(settings | {"allow_private": True})
+    WebhookSettings.parse(settings | {"allow_private": True}, may_allow_private=True)
     with pytest.raises(DeliveryError, match="can be true only in", check=coded("invalid_consumer")):
-        WebhookSettings.parse(settings | {"allow_private": True}, may_allow_private=False)
+        WebhookSettings.parse(settings | {"allow_private": True})
 
 
 @pytest.mark.parametrize("host", ["8.8.8.8", "[2606:4700::1111]", "example.com", "bücher.example", "a_b.example"])

@@ -62,7 +62,7 @@ class WebhookSettings:
     pacing: Pacing
 
     @classmethod
-    def parse(cls, settings: object, *, may_allow_private: bool = True) -> WebhookSettings:
+    def parse(cls, settings: object, *, may_allow_private: bool = False) -> WebhookSettings:
         """Read settings.
 
         Args:
