@@ -147,9 +147,9 @@ def test_records_that_could_not_be_decoded_are_delivered(tmp_path: Path) -> None
 
 def test_a_literal_of_another_type_is_refused_where_the_table_is_known() -> None:
     with pytest.raises(InvalidValue) as refused:
-        TailFilter(None, "id = 'text'").check([NOTES])
+        TailFilter(None, "id = 'text'").check(lambda: [NOTES])
     assert refused.value.details["column"] == "id"
-    TailFilter(["other"], "id = 'text'").check([NOTES])
-    TailFilter(None, "id = 1 and missing = 'x'").check([NOTES])
+    TailFilter(["other"], "id = 'text'").check(lambda: [NOTES])
+    TailFilter(None, "id = 1 and missing = 'x'").check(lambda: [NOTES])
     with pytest.raises(InvalidValue):
         TailFilter(None, "id =")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -45,11 +45,15 @@ class TailFilter:
         except UsageError as error:
             raise InvalidValue(error.message, hint=error.hint, parameter="where") from error
 
-    def check(self, schemas: Sequence[TableSchema]) -> None:
-        """Raise `InvalidValue` if a literal isn't of the type of its column in one of the tables."""
+    def check(self, schemas: Callable[[], Iterable[TableSchema]]) -> None:
+        """Raise `InvalidValue` if a literal isn't of the type of its column in one of the tables.
+
+        Args:
+            schemas: returns the schemas of all tables; it is called only if there is a predicate.
+        """
         if self._where is None:
             return
-        for schema in schemas:
+        for schema in schemas():
             if schema.kind is not TableKind.RAW and self.tables.has(schema):
                 columns = [column for column in schema.columns if column.name in self._where.columns]
                 empty = [pa.array([], column.arrow) for column in columns]

@@ -47,7 +47,7 @@ COMMENT_EVERY_S: Final = 15.0
 _COMMENT: Final = b": millstream\n\n"
 _PART_BYTES: Final = 64 << 10
 """Bytes that are made, or sent, at once for one tail."""
-_POLL_S: Final = (0.002, 0.05)
+_POLL_S: Final = (0.002, 0.02)
 _THREADS: Final = 2
 _ALL: Final = 1 << 62
 
@@ -142,7 +142,7 @@ class _StreamTails:
         with self._lock:
             check_age_of_copy(self._home, self.stream)
             reader = self._opened()
-            wanted.check(list(reader.schemas().values()))
+            wanted.check(lambda: reader.schemas().values())
             return Tail(wanted, position_of(reader, after))
 
     async def run(self) -> None:
