@@ -17,6 +17,8 @@ from tests.app.homes import make_home, wait_for
 from tests.serving.servers import Served, served
 from tests.serving.serving_process import LINES, rows_of
 
+from millstream.errors import LogError
+
 pytestmark = pytest.mark.siege
 
 TEXT = '[streams.web]\n[flight]\nlisten = "127.0.0.1:0"\n'
@@ -46,7 +48,12 @@ def killed(home: Path) -> Iterator[Served]:
 
 
 def ids(home: Path) -> list[int]:
-    return [row["id"] for row in rows_of(home, TABLE)]
+    try:
+        return [row["id"] for row in rows_of(home, TABLE)]
+    except LogError as error:
+        if "holds no log yet" not in error.message:
+            raise
+        return []  # its folder is made before its first group
 
 
 def wait_until_stored(home: Path) -> None:
