@@ -17,7 +17,6 @@ from tests.export.test_records_json import MESSAGES, RAW, operation, ops, pg, ro
 from tests.export.test_stretches import STREAM, groups, write
 
 from millstream.errors import InvalidValue
-from millstream.export.records_json import Cat
 from millstream.export.stretches import position_of
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import OperationKind
@@ -27,6 +26,7 @@ from millstream.model.schema import Column, ReplicaIdentity
 from millstream.serving.tail.events import TailFilter, tail_events
 from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
+from millstream.wal.records_json import Cat
 from millstream.wal.writing.writer import LogWriter
 
 DRAWN = list[list[list[tuple[str, int]]]]
