@@ -9,21 +9,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar, Final
 
-from millstream.protocol.delivery.changes import (
-    Change,
-    Delayed,
-    Delivered,
-    Died,
-    Dropped,
-    Extended,
-    Moved,
-    Retried,
-    Returned,
-    Rewound,
-    Settled,
-    Started,
-    Steered,
-)
+from millstream.protocol.delivery import changes
 from millstream.protocol.delivery.dead_letters import DeadLetters
 from millstream.protocol.delivery.messages import (
     DeadLetter,
@@ -80,7 +66,7 @@ class Consumer:
         """Number of settled ones in `_order`."""
         self._timers = Timers(self._is_void)
         self._letters = DeadLetters(state.dead, state.retried)
-        self._changes: list[Change] = [Started(run)]
+        self._changes: list[changes.Change] = [changes.Started(run)]
         for letter in state.retried.values():
             self._restore(self._add_retried(letter), state.facts.pop(letter.message.position, None))
         self._unread = Unread(state)
@@ -234,7 +220,7 @@ class Consumer:
             delivered.append(Delivery(message, entry.deliveries, DeliveryId(generation, entry.position, run, number)))
         pending.end_answer(answer)
         self._timers.set(deadline, run, number)
-        self._changes.append(Delivered(run, number, deadline, list(answer.flying)))
+        self._changes.append(changes.Delivered(run, number, deadline, list(answer.flying)))
         return delivered
 
     # --- settling ----------------------------------------------------------------------------------------------------
@@ -254,7 +240,7 @@ class Consumer:
                     self._drop_acked(delivery.position)
                     status = Status.ACKED
                 elif status is Status.ACKED and entry is None:  # it isn't offered again so far
-                    self._note_unread(Settled((delivery.position,), 1, is_unread=True))
+                    self._note_unread(changes.Settled((delivery.position,), 1, is_unread=True))
             if entry is not None and self._settle(entry):
                 count += 1
                 settled.append(entry.position)
@@ -263,7 +249,7 @@ class Consumer:
             statuses.append(status)
         if settled:
             self.counters.acked += count
-            self._changes.append(Settled(settled, count))
+            self._changes.append(changes.Settled(settled, count))
         return statuses
 
     def nack(
@@ -293,7 +279,7 @@ class Consumer:
                 status = Status.NACKED
                 if entry is None:
                     failed = (delivery.position,) if counts else ()
-                    self._note_unread(Returned((delivery.position,), failed, until))
+                    self._note_unread(changes.Returned((delivery.position,), failed, until))
                 elif not counts:
                     if entry.state is _IN_FLIGHT:
                         back.returned += [one.position for one in self._pending.come_back(entry)]
@@ -302,7 +288,7 @@ class Consumer:
                     if entry.state is _WAITING:
                         self._delay(entry, until)
                         if until and entry.position != delivery.position:  # a newer one replaced it
-                            self._changes.append(Delayed((entry.position,), until))
+                            self._changes.append(changes.Delayed((entry.position,), until))
             statuses.append(status)
         self._note_back(back)
         return statuses
@@ -322,7 +308,7 @@ class Consumer:
             if status is Status.ACKED:
                 status = Status.EXTENDED
                 if entry is None:
-                    self._note_unread(Extended(delivery.run, delivery.answer, deadline, (delivery.position,)))
+                    self._note_unread(changes.Extended(delivery.run, delivery.answer, deadline, (delivery.position,)))
                 else:
                     answer = delivery[2:]
                     if entry.answer is not None:
@@ -338,9 +324,9 @@ class Consumer:
         for (run, number), positions in extended.items():
             if (run, number) in self._pending.answers:
                 self._timers.set(deadline, run, number)
-            self._changes.append(Extended(run, number, deadline, positions))
+            self._changes.append(changes.Extended(run, number, deadline, positions))
         if held:
-            self._changes += [Returned(held, ()), Delayed(held, deadline)]
+            self._changes += [changes.Returned(held, ()), changes.Delayed(held, deadline)]
         return statuses
 
     def _find(self, delivery: DeliveryId) -> tuple[Status, Entry | None]:
@@ -357,7 +343,7 @@ class Consumer:
             return Status.DEAD, None
         return (Status.ALREADY_ACKED if position <= self._last else self._unread.find(delivery)), None
 
-    def _note_unread(self, change: Settled | Returned | Extended) -> None:
+    def _note_unread(self, change: changes.Settled | changes.Returned | changes.Extended) -> None:
         """Note what happened to a message that the log wasn't read for so far."""
         self._unread.apply(change)
         self._changes.append(change)
@@ -368,7 +354,7 @@ class Consumer:
         if entry.is_retried:
             del self._letters.retried[entry.message.id]
             self.counters.acked += 1
-            self._changes.append(Dropped((entry.message.id,), 1))
+            self._changes.append(changes.Dropped((entry.message.id,), 1))
             return False
         self._forget_order()
         return True
@@ -442,13 +428,13 @@ class Consumer:
         if not entry.is_retried:
             self._forget_order()
         if entry.replaced:
-            self._changes.append(Settled(entry.replaced, 0))
+            self._changes.append(changes.Settled(entry.replaced, 0))
         self._letters.add(letter)
-        self._changes.append(Died(letter))
+        self._changes.append(changes.Died(letter))
 
     def _note_back(self, back: Back) -> None:
         if back.returned or back.failed:
-            self._changes.append(Returned(back.returned, back.failed, back.until))
+            self._changes.append(changes.Returned(back.returned, back.failed, back.until))
             back.returned, back.failed = [], []
 
     # --- waking ------------------------------------------------------------------------------------------------------
@@ -515,7 +501,7 @@ class Consumer:
 
     def _steer(self, phase: Phase) -> None:
         self._phase = phase
-        self._changes.append(Steered(phase))
+        self._changes.append(changes.Steered(phase))
 
     def _begin_generation(self, cursor: int, end: int | None = None) -> None:
         held = self._pending.held
@@ -530,7 +516,7 @@ class Consumer:
         known = State.begin(cursor)
         known.counters = self.counters
         self._unread = Unread(known)
-        self._changes.append(Rewound(self._generation, cursor, end))
+        self._changes.append(changes.Rewound(self._generation, cursor, end))
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 
@@ -549,11 +535,13 @@ class Consumer:
             id_, position = letter.message.id, letter.message.position
             is_read = position <= self._last or self._unread.is_settled(position)
             if not is_read or position in self._pending.entries or letter.is_overtaken:
-                self._changes.append(Dropped((id_,)))  # since a rewind, the log delivers it; or a newer one replaced it
+                self._changes.append(
+                    changes.Dropped((id_,))
+                )  # since a rewind, the log delivers it; or a newer one replaced it
             else:
                 letters.retried[id_] = letter
                 self._add_retried(letter)
-                self._changes.append(Retried((id_,)))
+                self._changes.append(changes.Retried((id_,)))
         return [(id_, found.pop(id_, None) is not None) for id_ in wanted]
 
     def drop(self, ids: Iterable[str] | None = None) -> list[tuple[str, bool]]:
@@ -565,7 +553,7 @@ class Consumer:
         known = [(id_, self._letters.remove(id_) is not None) for id_ in self._letters.wanted(ids)]
         dropped = [id_ for id_, is_dead in known if is_dead]
         if dropped:
-            self._changes.append(Dropped(dropped))
+            self._changes.append(changes.Dropped(dropped))
         return known
 
     def _drop_acked(self, position: int) -> None:
@@ -573,7 +561,7 @@ class Consumer:
         if id_ is not None:
             self._letters.remove(id_)
             self.counters.acked += 1
-            self._changes.append(Dropped((id_,), 1))
+            self._changes.append(changes.Dropped((id_,), 1))
 
     def _add_retried(self, letter: DeadLetter) -> Entry:
         entry = self._pending.add_retried(letter.message)
@@ -582,14 +570,14 @@ class Consumer:
 
     # --- durable state -----------------------------------------------------------------------------------------------
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[changes.Change]:
         """Return the changes since the last call, in order; `State.apply` takes them."""
         cursor = self.cursor
         if cursor != self._noted_cursor:
             self._noted_cursor = cursor
-            self._changes.append(Moved(cursor))
-        changes, self._changes = self._changes, []
-        return changes
+            self._changes.append(changes.Moved(cursor))
+        taken, self._changes = self._changes, []
+        return taken
 
     def snapshot(self) -> State:
         """Return the state after all changes, taken or not: call `take_changes` first."""
