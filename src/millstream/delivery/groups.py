@@ -8,9 +8,9 @@ The id stays when a table is renamed. Numbers that compare equal have one text (
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
+from json.encoder import encode_basestring
 from typing import Any, Final
 
 import pyarrow as pa
@@ -82,17 +82,18 @@ def _replace(values: list[Any], names: Sequence[str], others: Mapping[str, Any])
 
 
 def _text(table: int, columns: Sequence[Column], values: Sequence[Any]) -> str:
-    key = [_equal_form(value, column) for value, column in zip(values, columns, strict=True)]
-    text = json.dumps([int(table), *key], ensure_ascii=False, separators=(",", ":"))
+    key = [
+        "null" if value is None else encode_basestring(_equal_form(value, column))
+        for value, column in zip(values, columns, strict=True)
+    ]
+    text = f"[{','.join((str(int(table)), *key))}]"
     if len(text) <= TEXT_MAX:
         return text
     return f"{int(table)}#{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"
 
 
-def _equal_form(value: Any, column: Column) -> Any:
+def _equal_form(value: str, column: Column) -> str:
     """Return the one text of all values that compare equal to this one."""
-    if not isinstance(value, str):
-        return value
     if pa.types.is_floating(column.arrow):
         return "0" if value == "-0" else value
     if pa.types.is_decimal(column.arrow) or (column.pg is not None and column.pg.oid == _NUMERIC_OID):

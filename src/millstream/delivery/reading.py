@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -23,7 +24,6 @@ from millstream.errors import RoutingError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Seq
 from millstream.model.predicate import Predicate
-from millstream.model.record_json import to_json
 from millstream.model.records import Op
 from millstream.model.schema import TableKind, TableSchema
 from millstream.protocol.delivery.messages import Message, position_of
@@ -236,7 +236,7 @@ class ConsumerReader:
                 facts = line.facts
                 if self._definition.renamed is not None and schema.kind is TableKind.TABLE:
                     facts = chosen(facts, self._definition.renamed)
-                record = to_json(facts)
+                record = msgspec.json.encode(facts).decode()
                 is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
                 origin = Origin(own[0] if own else None, record)
                 groups_held = () if is_barrier or self._definition.group_by == "none" else own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -245,7 +246,10 @@ class Running:
 
     def token(self) -> str:
         """Return the cursor as a token."""
-        return str(StreamToken.scalar(self._stream_id, self.reader.whole_upto(Seq(self.machine.cursor))))
+        cursor = Seq(self.machine.cursor)
+        if len(self.reader.shards) > 1:  # an operation's part on another shard may be earlier
+            cursor = self.reader.whole_upto(cursor)
+        return str(StreamToken.scalar(self._stream_id, cursor))
 
     def shown_definition(self) -> dict[str, Any]:
         """Return the definition and the cursor."""
@@ -254,6 +258,9 @@ class Running:
     def shown(self) -> dict[str, Any]:
         """Return the definition and the progress."""
         machine = self.machine
+        if not machine.is_restored:
+            with suppress(MillstreamError):  # `error` has it
+                self._read(1)
         machine.expire(now_ms())
         self._hold_quarantined()
         self.save()

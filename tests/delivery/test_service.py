@@ -1,0 +1,141 @@
+"""A stream's consumers in one process: what they hold of the log, and what happens when retention passes them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.app.homes import make_home, wait_for
+
+from millstream.app.local_client import OpenHome
+from millstream.delivery.service import StreamConsumers
+from millstream.errors import CursorExpired
+from millstream.home.home import Home
+from millstream.home.retention import tracker_of
+from millstream.model.positions import Seq
+from millstream.protocol.retention import CutOff, HolderKind
+from millstream.writers.consuming import surroundings
+
+KEYS = '[streams.web]\n[streams.web.keys]\n"public.orders" = ["id"]\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(make_home(tmp_path / "home", KEYS))
+
+
+@pytest.fixture
+def opened(home: Home) -> Iterator[OpenHome]:
+    with OpenHome(home) as found:
+        for n in range(4):
+            found.append("web", "orders", {"id": n})
+        yield found
+
+
+def holders(home: Home) -> dict[str, int]:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("web").id
+        return {
+            position.name: int(position.needed_from)
+            for position in catalog.pipelines(stream)
+            if position.kind is HolderKind.CONSUMER and position.needed_from is not None
+        }
+
+
+def test_a_consumer_holds_the_log_from_its_cursor_on(home: Home, opened: OpenHome) -> None:
+    consumers = opened.consumers("web")
+    consumers.create("lake", start="earliest")  # the pipeline's name: they are holders of their own
+    assert holders(home) == {"consumer:lake": 1}
+    with opened.consume("web", "lake", wait_s=10) as messages:
+        next(messages)
+        next(messages)
+    cursor = int(consumers.get("lake")["cursor"].rpartition(".s")[2])
+    assert cursor == 2
+    wait_for(lambda: holders(home) == {"consumer:lake": cursor + 1}, seconds=60, what=lambda: holders(home))
+    with home.open_catalog() as catalog:
+        tracker = tracker_of(catalog.pipelines(catalog.stream("web").id))
+        assert {"lake", "consumer:lake"} <= set(tracker.holders)
+    consumers.rewind("lake", "earliest")
+    assert holders(home) == {"consumer:lake": 1}
+    consumers.delete("lake")
+    assert holders(home) == {}
+
+
+def test_a_consumer_that_was_cut_off_says_so_until_it_is_rewound(home: Home, opened: OpenHome) -> None:
+    consumers = opened.consumers("web")
+    consumers.create("slow", start="earliest")
+    with opened.consume("web", "slow", wait_s=10) as messages:
+        message = next(messages)
+        with home.open_catalog() as catalog:
+            stream = catalog.stream("web").id
+            assert catalog.cut_off(stream, CutOff("consumer:slow", HolderKind.CONSUMER, Seq(1), Seq(3)))
+        wait_for(lambda: consumers.get("slow")["state"] == "cut_off", seconds=60)
+        with pytest.raises(CursorExpired):
+            next(opened.consume("web", "slow", wait_s=1))
+        assert message.ack() == "rewound"
+    assert consumers.rewind("slow", "earliest")["state"] == "active"
+    with opened.consume("web", "slow", wait_s=10) as messages:
+        assert next(messages).id == message.id
+    assert holders(home) == {"consumer:slow": 1}
+
+
+@pytest.mark.usefixtures("opened")
+def test_state_comes_back_as_it_was(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        around = surroundings(home, catalog, "web")
+        one = StreamConsumers(around)
+        one.call("create", None, {"name": "search", "start": "earliest", "max_deliver": 1})
+        first, second, third, _ = one.call("receive", "search", {}).body["messages"]
+        one.call("nack", "search", {"ack_ids": [first["ack_id"]]})
+        one.call("ack", "search", {"ack_ids": [third["ack_id"]]})
+        shown = one.call("show", "search", None).body
+        letters = one.call("dead", "search", {}).body
+        one.close()
+        again = StreamConsumers(around)
+        found = again.call("show", "search", None).body
+        assert {**found, "lag": None} == {**shown, "lag": None}
+        assert again.call("dead", "search", {}).body == letters
+        assert json.loads(letters["dead"][0]["record"])["row"] == {"id": 0}
+        # A delivery of the earlier process counts.
+        assert again.call("ack", "search", {"ack_ids": [second["ack_id"]]}).body["results"][0]["status"] == "acked"
+        again.call("retry", "search", {"ids": "all"})
+        (retried,) = again.call("receive", "search", {}).body["messages"]
+        assert (retried["id"], retried["record"]) == (first["id"], letters["dead"][0]["record"])
+        again.close()
+        # A retried message that is in flight keeps its record, too.
+        last = StreamConsumers(around)
+        last.call("nack", "search", {"ack_ids": [retried["ack_id"]]})
+        assert last.call("dead", "search", {}).body["dead"][0]["record"] == retried["record"]
+        last.close()
+
+
+def test_many_clients_of_one_consumer_share_its_messages(opened: OpenHome) -> None:
+    opened.append("web", "orders", [{"id": n % 7} for n in range(700)])
+    consumers = opened.consumers("web")
+    consumers.create("search", start="earliest")
+    seen: dict[str, list[int]] = {}
+    failures: list[BaseException] = []
+    lock = threading.Lock()
+
+    def receive() -> None:
+        try:
+            with opened.consume("web", "search", batch_size=5, wait_s=1) as messages:
+                for message in messages:
+                    group = str(message.group)
+                    with lock:
+                        seen.setdefault(group, []).append(message.record["offset"])
+        except BaseException as error:  # noqa: BLE001 - raised by the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=receive) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failures == []
+    assert sum(map(len, seen.values())) == 704
+    assert all(offsets == sorted(offsets) for offsets in seen.values())
+    assert consumers.get("search")["acked"] == 704
