@@ -173,6 +173,20 @@ class Running:
         self.error = None
         return False
 
+    def _restore(self) -> None:
+        """Read the messages that were in flight before a restart, also for a paused consumer."""
+        machine = self.machine
+        try:
+            while not machine.is_restored and machine.phase is not Phase.CUT_OFF:
+                step = self._records.read(machine.read_upto)
+                if step is None:
+                    return
+                machine.offer(step.messages, step.upto)
+        except MillstreamError as error:
+            self._records.restart()
+            self.error = error.message
+            raise
+
     def _hold_quarantined(self) -> None:
         if not self._records.quarantined or time.monotonic() - self._held_at < _QUARANTINE_FRESH_S:
             return
@@ -216,6 +230,8 @@ class Running:
         self, texts: list[str], do: Callable[[Consumer, list[DeliveryId]], list[Status]]
     ) -> list[dict[str, str]]:
         """Apply an ack, a nack or an extension; return the result of each text."""
+        with suppress(MillstreamError):  # `error` has it; without them a nack returns only its own message
+            self._restore()
         self.machine.expire(now_ms())
         deliveries = [self.ids.read(text) for text in texts]
         statuses = iter(do(self.machine, [delivery for delivery in deliveries if delivery is not None]))
@@ -258,9 +274,8 @@ class Running:
     def shown(self) -> dict[str, Any]:
         """Return the definition and the progress."""
         machine = self.machine
-        if not machine.is_restored:
-            with suppress(MillstreamError):  # `error` has it
-                self._read(1)
+        with suppress(MillstreamError):  # `error` has it
+            self._restore()
         machine.expire(now_ms())
         self._hold_quarantined()
         self.save()
