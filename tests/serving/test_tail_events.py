@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.export.test_records_json import MESSAGES, RAW, operation, ops, pg, row, schema
 from tests.export.test_stretches import STREAM, groups, write
+from tests.wal.test_records_json import MESSAGES, RAW, operation, ops, pg, row, schema
 
 from millstream.errors import InvalidValue
 from millstream.export.stretches import position_of
