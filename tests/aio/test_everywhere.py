@@ -202,6 +202,7 @@ def test_all_have_the_same_calls() -> None:
         "read_latest",
         "merged",
         "append",
+        "append_all",
         "query",
         "status",
         "session",
