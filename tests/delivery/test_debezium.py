@@ -13,8 +13,10 @@ import pytest
 from millstream.delivery.debezium import DebeziumEncoder, KafkaMessage
 from millstream.delivery.debezium_options import DebeziumOptions
 from millstream.delivery.debezium_tables import topic_name
+from millstream.delivery.debezium_types import converter
 from millstream.errors import ConfigError
 from millstream.model.ids import SchemaVersion, SourceId, TableId
+from millstream.model.pgcolumns import render_column
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
 
@@ -139,6 +141,43 @@ def test_a_value_that_its_column_can_t_hold_comes_from_the_exact_map() -> None:
     first, second = encoded(ORDERS, replace(PLAIN, decimal_handling_mode="double"), *rows)
     assert payload(first)["after"]["total"] == "NaN"
     assert payload(second)["after"]["total"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "options", [PLAIN, *(DebeziumOptions(time_precision_mode=m) for m in ("connect", "isostring"))]
+)
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        (Column("c", pa.int64(), pg(20, "bigint")), [0, -(2**63), 2**63 - 1]),
+        (Column("c", pa.bool_(), pg(16, "boolean")), [True, False]),
+        (Column("c", pa.float64(), pg(701, "double")), [0.1, -0.0, 1e300, float("nan"), float("inf"), -5e-324]),
+        (
+            Column("c", pa.decimal128(38, 9), pg(1700, "numeric", (38 << 16 | 9) + 4)),
+            [Decimal("1.5"), Decimal(0), Decimal("-0.000000128"), Decimal("-12345678901234567890123456789.123456789")],
+        ),
+        (Column("c", pa.decimal128(5, 0), pg(1700, "numeric", (3 << 16 | 0x7FE) + 4)), [Decimal(12300)]),
+        (Column("c", pa.date32(), pg(1082, "date")), [-719162, -1, 0, 2932896]),
+        (Column("c", pa.timestamp("us"), pg(1114, "timestamp")), [-62135596800000000, -1, 0, 253402300799999999]),
+        (Column("c", pa.timestamp("us"), pg(1114, "timestamp", 3)), [-1000, 0, 253402300799999000]),
+        *(
+            (Column("c", pa.timestamp("us", tz="UTC"), pg(1184, "timestamptz", digits)), [-62135596800000000, 0, 10**6])
+            for digits in (-1, 0, 3, 6)
+        ),
+        (Column("c", pa.binary(), pg(17, "bytea")), [b"", b"\x00\xff"]),
+        (Column("c", pa.string(), pg(25, "text")), ["", 'a"\\\n\x01é😀']),
+        (Column("c", pa.string(), pg(2950, "uuid")), ["a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11"]),
+    ],
+)
+def test_a_whole_column_is_sent_as_each_of_its_texts(
+    column: Column, values: list[Any], options: DebeziumOptions
+) -> None:
+    found = converter(column, options)
+    assert found is not None
+    array = pa.array([None, *values, None], type=column.arrow)
+    texts = [None if text is None else found.text(text) for text in render_column(array, column)]
+    assert found.column(array, column) == [text or "null" for text in texts]
+    assert found.column(array[2:], column) == [text or "null" for text in texts[2:]]
 
 
 def test_a_key_change_is_a_delete_a_tombstone_and_a_create() -> None:

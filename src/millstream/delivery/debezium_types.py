@@ -18,7 +18,7 @@ from millstream.delivery.debezium_options import DebeziumOptions
 from millstream.delivery.debezium_values import NULL, PLACEHOLDER, Fragment
 from millstream.model.pgcolumns import render_column
 from millstream.model.pgtext import array_elements
-from millstream.model.pgtypes import element_oid
+from millstream.model.pgtypes import DECIMAL_DIGITS_MAX, element_oid
 from millstream.model.schema import Column
 
 _PLACEHOLDER_TEXT: Final = f'"{PLACEHOLDER}"'
@@ -175,6 +175,11 @@ def _bool_column(array: pa.Array) -> list[str | None]:
     return texts
 
 
+def _double_column(array: pa.Array) -> list[str | None]:
+    number = values.number
+    return [None if value is None else number(value) for value in array.to_pylist()]
+
+
 _PLAIN: Final[dict[int, Converter]] = {
     16: Converter({"type": "boolean"}, values.boolean, fast=_bool_column),
     18: TEXT,
@@ -204,7 +209,7 @@ _PLAIN: Final[dict[int, Converter]] = {
         values.point,
     ),
     700: Converter({"type": "float"}, values.floating),
-    701: Converter({"type": "double"}, values.floating),
+    701: Converter({"type": "double"}, values.floating, fast=_double_column),
     1042: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, _string_column),
     1043: Converter({"type": "string"}, values.quoted, _PLACEHOLDER_TEXT, _string_column),
     1266: Converter(_named("string", "io.debezium.time.ZonedTime"), values.zoned_time),
@@ -277,7 +282,25 @@ def _numeric(oid: int, modifier: int, mode: str) -> Converter:
         parameters["connect.decimal.precision"] = str(((modifier - 4) >> 16) & 0xFFFF)
     write = values.decimal(scale)
     schema = {**_connect("bytes", "Decimal"), "parameters": parameters}
-    return Converter(schema, lambda text: write(plain(text)))
+    return Converter(schema, lambda text: write(plain(text)), fast=None if is_money else _decimal_column(scale))
+
+
+def _decimal_column(scale: int) -> Callable[[pa.Array], list[str | None]] | None:
+    """Return the conversion of a column of decimals by their unscaled integers."""
+    if scale > DECIMAL_DIGITS_MAX:  # a negative scale, or a column that is text
+        return None
+
+    def convert(array: pa.Array) -> list[str | None]:
+        if not pa.types.is_decimal128(array.type) or array.type.scale != scale:
+            write = values.decimal(scale)
+            return [None if text is None else write(text) for text in array.cast(pa.string()).to_pylist()]
+        data, start = memoryview(array.buffers()[1] or b""), array.offset
+        return [
+            values.unscaled(int.from_bytes(data[i * 16 : i * 16 + 16], "little", signed=True)) if valid else None
+            for i, valid in enumerate(array.is_valid().to_pylist(), start)
+        ]
+
+    return convert
 
 
 def _date(mode: str) -> Converter:
@@ -329,7 +352,16 @@ def _milliseconds(array: pa.Array) -> list[str | None]:
 
 def _zoned_timestamp(modifier: int, options: DebeziumOptions) -> Converter:  # noqa: ARG001 — as all of `_MADE`
     schema = _named("string", "io.debezium.time.ZonedTimestamp")
-    return Converter(schema, values.zoned_timestamp(6 if modifier < 0 else modifier))
+    digits = 6 if modifier < 0 else modifier
+
+    def fast(array: pa.Array) -> list[str | None]:
+        texts = array.cast(pa.timestamp("us")).cast(pa.string())  # always six digits behind the point
+        texts = pc.utf8_slice_codeunits(texts, 0, 20 + digits if digits else 19)
+        texts = pc.replace_substring(texts, " ", "T")
+        quoted: list[str | None] = pc.binary_join_element_wise('"', texts, 'Z"', "").to_pylist()
+        return quoted
+
+    return Converter(schema, values.zoned_timestamp(digits), fast=fast)
 
 
 def _interval(modifier: int, options: DebeziumOptions) -> Converter:  # noqa: ARG001 — as all of `_MADE`

@@ -35,8 +35,12 @@ def boolean(text: str) -> str:
 
 
 def floating(text: str) -> str:
+    """Return a float of its text."""
+    return number(float(text))
+
+
+def number(value: float) -> str:
     """Return a float; what JSON has no number for is a string, as Jackson writes it."""
-    value = float(text)
     if value - value != 0:  # NaN and infinities
         return '"NaN"' if value != value else ('"Infinity"' if value > 0 else '"-Infinity"')  # noqa: PLR0124
     return repr(value)
