@@ -97,6 +97,27 @@ def test_rows_of_every_kind_are_read_as_they_were_appended(opened: Any) -> None:
     assert [stream["name"] for stream in opened.status()["streams"]] == ["web"]
 
 
+def test_several_tables_are_one_operation_with_rows_of_every_kind(opened: Any) -> None:
+    tables = {f"t{place}": made() for place, made in enumerate(KINDS.values())}
+    ack = opened.append_all("web", tables, idempotency_key="k")
+    firsts = [part.first for part in ack.tables.values()]
+    assert firsts == [firsts[0] + 2 * place for place in range(len(tables))]
+    moments = set()
+    for name in tables:
+        found = records(opened, name, upto=ack.token)
+        assert [{column: row[column] for column in COLUMNS.names} for row in found] == ROWS, name
+        moments |= {row["__commit_ts"] for row in found}
+    assert len(moments) == 1
+    session = opened.session("web", "s")
+    first = session.append_all({"a": [{"n": 1}], "b": [{"n": 2}]})
+    again = session.append_all({"a": [{"n": 1}], "b": [{"n": 2}]}, number=1)
+    assert (first.duplicate, again.duplicate, again.tables) == (False, True, first.tables)
+    with pytest.raises(InvalidValue):
+        opened.append_all("web", {"a": [{"n": 1}], "public.a": [{"n": 1}]})
+    empty = opened.append_all("web", {"a": []})
+    assert (empty.token, empty.row_count) == (opened.token("web"), 0)
+
+
 def test_what_is_refused_is_refused_alike_and_the_next_goes_on(opened: Any) -> None:
     opened.append("web", "users", [{"id": 1, "n": 1}])
     for table, rows, error in (

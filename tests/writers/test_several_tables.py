@@ -44,7 +44,7 @@ def table_of_metadata(schema: pa.Schema) -> str:
     return f"{told['namespace']}.{told['name']}"
 
 
-def records(home: millstream.OpenHome, after: Any = None) -> list[tuple[str, Any]]:
+def records(home: millstream.OpenHome, after: Any = None) -> list[tuple[str, Any, Any]]:
     """Every record's table and `n`, in the order of the log."""
     found = []
     for batch in home.read("web", after=after):

@@ -93,6 +93,6 @@ def tables_for(
 def _columns(rows: Any, make: Callable[[Any], ValidTable]) -> ValidTable:
     if isinstance(rows, Iterable) and not isinstance(rows, Sized | Mapping) and not hasattr(rows, "__arrow_c_stream__"):
         rows = list(rows)
-    if isinstance(rows, Sized) and not isinstance(rows, Mapping | str | bytes) and not rows:
+    if isinstance(rows, Sized) and not isinstance(rows, Mapping | str | bytes) and len(rows) == 0:
         return ValidTable(pa.table({}), (), ())
     return make(rows)
