@@ -41,6 +41,11 @@ _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _BODILESS: Final = {HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED}
 
 
+NEEDS_ITS_CLIENT: Final = "millstream.needs_its_client"
+"""Key in an ASGI scope, set by the application: a client that has ended its side of the connection is gone. It is for
+requests whose answer takes something that another client would get."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
     """The limits of a connection."""
@@ -283,8 +288,9 @@ class Connection(asyncio.Protocol):
         client that is gone looks the same until it is sent something. nginx, uvicorn and Go's server take
         both for gone, and cut answers off. Here answers to complete requests are sent to their ends. The
         application is told that the client is gone once the connection is reset, or no byte of an answer
-        was sent for `half_closed_s`. asyncio has no half-closed TLS connections: with TLS the end of the
-        client's side ends the connection.
+        was sent for `half_closed_s`. An application that has set `NEEDS_ITS_CLIENT` in the scope is told at
+        once. asyncio has no half-closed TLS connections: with TLS the end of the client's side ends the
+        connection.
         """
         if self._base["scheme"] == "https":
             return False
@@ -293,7 +299,7 @@ class Connection(asyncio.Protocol):
             self._waiting.pop()  # the newest: it will never be whole
         elif running is not None and running.more_body:
             return False
-        if running is None or running.is_answered:
+        if running is None or running.is_answered or running.scope.get(NEEDS_ITS_CLIENT):
             return False
         self.exchange = self._waiting[-1] if self._waiting else running
         self.exchange.keeps_alive = False

@@ -19,6 +19,7 @@ from millstream.delivery.running import Waiter
 from millstream.errors import HttpError
 from millstream.model.access import Right
 from millstream.serving.access import allow
+from millstream.serving.connections import NEEDS_ITS_CLIENT
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body
 from millstream.serving.requests import headers_said
 from millstream.serving.writes import JSON_TYPE
@@ -193,6 +194,7 @@ class Consumers:
             return await do({} if body is None else body)
 
     async def _receive(self, request: Request, stream: str, consumer: str, body: Any) -> Response:
+        request.scope[NEEDS_ITS_CLIENT] = True
         waiter = Waiter()
         self._waiters.add(waiter)
         call = partial(self.of_home.call, stream, "receive", consumer, body, waiter=waiter)
