@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 from tests.delivery.receivers import Receiver, answer
@@ -222,6 +223,17 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(code: str) -> N
     large = PushMessage("shop-0-1-1", None, 1, b'"%b"' % (b"x" * (8 << 20)))
     assert run(code, timeout="1s", messages=[large]).reason == "the command didn't end within 1 s"
     assert time.monotonic() - begin_s < 10
+
+
+def test_the_children_of_a_command_end_with_it(tmp_path: Path) -> None:
+    child = "child = subprocess.Popen(['sleep', '60'])"
+    code = f"import pathlib, subprocess; {child}; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))"
+    run(code + "; child.wait()", timeout="2s")
+    pid = int((tmp_path / "pid").read_text())
+    deadline_s = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_a_command_that_leaves_a_child_behind_has_ended() -> None:

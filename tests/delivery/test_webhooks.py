@@ -122,6 +122,22 @@ def test_connections_are_kept_and_a_closed_one_is_replaced_at_once(receiver: Rec
     sink.close()
 
 
+def test_a_connection_that_closes_as_it_is_used_again_is_replaced_at_once(receiver: Receiver) -> None:
+    """Its receiver may have closed it while the request was on its way: that is no failure."""
+
+    def once(connection: socket.socket, request: Request) -> None:
+        if [other.connection for other in receiver.requests].count(request.connection) == 1:
+            answer(200)(connection, request)
+        else:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    receiver.answerer = once
+    sink = sink_of(receiver.url)
+    assert [sink.deliver([message(number)]) for number in range(3)] == [ACCEPTED] * 3
+    sink.close()
+    assert [request.connection for request in receiver.requests] == [1, 1, 2, 2, 3]
+
+
 def test_proxies_of_the_environment_are_not_used(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
