@@ -24,6 +24,7 @@ ROWS = pa.record_batch(
 )
 LEAVES = st.sampled_from(
     [
+        "id < 9999999999999999999999", "id = -9223372036854775809", "score < 18446744073709551616", "amount > -9223372036854775809",
         "id = 1", "id <> 2", "id != 2", "id < 3", "id >= 2", "score > 0.25", "score <= -1", "kind = 'bot'", "kind in ('bot', 'man')",
         "kind not in ('bot')", "kind is null", "kind is not null", "ok = true", "ok != false", "amount >= 1.5", "day = '2026-01-01'",
         "day < '1970-01-01'", "id in (1, 5)", "kind = 'it''s'", "score = 1e0",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
@@ -35,6 +36,7 @@ _COMPARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }  # fmt: skip
 _KEYWORDS: Final = frozenset({"and", "or", "not", "in", "is", "null", "true", "false"})
 _DEPTH_MAX: Final = 100
+_INT64: Final = range(-(1 << 63), 1 << 63)
 
 Rows: TypeAlias = pa.RecordBatch
 _Test: TypeAlias = Callable[[Rows], Any]
@@ -233,7 +235,7 @@ def _literal_of(value: Any, kind: pa.DataType) -> pa.Scalar:
     if isinstance(value, str) and (t.is_integer(kind) or t.is_floating(kind)):
         raise TypeError("of another kind")
     if is_number:
-        return pa.scalar(value)
+        return pa.scalar(Decimal(value) if isinstance(value, int) and value not in _INT64 else value)
     if isinstance(value, str) and not (t.is_string(kind) or t.is_large_string(kind)):
         return pa.scalar(value).cast(kind)
     return pa.scalar(value, kind)
