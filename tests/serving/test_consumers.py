@@ -305,6 +305,8 @@ def test_a_consumer_begins_at_a_token_or_a_time(server: Served) -> None:
         ("v/nack", {"ack_ids": [], "delay_ms": -1}, 422, "invalid_value"),
         ("v/extend", {"ack_ids": [], "ack_wait_ms": 99}, 422, "invalid_value"),
         ("v/rewind", {}, 422, "invalid_value"),
+        ("v/pause", {"for_ms": 1000}, 422, "invalid_value"),
+        ("v/resume", [], 422, "invalid_value"),
         ("v/dead/drop", {"ids": "some"}, 422, "invalid_value"),
         ("", {"name": "w", "kind": "latest"}, 422, "invalid_consumer"),
         ("", {"name": "w", "webhook": {"url": "https://example.com"}}, 422, "invalid_consumer"),
@@ -320,10 +322,19 @@ def test_what_is_wrong_is_refused(server: Served, path: str, body: Any, status: 
     assert found["hint"]
 
 
+def test_a_page_of_dead_letters_begins_at_the_next_of_an_answer(server: Served) -> None:
+    client = Client(server.url)
+    client.http.post("", json={"name": "v", "start": "latest"})
+    for after in ("x", "1", "².x", "1."):
+        assert client.get("v/dead", 422, after=after)["code"] == "invalid_value"
+
+
 def test_a_body_that_isnt_json_is_refused(server: Served) -> None:
     client = Client(server.url)
     client.http.post("", json={"name": "v", "start": "latest"})
-    assert client.answer(client.http.post("/v/receive", content=b"{"), 400)["code"] == "invalid_body"
+    for body in (b"{", b"\xff", b"NaN", b'{"ack_ids": ["\\ud800"]}'):
+        for path in ("/v/receive", "/v/ack", "/v/pause", ""):
+            assert client.answer(client.http.post(path, content=body), 400)["code"] == "invalid_body"
     assert client.answer(client.http.post("/v/receive", content=b""), 200) == {"messages": []}
     elsewhere = Http(f"{server.url}/v1/streams/nowhere/consumers").post("", content=b"{")
     assert client.answer(elsewhere, 404)["code"] == "unknown_stream"

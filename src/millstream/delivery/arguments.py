@@ -66,6 +66,12 @@ def wanted_place(body: Any) -> str:
     return text
 
 
+def check_empty(body: Any) -> None:
+    """Refuse a body with fields, for a request that has none."""
+    if body is not None and body != {}:
+        raise InvalidValue("the request has no fields", hint="Send an empty body, or {}.")
+
+
 def page(body: Any) -> tuple[tuple[int, str] | None, int]:
     """Return behind which dead letter a page begins, and how many it has at most."""
     fields = _fields(body, "after", "limit")
@@ -74,7 +80,7 @@ def page(body: Any) -> tuple[tuple[int, str] | None, int]:
     if after is None:
         return None, limit
     died, _, id_ = str(after).partition(".")
-    if not died.isdigit() or not id_:
+    if not died.isascii() or not died.isdigit() or not id_:
         raise InvalidValue(
             f"after={str(after)[:80]!r} isn't the `next` of an answer", hint="Leave it out to begin with the oldest."
         )

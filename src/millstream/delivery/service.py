@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
-from millstream.delivery.arguments import dead_letter_ids, page, settling, waiting, wanted_place
+from millstream.delivery.arguments import check_empty, dead_letter_ids, page, settling, waiting, wanted_place
 from millstream.delivery.definition import Definition
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.starting import ParseMoment, check_kept, resolve
@@ -240,7 +240,8 @@ class StreamConsumers:
         return Answer(None)
 
     def _steer(self, how: str, name: str, body: Any, waiter: Waiter) -> Answer:
-        del body, waiter
+        del waiter
+        check_empty(body)
         with self._locked(name) as running:
             if how == "pause":
                 running.machine.pause()

@@ -6,7 +6,6 @@ A `receive` waits on a thread of its own, so that waiting clients keep no other 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -187,7 +186,7 @@ class Consumers:
             except ClientGoneError:
                 return Response(status_code=_GONE)
             try:
-                body = json.loads(data) if data.strip() else {}
+                body = msgspec.json.decode(data) if data.strip() else {}
             except (ValueError, RecursionError) as error:
                 raise HttpError(f"the body isn't JSON: {error}", code="invalid_body") from error
             del data
