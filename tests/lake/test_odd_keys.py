@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
-import millstream.lake.folder as folder_module
+import millstream.lake.schema_evolution as swapping_module
 from millstream.errors import LakeConflict
 from millstream.lake.bounds import bound_of
 from millstream.lake.folded.current import DEFAULT_SIZES, FoldSizes, fold_table
@@ -127,14 +127,14 @@ def test_a_compaction_that_comes_between_a_columns_widening_doubles_nothing(
         append(lake, narrow, first, [("c", {"k": first + i, "v": 0}) for i in range(10)])
     wide = replace(schema, version=SchemaVersion(2))
     later: list[Record] = [("c", {"k": 61, "v": 0})]
-    real = folder_module.swap
+    real = swapping_module.swap
 
     def meanwhile(*arguments: Any, **named: Any) -> None:
-        monkeypatch.setattr(folder_module, "swap", real)
+        monkeypatch.setattr(swapping_module, "swap", real)
         tend_table(lake, "history", narrow, now_ms=time.time_ns() // 10**6, compact_files=2)
         real(*arguments, **named)
 
-    monkeypatch.setattr(folder_module, "swap", meanwhile)
+    monkeypatch.setattr(swapping_module, "swap", meanwhile)
     with pytest.raises(LakeConflict):
         append(lake, wide, 61, later)
     append(lake, wide, 61, later)
