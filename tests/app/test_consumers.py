@@ -15,8 +15,11 @@ from tests.serving.serving_process import served, web_home
 
 import millstream
 import millstream.aio
+from millstream.delivery.running import Waiter
 from millstream.errors import DeliveryError, WriterClosed
+from millstream.home.home import Home
 from millstream.testing.errors import coded
+from millstream.writers.consuming import HomeConsumers
 
 KEYS = '[streams.web.keys]\n"public.orders" = ["id"]\n'
 
@@ -160,3 +163,17 @@ def test_a_consumer_on_the_command_line(home: Path) -> None:
     done(home, "consumer", "rm", "search", "--yes")
     gone = run(home, "consumer", "show", "search")
     assert (gone.returncode, "unknown_consumer" in gone.stderr) == (2, True)
+
+
+def test_a_client_that_left_this_process_takes_nothing_from_the_owner(home: Path) -> None:
+    with opened(home, "forwarded") as found:
+        consumers = found.consumers("web")
+        consumers.create("search", start="earliest")
+        found.append("web", "orders", [{"id": 1}])
+        left = Waiter()
+        left.leave()
+        with contextlib.closing(HomeConsumers(Home(home))) as forwarding:
+            assert forwarding.call("web", "receive", "search", {}, waiter=left).body == {"messages": []}
+        assert consumers.get("search")["in_flight"] == 0
+        with found.consume("web", "search", wait_s=10) as messages:
+            assert next(messages).record["row"] == {"id": 1}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -143,7 +145,10 @@ def test_tasks_follow_too(home: Path, kind: str) -> None:
             asyncio.run(work(millstream.aio.connect(url), home))
 
 
-def test_an_interrupt_leaves_the_iteration(home: Path) -> None:
+def test_an_interrupt_leaves_the_iteration(home: Path, request: pytest.FixtureRequest) -> None:
+    # A shell's background job, such as a whole run of tests may be, ignores interrupts.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with millstream.open(home) as here:
         changes = here.follow("web")
         timer = later(_thread.interrupt_main)

@@ -27,7 +27,7 @@ logger = structlog.get_logger("millstream.control")
 
 Act: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
-_LINE_BYTES_MAX: Final = 1 << 20
+_LINE_BYTES_MAX: Final = 4 << 20
 _ANSWER_BYTES_MAX: Final = 1 << 28
 _TIMEOUT_S: Final = 2.0  # an answer is in memory; a part that is stopped must not hold `status` up
 
