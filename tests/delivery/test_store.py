@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -10,9 +12,10 @@ from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.definition import Definition
 from millstream.delivery.reading import Origin
 from millstream.delivery.store import LOG_NAME, Store, Stored, died_letters
-from millstream.errors import DeliveryError
+from millstream.errors import DeliveryError, MillstreamError
 from millstream.protocol.delivery import Consumer, DeliveryId, Limits, Message, State, position_of
 from millstream.testing.errors import coded
+from millstream.wal.files import RealFile
 
 
 def stored(name: str, incarnation: str = "aa") -> Stored:
@@ -59,7 +62,7 @@ def test_state_outlives_a_restart(tmp_path: Path) -> None:
         one.close()
 
 
-@pytest.mark.parametrize("harm", ["cut", "flip", "append"])
+@pytest.mark.parametrize("harm", ["cut", "flip", "append", "zeros"])
 def test_a_torn_end_is_dropped(tmp_path: Path, harm: str) -> None:
     store, _ = Store.open(tmp_path)
     store.create(stored("one"))
@@ -71,11 +74,13 @@ def test_a_torn_end_is_dropped(tmp_path: Path, harm: str) -> None:
         del data[-3:]
     elif harm == "flip":
         data[-3] ^= 1
-    else:
+    elif harm == "append":
         data += b"\x05\x00"
+    else:
+        data += bytes(4096)
     log.write_bytes(data)
     store, found = Store.open(tmp_path)
-    assert sorted(found) == (["one", "two"] if harm == "append" else ["one"])
+    assert sorted(found) == (["one", "two"] if harm in {"append", "zeros"} else ["one"])
     store.create(stored("three"))
     store.close()
     store, found = Store.open(tmp_path)
@@ -128,3 +133,54 @@ def test_an_ack_id_is_one_consumers() -> None:
     for at in range(len(text)):
         changed = text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :]
         assert ids.read(changed) is None
+
+
+class FailingDisk:
+    """A log's file on a disk that takes nothing more, or whose fsync fails once."""
+
+    def __init__(self, file: RealFile, fails: str) -> None:
+        self._file = file
+        self._fails = fails
+
+    def pwrite(self, data: bytes, position: int) -> None:
+        """Fail if writes do."""
+        if self._fails == "write":
+            raise OSError(errno.ENOSPC, "no space")
+        self._file.pwrite(data, position)
+
+    def sync(self) -> None:
+        """Fail once if fsyncs do: the next one says that all is well, as the system's does."""
+        if self._fails == "fsync":
+            self._fails = ""
+            raise OSError(errno.EIO, "failed")
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+def test_nothing_counts_as_durable_after_a_failure_until_the_log_is_made_anew(tmp_path: Path, fails: str) -> None:
+    store, _ = Store.open(tmp_path)
+    store.create(stored("one"))
+    store._file = cast("RealFile", FailingDisk(store._file, fails))
+    machine = Consumer(Limits(), State.begin(0), run=7)
+    machine.offer(messages(1), 1)
+    machine.ack([machine.receive(1000, 1)[0].delivery_id])
+
+    def noted() -> None:
+        store.change("one", machine.take_changes(), {})
+        store.sync()
+
+    with pytest.raises(MillstreamError):
+        noted()
+    with pytest.raises(MillstreamError):
+        store.sync()
+    assert store.wants_compaction
+    store.compact([Stored(Definition.parse({"name": "one"}), "aa", machine.snapshot(), {})])
+    store.sync()
+    store.close()
+    store, found = Store.open(tmp_path)
+    assert found["one"].state.cursor == 1
+    store.close()

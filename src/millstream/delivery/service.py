@@ -393,12 +393,12 @@ class StreamConsumers:
         try:
             is_due = time.monotonic() - self._hold_at >= _HOLD_EVERY_S
             cursors = self._cursors() if is_due else None
+            if self._store.wants_compaction:
+                self._compact()
             self._sync()  # retention goes by cursors that are durable
             if cursors is not None:
                 self._hold_at = time.monotonic()
                 self._move_holders(cursors)
-            if self._store.wants_compaction:
-                self._compact()
         except (MillstreamError, OSError) as error:
             logger.warning("the consumers' state can't be kept for now", stream=self._around.stream, error=str(error))
         return True
@@ -458,8 +458,9 @@ class StreamConsumers:
         except (MillstreamError, OSError) as error:
             logger.warning("the log can't be read for now", stream=self._around.stream, error=str(error))
             time.sleep(_LOOK_S)
-        if not any(running.waiters for running in list(self._running.values())):
-            self._wanted.clear()
+        self._wanted.clear()  # before the look: a call may begin to wait at any time
+        if any(running.waiters for running in list(self._running.values())):
+            self._wanted.set()
         return True
 
 

@@ -13,6 +13,7 @@ the file by one with an entry for each consumer.
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import struct
@@ -95,6 +96,8 @@ class Store:
         self._base = base
         """Size of the log after the last compaction."""
         self._is_dirty = self._is_closed = False
+        self._is_incomplete = False
+        """Whether a write or an fsync failed: an entry may be missing, and another fsync would not tell."""
 
     @classmethod
     def open(cls, folder: Path) -> tuple[Store, dict[str, Stored]]:
@@ -150,18 +153,25 @@ class Store:
         self._append(["change", name, [encode(change) for change in changes], letters])
 
     def sync(self) -> None:
-        """Make everything durable that was noted."""
+        """Make everything durable that was noted.
+
+        Raises:
+            MillstreamError (`io_failed` …): the disk fails, or did so since the last `compact`, which mends it.
+        """
+        if self._is_incomplete:
+            raise as_told(OSError(errno.EIO, "an earlier write failed", str(self._folder / LOG_NAME)))
         if self._is_dirty:
-            self._is_dirty = False
             try:
                 self._file.sync()
             except OSError as error:
+                self._is_incomplete = True
                 raise as_told(error) from error
+            self._is_dirty = False
 
     @property
     def wants_compaction(self) -> bool:
-        """Whether most of the log is history."""
-        return self._size > max(_COMPACTED_BYTES_MIN, _GROWTH * self._base)
+        """Whether most of the log is history, or an entry may be missing."""
+        return self._is_incomplete or self._size > max(_COMPACTED_BYTES_MIN, _GROWTH * self._base)
 
     def compact(self, consumers: Iterable[Stored]) -> None:
         """Replace the log by the present state of all consumers, durably."""
@@ -174,7 +184,8 @@ class Store:
         except OSError as error:
             raise as_told(error) from error
         self._file.close()
-        self._file, self._size, self._base, self._is_dirty = file, len(data), len(data), False
+        self._file, self._size, self._base = file, len(data), len(data)
+        self._is_dirty = self._is_incomplete = False
 
     def close(self) -> None:
         """Make everything durable, and close the log."""
@@ -191,6 +202,7 @@ class Store:
         try:
             self._file.pwrite(data, self._size)
         except OSError as error:
+            self._is_incomplete = True
             raise as_told(error) from error
         self._size += len(data)
         self._is_dirty = True
@@ -219,7 +231,7 @@ def _entries(data: bytes) -> tuple[list[list[Any]], int]:
     while at + _FRAME.size <= len(data):
         length, checksum = _FRAME.unpack_from(data, at)
         body = data[at + _FRAME.size : at + _FRAME.size + length]
-        if len(body) < length or crc32c(body) != checksum:
+        if not length or len(body) < length or crc32c(body) != checksum:  # a power cut may leave zeros at the end
             break
         found.append(json.loads(body.decode(errors="surrogatepass")))
         at += _FRAME.size + length
