@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from millstream.app.initialize import make_home
 from millstream.config.file import LoadedConfig, load_config
 from millstream.config.interpolation import interpolate, interpolate_dsn
-from millstream.config.quantities import duration_s, size_bytes
+from millstream.config.quantities import size_bytes
 from millstream.config.toml_lines import key_lines
 from millstream.errors import ConfigError
 from millstream.home.config_mapping import log_options
 from millstream.model.addresses import mask_address
+from millstream.model.durations import duration_s
 
 GOOD = """\
 # a shop

@@ -55,7 +55,7 @@ from millstream.codec.pgoutput import (
 from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
 from millstream.codec.pgoutput.messages import UNCHANGED, Relation
 from millstream.config.file import load_config
-from millstream.config.quantities import duration_s, size_bytes
+from millstream.config.quantities import size_bytes
 from millstream.errors import (
     CorruptFrame,
     HttpError,
@@ -73,6 +73,7 @@ from millstream.errors import (
 from millstream.home.time_parsing import parse_as_of
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import columns_of, rows_of_json, rows_of_lines, valid_columns_of
+from millstream.model.durations import duration_s
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId
 from millstream.model.names import TablePattern, parse_qualified_name
 from millstream.model.operations import FIRST_SHARD

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.config.quantities import duration_s
 from millstream.errors import UnknownStream, UsageError
 from millstream.model.access import ALL_STREAMS, Right, Rights
+from millstream.model.durations import duration_s
 
 if TYPE_CHECKING:
     from millstream.catalog import AccessToken

@@ -270,7 +270,11 @@ def _print(found: dict[str, Any], *, as_json: bool) -> None:
     say(f"{found['name']}: {found['state']}, behind {found['cursor']}")
     if found["error"]:
         say(f"  {found['error']}")
-    behind = "unknown" if lag["records"] is None else f"{lag['records']:,} records, {human_bytes(lag['bytes'])}"
+    behind = (
+        "unknown"
+        if lag["records"] is None
+        else f"{lag['records']:,} record{'' if lag['records'] == 1 else 's'}, {human_bytes(lag['bytes'])}"
+    )
     say(f"  lag: {behind}, {human_seconds(lag['seconds'])}")
     say(
         f"  in flight: {found['in_flight']:,}; dead: {found['dead']:,}; delivered: {found['delivered']:,}; "

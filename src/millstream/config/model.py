@@ -10,15 +10,13 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, field_validator
 
-from millstream.config.quantities import (
-    duration_s,
-    size_bytes,
-)
+from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection
 from millstream.config.section import Duration, Level, Section, Size, SizeAboveZero, SizeOrShare
 from millstream.config.serving_model import FlightConfig, HttpConfig
 from millstream.libpq import is_address
+from millstream.model.durations import duration_s
 
 EMBEDDED_CATALOG: Final = "data/catalog.db"
 """The default place of the catalog, from the home."""

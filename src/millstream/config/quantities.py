@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream.errors import UsageError
-from millstream.model.durations import duration_s as duration_s  # noqa: PLC0414 (used by this name)
+from millstream.model.durations import duration_s
 from millstream.model.replication import AckLevel
 
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB|%)?\s*\Z")

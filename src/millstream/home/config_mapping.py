@@ -7,11 +7,12 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, cast
 
-from millstream.config.quantities import duration_s, size_bytes
+from millstream.config.quantities import size_bytes
 from millstream.errors import ConfigError, LakeError, MillstreamError
 from millstream.home.home import Home
 from millstream.home.paths import PIPELINE, HomePaths
 from millstream.libpq import describe_parameters, parse_address
+from millstream.model.durations import duration_s
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import FIRST_SHARD

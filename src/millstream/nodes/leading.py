@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.config.quantities import duration_s
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.leadership.leaders import note_leaders
 from millstream.leadership.promotion_check import hearing_of_promotions
 from millstream.leadership.role_files import LOOK_EVERY_S, Roles, replication_folder
+from millstream.model.durations import duration_s
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import (

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from millstream.config.quantities import duration_s
 from millstream.errors import ReplicaTooStale
 from millstream.leadership.role_files import Roles, replication_folder
+from millstream.model.durations import duration_s
 from millstream.model.ids import parse_region_log_name, region_log_name
 from millstream.nodes.instances import boot_id
 from millstream.private_files import replace_file

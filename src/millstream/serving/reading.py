@@ -25,11 +25,12 @@ from starlette.types import Message, Receive, Scope, Send
 from millstream.app.local_client import OpenHome
 from millstream.client.pieces import ARROW_TYPE, END, PIECES_TYPE, change_piece, failed, latest_piece, piece
 from millstream.client.protocol import LATEST_ROWS_MAX
-from millstream.config.quantities import duration_s, size_bytes
+from millstream.config.quantities import size_bytes
 from millstream.errors import HttpError, MillstreamError, Overloaded
 from millstream.export.stretches import FollowedTables, batches_between, position_of
 from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
+from millstream.model.durations import duration_s
 from millstream.model.positions import StreamToken
 from millstream.serving.access import Access, allow
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, read_body

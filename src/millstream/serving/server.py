@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from millstream.config.quantities import duration_s, size_bytes
+from millstream.config.quantities import size_bytes
 from millstream.errors import MillstreamError
 from millstream.home.home import Home
+from millstream.model.durations import duration_s
 from millstream.private_files import make_folder
 from millstream.processes.catalog_watch import watched_catalog
 from millstream.processes.child_process import Lifeline

@@ -16,7 +16,6 @@ import msgspec
 import pyarrow as pa
 import structlog
 
-from millstream.config.quantities import duration_s
 from millstream.errors import HttpError, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import (
@@ -31,6 +30,7 @@ from millstream.ingest.json_rows import (
 from millstream.ingest.several_tables import tables_for
 from millstream.ingest.valid_rows import ValidTable
 from millstream.model.access import Right
+from millstream.model.durations import duration_s
 from millstream.model.names import parse_qualified_name
 from millstream.serving.memory_budget import ClientGoneError, Held, Intake, Receive, read_body
 from millstream.serving.paths import ROWS_PARAMETERS, check_parameters, unknown_path

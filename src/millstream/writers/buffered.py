@@ -83,7 +83,7 @@ def open_buffer_in(folder: Path, name: str, config: BufferConfig) -> WriteBuffer
             name=name, location=config.location, create_shards=create_shards, timeout_s=config.timeout_s
         )
         return made
-    from millstream.config.quantities import duration_s
+    from millstream.model.durations import duration_s
     from millstream.wal.buffer import LogBuffer, LogBufferOptions
 
     return LogBuffer(

@@ -20,13 +20,14 @@ import pyarrow.flight as fl
 import structlog
 
 from millstream.app.local_client import open_reader
-from millstream.config.quantities import duration_s, size_bytes
+from millstream.config.quantities import size_bytes
 from millstream.errors import AccessError, MillstreamError, Overloaded, Retry, Unauthenticated, UsageError, WriterClosed
 from millstream.export.record_reading import table_ids
 from millstream.ingest.bulk import GetRequest, PutRequest
 from millstream.leadership.node_calls import ACTION
 from millstream.model.access import Right
 from millstream.model.conforming import conform
+from millstream.model.durations import duration_s
 from millstream.model.records import record_schema
 from millstream.nodes.peer_requests import answer_node
 from millstream.replication.flight_wire import FollowRequest
