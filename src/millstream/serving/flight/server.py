@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +51,8 @@ logger = structlog.get_logger("millstream.serve")
 
 _ENDS_WITHIN_S: Final = 10.0
 """How long calls may take to end once the server does; one that waits for its caller may take for ever."""
+_REASON_ARRIVES_S: Final = 0.2
+"""How long connections outlive their calls when the server ends, for callers to read the reason."""
 _AGAIN_S: Final = 2.0
 _HEADERS: Final = "millstream"
 _FACTS_BYTES_MAX: Final = 2500
@@ -210,12 +213,29 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     def end(self, within_s: float = _ENDS_WITHIN_S) -> None:
         """Take no more, let running calls end, and cut off those whose callers don't within that time."""
         self._closing.set()
+        until = time.monotonic() + within_s
+        if self._wait_for_calls(until):
+            # A caller that still sends when its connection closes sees the break, not the reason of its call's end.
+            time.sleep(_REASON_ARRIVES_S)
         ending = Worker("flight-ends", self.shutdown).start()
-        if not ending.join(within_s):
+        if not ending.join(max(_REASON_ARRIVES_S, until - time.monotonic())):
             logger.warning(
                 "Flight calls that wait for their callers are cut off", connections=cut_connections(self.port)
             )
             ending.join(within_s)
+
+    def _wait_for_calls(self, until: float) -> bool:
+        """Wait until running calls have ended, or a moment of the monotonic clock; return whether there were any."""
+        were_any = False
+        with contextlib.ExitStack() as taken:
+            for slots in (self._writes, self._reads):
+                for _ in range(self._home.config.flight.calls_max):
+                    if not slots.acquire(blocking=False):
+                        were_any = True
+                        if not slots.acquire(timeout=max(0.0, until - time.monotonic())):
+                            return True
+                    taken.callback(slots.release)
+        return were_any
 
     # --- writing
     # -----------------------------------------------------------------------------------------------
