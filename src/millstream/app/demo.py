@@ -1,4 +1,4 @@
-"""`millstream demo`: the main job on one machine, under fire, and the proof that nothing was lost, doubled or changed.
+"""`millstream demo`: the main job on one machine, with kills, and the proof that nothing was lost, doubled or changed.
 
 An embedded PostgreSQL with a shop's tables, a live workload, and `millstream run` as any user runs it;
 SIGKILL kills its processes while transactions arrive. At the end the lake is compared with the source by
@@ -83,12 +83,12 @@ class DemoReport:
             for name in self.rows
         ]
         return [
-            f"{self.transactions:,} transactions with {self.changes:,} changes in {self.workload_s:.0f} s, under fire.",
+            f"{self.transactions:,} transactions with {self.changes:,} changes in {self.workload_s:.0f} s.",
             "",
             "Killed by SIGKILL, with changes in flight:",
             *(f"  {kill}" for kill in self.kills),
             "",
-            f"Caught up in {self.catch_up_s:.0f} s from a standing start. Then each table was compared with PostgreSQL:",
+            f"Started again, it caught up in {self.catch_up_s:.0f} s. Then each table was compared with PostgreSQL:",
             *tables,
             f"  all {self.transactions:,} transactions are there, whole, once, and in the order of their commits",
             "",
@@ -160,7 +160,7 @@ def _live_and_die(
             # Transactions before the slot are rows to copy; only later ones can be checked one by one.
             _await(lambda: bool(cursor.execute(_SLOT_STANDS).fetchone()), _PATIENCE_S, "capture to make its slot")
             workload.start()
-            say("`millstream run` is up: copying the tables, with changes going on beside")
+            say("`millstream run` is up: it copies the tables while transactions change them")
             _wait_for_cut(folder, run, above=-1)
             say("the first changes are in the lake")
             _kill(folder, run, "owner", "capture and the log's writer", report, say)
