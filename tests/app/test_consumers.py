@@ -15,6 +15,7 @@ from tests.serving.serving_process import served, web_home
 
 import millstream
 import millstream.aio
+from millstream.app import doctor
 from millstream.delivery.running import Waiter
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.home.home import Home
@@ -177,3 +178,27 @@ def test_a_client_that_left_this_process_takes_nothing_from_the_owner(home: Path
         assert consumers.get("search")["in_flight"] == 0
         with found.consume("web", "search", wait_s=10) as messages:
             assert next(messages).record["row"] == {"id": 1}
+
+
+def test_damaged_state_is_refused_and_cut_off_only_where_the_loss_is_accepted(home: Path) -> None:
+    with millstream.open(home) as found:
+        found.append("web", "orders", [{"id": 1}])
+        consumers = found.consumers("web")
+        for name in ("first", "second"):
+            consumers.create(name, start="earliest")
+    assert doctor._consumers(Home(home), "web") == "the state of 2 consumers can be read"
+    log = home / "data" / "delivery" / "web" / "consumers.log"
+    data = bytearray(log.read_bytes())
+    data[data.index(b'"second"')] ^= 1
+    log.write_bytes(data)
+    with millstream.open(home) as found, pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
+        found.consumers("web").list()
+    with pytest.raises(DeliveryError, check=coded("consumer_state_unreadable")):
+        doctor._consumers(Home(home), "web")
+    told = run(home, "consumer", "repair")
+    assert (told.returncode, "would be kept, as before the damage: first" in told.stdout) == (3, True), told
+    assert log.read_bytes() == data
+    done(home, "consumer", "repair", "--accept-loss")
+    assert "nothing is damaged" in done(home, "consumer", "repair")
+    with millstream.open(home) as found:
+        assert [one["name"] for one in found.consumers("web").list()] == ["first"]

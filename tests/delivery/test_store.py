@@ -10,8 +10,9 @@ import pytest
 
 from millstream.delivery.ack_ids import AckIds
 from millstream.delivery.definition import Definition
+from millstream.delivery.mending import repair
 from millstream.delivery.reading import Origin
-from millstream.delivery.store import LOG_NAME, Store, Stored, died_letters
+from millstream.delivery.store import LOG_NAME, Store, Stored, died_letters, put_consumers
 from millstream.errors import DeliveryError, MillstreamError
 from millstream.protocol.delivery import Consumer, DeliveryId, Limits, Message, State, position_of
 from millstream.testing.errors import coded
@@ -66,8 +67,7 @@ def test_state_outlives_a_restart(tmp_path: Path) -> None:
 def test_a_torn_end_is_dropped(tmp_path: Path, harm: str) -> None:
     store, _ = Store.open(tmp_path)
     store.create(stored("one"))
-    store.create(stored("two"))
-    store.close()
+    played(store, "one")  # not durable: a power cut may tear it
     log = tmp_path / LOG_NAME
     data = bytearray(log.read_bytes())
     if harm == "cut":
@@ -80,12 +80,59 @@ def test_a_torn_end_is_dropped(tmp_path: Path, harm: str) -> None:
         data += bytes(4096)
     log.write_bytes(data)
     store, found = Store.open(tmp_path)
-    assert sorted(found) == (["one", "two"] if harm in {"append", "zeros"} else ["one"])
-    store.create(stored("three"))
+    assert found["one"].state.counters.delivered == (3 if harm in {"append", "zeros"} else 0)
+    store.create(stored("two"))
     store.close()
     store, found = Store.open(tmp_path)
-    assert sorted(found) == sorted({*found, "three"})
+    assert sorted(found) == ["one", "two"]
     store.close()
+
+
+@pytest.mark.parametrize("harm", ["flip", "zeros", "cut"])
+def test_damage_below_the_durable_end_stops_everything_until_a_repair_accepts_the_loss(
+    tmp_path: Path, harm: str
+) -> None:
+    store, _ = Store.open(tmp_path)
+    store.create(stored("one"))
+    before = (tmp_path / LOG_NAME).stat().st_size
+    for name in ("two", "three"):
+        store.create(stored(name))
+    store.close()
+    log = tmp_path / LOG_NAME
+    data = bytearray(log.read_bytes())
+    if harm == "flip":
+        data[before + 20] ^= 1
+    elif harm == "zeros":
+        data[before:] = bytes(len(data) - before)
+    else:
+        del data[before:]
+    log.write_bytes(data)
+    for _ in range(2):
+        with pytest.raises(DeliveryError, match=f"from byte {before} on", check=coded("consumer_state_unreadable")):
+            Store.open(tmp_path)
+        assert log.read_bytes() == data
+    damage, aside = repair(tmp_path)
+    assert damage is not None
+    assert aside is not None
+    assert (damage.byte, damage.kept) == (before, ("one",))
+    assert (damage.lost_changes, damage.touched) == ((1, ("three",)) if harm == "flip" else (0, ()))
+    assert Path(aside).read_bytes() == data[before:]
+    store, found = Store.open(tmp_path)
+    assert sorted(found) == ["one"]
+    store.close()
+
+
+def test_a_state_that_was_replaced_takes_nothing_more(tmp_path: Path) -> None:
+    """A promotion replaces the state, perhaps while a process that was stopped still has the old one."""
+    store, _ = Store.open(tmp_path)
+    store.create(stored("old"))
+    put_consumers(tmp_path, store.key, [stored("new")])
+    played(store, "old")
+    with pytest.raises(MillstreamError, check=coded("io_failed")):
+        store.sync()
+    with pytest.raises(MillstreamError, check=coded("io_failed")):
+        store.compact([stored("old")])
+    assert list(Store.open(tmp_path)[1]) == ["new"]
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -130,6 +177,9 @@ def test_an_ack_id_is_one_consumers() -> None:
     assert ids.read(text) == delivery
     assert len(text) == 54
     assert (AckIds(b"k" * 32, "ab").read(text), AckIds(b"j" * 32, "aa").read(text)) == (None, None)
+    for run, position, counts in ((0, 2**60 - 1, True), (1, 2**60, True), (1, 2**60 - 1, False)):
+        bounded = AckIds(b"k" * 32, "aa", [[delivery.run + run, position]]).read(text)
+        assert bounded == (delivery if counts else delivery._replace(generation=-1))
     for at in range(len(text)):
         changed = text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :]
         assert ids.read(changed) is None
@@ -154,6 +204,10 @@ class FailingDisk:
             self._fails = ""
             raise OSError(errno.EIO, "failed")
         self._file.sync()
+
+    def is_at(self, path: str) -> bool:
+        """Return whether the path names this file."""
+        return self._file.is_at(path)
 
     def close(self) -> None:
         """Close the file."""

@@ -87,6 +87,8 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
         yield from _one(f"writers of {name}", partial(_writers, home, name))
         yield from _given_up(home, name)
+        if home.delivery_folder(name).exists():
+            yield from _one(f"consumers of {name}", partial(_consumers, home, name))
         if stream.region or stream.merge or home.regions_on_disk(name):
             yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
         yield from _tables(home, name)
@@ -253,6 +255,13 @@ def _writers(home: Home, name: str) -> str:
     if fact.role is not Role.LEADS:
         return f"none here: {fact.leader or 'another node'} leads"
     return examine_writers(home, name)
+
+
+def _consumers(home: Home, name: str) -> str:
+    from millstream.delivery.mending import count_consumers
+
+    count = count_consumers(home.delivery_folder(name))
+    return f"the state of {count} consumer{'s' * (count != 1)} can be read"
 
 
 def _given_up(home: Home, name: str) -> Iterator[Diagnosis]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -169,6 +170,47 @@ def rm(invocation: Invocation, name: str, yes: bool, stream: str | None) -> None
             click.confirm(f"Remove consumer {name}, with its position and its dead letters?", abort=True)
         consumers.delete(name)
     say(f"consumer {name} is removed")
+
+
+@consumer.command("repair")
+@click.option("--accept-loss", is_flag=True, help="Cut the state off at the damage. Without it nothing is changed.")
+@stream_option
+@json_option
+@pass_invocation
+def repair(invocation: Invocation, accept_loss: bool, stream: str | None, as_json: bool) -> None:
+    """Go on after damage to the file of the consumers' state, without what is behind the damage.
+
+    Consumers then have the state from before the damage: their messages since then are delivered again, under the same ids.
+    The cut bytes are kept in a .torn file. Stop `millstream run` and `serve` first.
+    """
+    from millstream.delivery.mending import damage_of
+    from millstream.delivery.mending import repair as repair_state
+    from millstream.processes.locks import RoleLock
+
+    home = invocation.home(needs_source=False)
+    name = home.pick_stream(stream)
+    home.prepare()
+    aside = None
+    with RoleLock.take(home.run_folder, "delivery"):
+        folder = home.delivery_folder(name)
+        damage = None
+        if folder.exists():
+            damage, aside = repair_state(folder) if accept_loss else (damage_of(folder), None)
+    if as_json:
+        print_json(
+            {"done": aside is not None, "damage": None if damage is None else asdict(damage), "kept_aside": aside}
+        )
+    elif damage is None:
+        say("nothing is damaged")
+    else:
+        would = "" if accept_loss else "would be "
+        say(
+            f"{would}lost: {damage.lost_changes:,} changes behind byte {damage.byte} of {damage.file}, as far as they can be read; "
+            f"they touch {', '.join(damage.touched) or 'no consumer'}"
+        )
+        say(f"{would}kept, as before the damage: {', '.join(damage.kept) or 'no consumer'}")
+        note(f"the cut bytes are in {aside}" if aside else "to do it: millstream consumer repair --accept-loss")
+    sys.exit(3 if damage is not None and not accept_loss else 0)
 
 
 @consumer.group("dead", cls=SuggestingGroup)

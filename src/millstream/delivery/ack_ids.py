@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import hmac
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from millstream.protocol.delivery import DeliveryId
@@ -24,9 +25,11 @@ class AckIds:
     Args:
         key: the home's secret.
         incarnation: hex digits that no other consumer has, not even a later one of the same name.
+        bounds: pairs of a run and a position; see `Stored.bounds`.
     """
 
-    def __init__(self, key: bytes, incarnation: str) -> None:
+    def __init__(self, key: bytes, incarnation: str, bounds: Sequence[Sequence[int]] = ()) -> None:
+        self._bounds = bounds
         self._key = hashlib.blake2b(incarnation.encode(), key=key, digest_size=32).digest()
 
     def text(self, delivery: DeliveryId) -> str:
@@ -35,7 +38,10 @@ class AckIds:
         return base64.urlsafe_b64encode(fields + self._mac(fields)).decode().rstrip("=")
 
     def read(self, text: str) -> DeliveryId | None:
-        """Return the delivery of a text; None if it isn't one of this consumer's."""
+        """Return the delivery of a text; None if it isn't one of this consumer's.
+
+        A delivery that counts no longer by the bounds has a generation before all others.
+        """
         if len(text) != _LENGTH or text[-1] not in _LAST:  # else two texts would have the same bytes
             return None
         try:
@@ -45,7 +51,10 @@ class AckIds:
         fields, mac = data[: _FIELDS.size], data[_FIELDS.size :]
         if not hmac.compare_digest(mac, self._mac(fields)):
             return None
-        return DeliveryId(*_FIELDS.unpack(fields))
+        delivery = DeliveryId(*_FIELDS.unpack(fields))
+        if any(delivery.run < run and delivery.position > position for run, position in self._bounds):
+            return delivery._replace(generation=-1)
+        return delivery
 
     def _mac(self, fields: bytes) -> bytes:
         return hashlib.blake2b(fields, key=self._key, digest_size=_MAC_BYTES).digest()

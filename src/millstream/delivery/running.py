@@ -76,7 +76,7 @@ class Running:
     ) -> None:
         self.definition: Final = stored.definition
         self.incarnation: Final = stored.incarnation
-        self.ids: Final = AckIds(key, stored.incarnation)
+        self.ids: Final = AckIds(key, stored.incarnation, stored.bounds)
         self.reader: Final = reader
         self.lock: Final = threading.Lock()
         self.is_deleted = False
@@ -90,6 +90,7 @@ class Running:
         self._held: Mapping[TableId, str] = {}
         self._held_at = 0.0
         self._letters = stored.letters
+        self._bounds = stored.bounds
         self._records = ConsumerReader(stream, reader, stored.definition)
         limits = Limits(
             ack_wait_ms=self.definition.ack_wait_ms,
@@ -120,7 +121,7 @@ class Running:
 
     def stored(self) -> Stored:
         """Return the consumer for the store; `save` was called."""
-        return Stored(self.definition, self.incarnation, self.machine.snapshot(), dict(self._letters))
+        return Stored(self.definition, self.incarnation, self.machine.snapshot(), dict(self._letters), self._bounds)
 
     def follow_log(self) -> None:
         """Move the cursor back if it is beyond the log's end: another node's log was promoted."""

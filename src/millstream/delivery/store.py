@@ -1,7 +1,6 @@
 """The durable state of a stream's consumers: a log of changes, and a key that signs the ids of deliveries.
 
-`consumers.log` begins with `MAGIC`. Frames follow: the length and the CRC32C of a JSON value (u32, little-endian each),
-and the value. A value is one entry:
+`consumers.log` has the format of `delivery.state_log`. A value is one entry:
 
 - `["create", name, facts]`: a consumer with its definition, its incarnation, its state and its dead letters' records.
 - `["change", name, changes, records]`: changes of its state, with the records of messages that died.
@@ -14,30 +13,27 @@ the file by one with an entry for each consumer.
 from __future__ import annotations
 
 import errno
-import json
 import secrets
-import struct
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
-from millstream.codec.checksums import crc32c
 from millstream.delivery.definition import Definition
+from millstream.delivery.state_log import MARK_AT, Contents, Entry, frame, log_of, mark, parse
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.delivery import Change, Died, Dropped, State, decode, encode
-from millstream.wal.files import RealFile, RealFiles, as_told
+from millstream.wal.files import RealFile, RealFiles, as_told, check_is_at
 
 logger = structlog.get_logger("millstream.delivery")
 
-MAGIC: Final = b"MSTCONS1"
 LOG_NAME: Final = "consumers.log"
 KEY_NAME: Final = "key"
-_KEY_BYTES: Final = 32
-_FRAME: Final = struct.Struct("<II")
+KEY_BYTES: Final = 32
 _COMPACTED_BYTES_MIN: Final = 1 << 20
 _GROWTH: Final = 4
 """The log is compacted once it is so many times as large as after the last compaction."""
@@ -56,6 +52,9 @@ class Stored:
     state: State
     letters: dict[str, Letter] = field(default_factory=dict)
     """Dead and retried messages' groups and records, by id."""
+    bounds: list[list[int]] = field(default_factory=list)
+    """Pairs of a run and a position: deliveries of earlier runs of messages behind the position count no longer, since
+    the log behind it was lost in a promotion, and other records may have its numbers."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a value that JSON can hold."""
@@ -64,13 +63,15 @@ class Stored:
             "incarnation": self.incarnation,
             "state": self.state.to_json(),
             "letters": self.letters,
+            "bounds": self.bounds,
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Stored:
         """Return the consumer of `to_json`'s value."""
         state = State.from_json(value["state"])
-        return cls(Definition.parse(value["definition"]), value["incarnation"], state, value["letters"])
+        definition = Definition.parse(value["definition"])
+        return cls(definition, value["incarnation"], state, value["letters"], value["bounds"])
 
     def apply(self, changes: Iterable[Change], letters: Mapping[str, Letter]) -> None:
         """Apply changes of the machine."""
@@ -95,7 +96,7 @@ class Store:
         self._size = size
         self._base = base
         """Size of the log after the last compaction."""
-        self._is_dirty = self._is_closed = False
+        self._is_dirty, self._is_closed = True, False  # a process that was killed may not have made the end durable
         self._is_incomplete = False
         """Whether a write or an fsync failed: an entry may be missing, and another fsync would not tell."""
 
@@ -110,33 +111,26 @@ class Store:
             DeliveryError (`consumer_state_unreadable`): the log isn't one, or has entries that can't be read.
             MillstreamError (`io_failed` …): the disk fails.
         """
-        files, path, key_file = RealFiles(), folder / LOG_NAME, folder / KEY_NAME
+        path, key_file = folder / LOG_NAME, folder / KEY_NAME
         try:
             make_folder(folder)
             if not path.exists():
-                # A lost log with its key would accept the acknowledgements of consumers that are gone.
-                replace_file(key_file, secrets.token_bytes(_KEY_BYTES))
-                replace_file(path, MAGIC)
+                put_consumers(folder, None, ())
             key, data = key_file.read_bytes(), path.read_bytes()
         except OSError as error:
             raise as_told(error) from error
-        if len(key) != _KEY_BYTES or not data.startswith(MAGIC):
-            raise _unreadable(path if len(key) == _KEY_BYTES else key_file, "it isn't one of this version")
-        consumers: dict[str, Stored] = {}
-        entries, end = _entries(data)
-        for entry in entries:
-            try:
-                _apply(consumers, entry)
-            except (KeyError, TypeError, ValueError, IndexError, DeliveryError) as error:
-                raise _unreadable(path, f"an entry is invalid ({error})") from error
-        if end < len(data):
-            logger.warning("the end of the consumers' log is torn", file=str(path), bytes=len(data) - end)
+        if len(key) != KEY_BYTES:
+            raise _unreadable(key_file, "it isn't one of this version")
+        contents, consumers = read_consumers(path, data)
+        if contents.end < contents.size:
+            torn = contents.size - contents.end
+            logger.warning("the end of the consumers' log is torn", file=str(path), bytes=torn)
         try:
-            file = files.open_write(str(path))
-            file.truncate(end)
+            file = RealFiles().open_write(str(path))
+            file.truncate(contents.end)
         except OSError as error:
             raise as_told(error) from error
-        return cls(folder, key, file, end, end), consumers
+        return cls(folder, key, file, contents.end, contents.end), consumers
 
     def create(self, stored: Stored) -> None:
         """Note a new consumer, durably."""
@@ -162,11 +156,14 @@ class Store:
             raise as_told(OSError(errno.EIO, "an earlier write failed", str(self._folder / LOG_NAME)))
         if self._is_dirty:
             try:
+                check_is_at(self._file, str(self._folder / LOG_NAME))
                 self._file.sync()
             except OSError as error:
                 self._is_incomplete = True
                 raise as_told(error) from error
             self._is_dirty = False
+            with suppress(OSError):  # an older mark is true, too
+                self._file.pwrite(mark(self._size), MARK_AT)
 
     @property
     def wants_compaction(self) -> bool:
@@ -175,10 +172,10 @@ class Store:
 
     def compact(self, consumers: Iterable[Stored]) -> None:
         """Replace the log by the present state of all consumers, durably."""
-        entries = [["create", stored.definition.name, stored.to_json()] for stored in consumers]
-        data = MAGIC + b"".join(map(_frame, entries))
         path = self._folder / LOG_NAME
+        data = _log_of(consumers)
         try:
+            check_is_at(self._file, str(path))  # else a promotion has replaced the state
             replace_file(path, data)
             file = RealFiles().open_write(str(path))
         except OSError as error:
@@ -195,10 +192,10 @@ class Store:
         finally:
             self._file.close()
 
-    def _append(self, entry: list[Any]) -> None:
+    def _append(self, entry: Entry) -> None:
         if self._is_closed:
             raise WriterClosed("this process has given the consumers up")
-        data = _frame(entry)
+        data = frame(entry)
         try:
             self._file.pwrite(data, self._size)
         except OSError as error:
@@ -208,7 +205,7 @@ class Store:
         self._is_dirty = True
 
 
-def _apply(consumers: dict[str, Stored], entry: list[Any]) -> None:
+def _apply(consumers: dict[str, Stored], entry: Entry) -> None:
     kind, name = entry[0], entry[1]
     if kind == "create":
         consumers[name] = Stored.from_json(entry[2])
@@ -220,22 +217,52 @@ def _apply(consumers: dict[str, Stored], entry: list[Any]) -> None:
         raise ValueError(f"its kind is {kind!r}")
 
 
-def _frame(entry: list[Any]) -> bytes:
-    data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
-    return _FRAME.pack(len(data), crc32c(data)) + data
+def read_consumers(file: Path, data: bytes) -> tuple[Contents, dict[str, Stored]]:
+    """Return a log's readable part, and its consumers by name.
+
+    Raises:
+        DeliveryError (`consumer_state_unreadable`): the log isn't one, is damaged, or has entries that can't be read.
+    """
+    try:
+        contents = parse(data)
+    except ValueError as error:
+        raise _unreadable(file, str(error)) from error
+    if contents.is_damaged:
+        raise _unreadable(
+            file, f"{contents.durable - contents.end} bytes that were durable are damaged from byte {contents.end} on"
+        )
+    return contents, consumers_of(file, contents.entries)
 
 
-def _entries(data: bytes) -> tuple[list[list[Any]], int]:
-    """Return the whole entries from the beginning, and the end of the last one."""
-    found, at = [], len(MAGIC)
-    while at + _FRAME.size <= len(data):
-        length, checksum = _FRAME.unpack_from(data, at)
-        body = data[at + _FRAME.size : at + _FRAME.size + length]
-        if not length or len(body) < length or crc32c(body) != checksum:  # a power cut may leave zeros at the end
-            break
-        found.append(json.loads(body.decode(errors="surrogatepass")))
-        at += _FRAME.size + length
-    return found, at
+def consumers_of(file: Path, entries: Iterable[Entry]) -> dict[str, Stored]:
+    """Return the consumers of a log's entries, by name. Raises `consumer_state_unreadable` if an entry is invalid."""
+    consumers: dict[str, Stored] = {}
+    for entry in entries:
+        try:
+            _apply(consumers, entry)
+        except (KeyError, TypeError, ValueError, IndexError, DeliveryError) as error:
+            raise _unreadable(file, f"an entry is invalid ({error})") from error
+    return consumers
+
+
+def put_consumers(folder: Path, key: bytes | None, consumers: Iterable[Stored]) -> None:
+    """Replace the state in a folder that exists; no process has it open.
+
+    Args:
+        folder: the folder.
+        key: the key that signs the ids of deliveries; None: a new one.
+        consumers: all consumers.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    # The log comes last: a lost log with its key would accept the acknowledgements of consumers that are gone.
+    replace_file(folder / KEY_NAME, secrets.token_bytes(KEY_BYTES) if key is None else key)
+    replace_file(folder / LOG_NAME, _log_of(consumers))
+
+
+def _log_of(consumers: Iterable[Stored]) -> bytes:
+    return log_of(["create", stored.definition.name, stored.to_json()] for stored in consumers)
 
 
 def _unreadable(path: Path, why: str) -> DeliveryError:

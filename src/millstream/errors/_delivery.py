@@ -30,8 +30,9 @@ class DeliveryError(MillstreamError):
             exit_code=2,
         ),
         "consumer_state_unreadable": Code(
-            "The file of the consumers' state can't be read; details: file.",
+            "The file of the consumers' state is damaged or no such file; nothing of it was changed. Details: file.",
             Retry.OPERATOR,
-            "Restore the file from a copy, or move it away and create the consumers again.",
+            "Restore the file from a backup or promote a follower; or run `millstream consumer repair`, which shows what is "
+            "lost by going on without the damaged part.",
         ),
     }

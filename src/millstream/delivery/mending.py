@@ -1,0 +1,99 @@
+"""Examination and repair of a stream's consumers' state: what is damaged, and what is lost by going on without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from millstream.delivery.state_log import HEAD_BYTES, MAGIC, entries_behind, mark, parse
+from millstream.delivery.store import LOG_NAME, consumers_of, read_consumers
+from millstream.errors import DeliveryError
+from millstream.private_files import replace_file
+from millstream.wal.files import as_told
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A damaged place of the state's log."""
+
+    file: str
+    byte: int
+    lost_bytes: int
+    """Size in bytes of what a repair cuts off."""
+    lost_changes: int
+    """Number of whole entries behind the damage, which a repair drops."""
+    kept: tuple[str, ...]
+    """The consumers that a repair keeps, as they were before the damage."""
+    touched: tuple[str, ...]
+    """The consumers that were created, changed or removed behind the damage, as far as that can be read."""
+
+
+def count_consumers(folder: Path) -> int:
+    """Return how many consumers a state has that may be in use. Raises as `Store.open`; changes nothing."""
+    path = folder / LOG_NAME
+    try:
+        return len(read_consumers(path, path.read_bytes())[1])
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise as_told(error) from error
+
+
+def damage_of(folder: Path) -> Damage | None:
+    """Return the damage of a state that isn't in use; None if there is none.
+
+    Raises:
+        DeliveryError (`consumer_state_unreadable`): it is no state, or has entries that can't be read.
+        MillstreamError (`io_failed` …): the disk fails.
+    """
+    path = folder / LOG_NAME
+    data = _read(path)
+    try:
+        contents = parse(data)
+    except ValueError as error:
+        raise _hopeless(path, str(error)) from error
+    if not contents.is_damaged:
+        return None
+    behind = entries_behind(data, contents.end)
+    return Damage(
+        str(path),
+        contents.end,
+        contents.size - contents.end,
+        len(behind),
+        tuple(sorted(consumers_of(path, contents.entries))),
+        tuple(sorted({str(entry[1]) for entry in behind})),
+    )
+
+
+def repair(folder: Path) -> tuple[Damage | None, str | None]:
+    """Cut a state off at its damage; return the damage, and the file that has the bytes that were cut. Raises as `damage_of`."""
+    damage = damage_of(folder)
+    if damage is None:
+        return None, None
+    path = folder / LOG_NAME
+    aside = folder / f"{LOG_NAME}.{damage.byte}.torn"
+    data = _read(path)
+    try:
+        replace_file(aside, data[damage.byte :])
+        replace_file(path, MAGIC + mark(damage.byte) + data[HEAD_BYTES : damage.byte])
+    except OSError as error:
+        raise as_told(error) from error
+    return damage, str(aside)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise _hopeless(path, "there is none") from None
+    except OSError as error:
+        raise as_told(error) from error
+
+
+def _hopeless(path: Path, why: str) -> DeliveryError:
+    return DeliveryError(
+        f"the consumers' state in {path} can't be repaired: {why}",
+        code="consumer_state_unreadable",
+        hint="Restore the file from a backup, promote a follower, or move the file away and create the consumers again.",
+        file=str(path),
+    )
