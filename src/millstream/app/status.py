@@ -79,8 +79,9 @@ def collect_status(home: Home) -> dict[str, Any]:
 
 
 def _consumers(home: Home, stream: str, problems: list[str]) -> list[dict[str, Any]]:
-    """Return a stream's consumers; none if this node follows, since its leader delivers."""
-    if not home.delivery_folder(stream).exists() or stream not in home.config.streams:
+    """Return a stream's consumers; as its leader had them a second ago if this node follows."""
+    has_some = home.delivery_folder(stream).exists() or home.consumers_document(stream).exists()
+    if not has_some or stream not in home.config.streams:
         return []
     try:
         with contextlib.closing(home_consumers(home)) as consumers:

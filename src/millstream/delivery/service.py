@@ -364,12 +364,7 @@ class StreamConsumers:
         return running
 
     def _unknown(self, name: str) -> DeliveryError:
-        return DeliveryError(
-            f"stream {self._around.stream} has no consumer {name[:80]!r}",
-            code="unknown_consumer",
-            stream=self._around.stream,
-            consumer=name[:80],
-        )
+        return unknown_consumer(self._around.stream, name)
 
     def _locked(self, name: str) -> _Locked:
         return self._locked_running(self._known(name))
@@ -481,6 +476,13 @@ class _Locked:
 
     def __exit__(self, *_: object) -> None:
         self._running.lock.release()
+
+
+def unknown_consumer(stream: str, name: str) -> DeliveryError:
+    """Return the error for a name that no consumer of the stream has."""
+    return DeliveryError(
+        f"stream {stream} has no consumer {name[:80]!r}", code="unknown_consumer", stream=stream, consumer=name[:80]
+    )
 
 
 def _invalid(code: str, field: str, what: str) -> MillstreamError:

@@ -52,16 +52,24 @@ class Contents:
 
 def parse(data: bytes) -> Contents:
     """Return a log's readable part. Raises `ValueError` if the data isn't a log of this version, or an entry isn't JSON."""
-    if len(data) < HEAD_BYTES or not data.startswith(MAGIC):
-        raise ValueError("it isn't a log of this version")
-    durable, checksum = _MARK.unpack_from(data, MARK_AT)
-    if crc32c(data[MARK_AT : MARK_AT + 8]) != checksum:
-        durable = 0
+    durable = _durable(data)
     entries, at = [], HEAD_BYTES
     while (body := _body(data, at)) is not None:
         entries.append(json.loads(body.decode(errors="surrogatepass")))
         at += _FRAME.size + len(body)
     return Contents(entries, at, durable, len(data))
+
+
+def whole(data: bytes) -> bytes | None:
+    """Return a log up to its last whole entry, with all of it marked as durable; None if it is damaged or no log."""
+    try:
+        durable = _durable(data)
+    except ValueError:
+        return None
+    at = HEAD_BYTES
+    while (body := _body(data, at)) is not None:
+        at += _FRAME.size + len(body)
+    return None if at < durable else MAGIC + mark(at) + data[HEAD_BYTES:at]
 
 
 def entries_behind(data: bytes, damage: int) -> list[Entry]:
@@ -93,6 +101,13 @@ def log_of(entries: Iterable[Entry]) -> bytes:
     """Return a whole log, for a file that is made durable before it has its name."""
     body = b"".join(map(frame, entries))
     return MAGIC + mark(HEAD_BYTES + len(body)) + body
+
+
+def _durable(data: bytes) -> int:
+    if len(data) < HEAD_BYTES or not data.startswith(MAGIC):
+        raise ValueError("it isn't a log of this version")
+    durable, checksum = _MARK.unpack_from(data, MARK_AT)
+    return durable if crc32c(data[MARK_AT : MARK_AT + 8]) == checksum else 0
 
 
 def _body(data: bytes, at: int) -> bytes | None:

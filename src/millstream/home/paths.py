@@ -54,6 +54,10 @@ class HomePaths:
         """Return the folder of the state of a stream's consumers."""
         return self.data / "delivery" / stream
 
+    def consumers_document(self, stream: str) -> Path:
+        """Return the file of the leader's consumers as a node that follows has them."""
+        return self.data / "replication" / stream / "consumers.document"
+
     def spill_folder(self, stream: str) -> Path:
         """Return the folder for capture's transactions that are too large for memory."""
         return self.data / "spill" / stream

@@ -58,7 +58,7 @@ class CatalogDocument:
             if version != self._seen:
                 data = _copied(self._connection)
                 if self._newest is None or self._newest.data != data:
-                    self._newest = Document(CATALOG, _later_than(self._newest), data)
+                    self._newest = Document(CATALOG, later_version(self._newest), data)
                 self._seen = version
         except sqlite3.Error as error:
             raise CatalogError(f"{self._file} can't be copied: {error}") from error
@@ -112,6 +112,6 @@ def _unpacked(data: bytes) -> bytes:
     return found
 
 
-def _later_than(before: Document | None) -> int:
-    """Return a version above every earlier one in this process and, as far as clocks agree, in others."""
+def later_version(before: Document | None) -> int:
+    """Return a document's version above every earlier one in this process and, as far as clocks agree, in others."""
     return max(time.time_ns() // 1000, 0 if before is None else before.version + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,7 +22,7 @@ from millstream.nodes.retaining import CopyRetention
 from millstream.nodes.staleness import note_age
 from millstream.private_files import make_folder, replace_file
 from millstream.protocol.replication.follower import Lag
-from millstream.protocol.replication.promises import SESSIONS, RoleFact, fenced_error
+from millstream.protocol.replication.promises import CONSUMERS, SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.replica.divergence import SetAsideTail, ends_behind, found_aside, truncate_to
@@ -90,6 +91,9 @@ class FollowerState:
             replace_file(self._folder / f"{document.name}.document", document.data)
         versions = self.versions() | {one.name: one.version for one in documents}
         replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
+        if any(document.name == CONSUMERS for document in documents):
+            # The leader's consumers are the stream's. This home's own are from a time when it led.
+            shutil.rmtree(self._home.delivery_folder(self._name), ignore_errors=True)
 
     def forget_documents(self) -> None:
         """Delete all kept documents."""

@@ -31,12 +31,13 @@ from millstream.model.replication import (
     region_node,
 )
 from millstream.nodes.catalog_document import CatalogDocument
+from millstream.nodes.consumers_document import ConsumersDocuments
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.level_document import Terms
 from millstream.nodes.session_document import SessionDocument
 from millstream.private_files import make_folder
 from millstream.protocol.replication.leader import LinkPhase
-from millstream.protocol.replication.promises import Promise, Role, RoleFact
+from millstream.protocol.replication.promises import CONSUMERS_KEY, Promise, Role, RoleFact
 from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
@@ -217,7 +218,7 @@ class _StreamShipping:
             lambda: store_of(self._home, self._name),
             shipper.hear,
             lineage_document(fact),
-            documents=documents.now,
+            documents=lambda: tuple(one for one in documents.now() if one.name != CONSUMERS_KEY),
         )
         archiver.start()
         try:
@@ -233,11 +234,12 @@ class _Documents:
         self._lock = threading.Lock()
         self._catalog = CatalogDocument(home)
         self._sessions = SessionDocument(home.wal_folder(name))
+        self._consumers = ConsumersDocuments(home.delivery_folder(name))
         self._level = Terms.configured(home, name).document()
 
     def now(self) -> tuple[Document, ...]:
         with self._lock:
-            found = self._level, self._catalog.newest(), self._sessions.newest()
+            found = self._level, self._catalog.newest(), self._sessions.newest(), *self._consumers.newest()
             return tuple(one for one in found if one is not None)
 
     def close(self) -> None:

@@ -32,13 +32,22 @@ from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import AckKind, NodeName
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
+from millstream.nodes.consumers_document import take_consumers
 from millstream.nodes.follower_state import FollowerState
 from millstream.nodes.following import make_follower
 from millstream.nodes.level_document import LEVEL, Terms
 from millstream.nodes.peer_requests import node_state, wait_for_writer
 from millstream.private_files import replace_file
 from millstream.processes.locks import RoleLock, once_let_go
-from millstream.protocol.replication.promises import SESSIONS, Promise, Role, RoleFact, name_taken
+from millstream.protocol.replication.promises import (
+    CONSUMERS,
+    CONSUMERS_KEY,
+    SESSIONS,
+    Promise,
+    Role,
+    RoleFact,
+    name_taken,
+)
 from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
@@ -322,7 +331,7 @@ class _Attempt:
         return BecameCandidate(changing.fact, node_state(self._home, self._stream).group)
 
     def _take_over(self) -> GroupNumber:
-        """Make the leader's catalog and sessions this node's, then recover the log under a new epoch."""
+        """Make the leader's catalog, sessions and consumers this node's, and recover the log under a new epoch."""
         folder = self._home.wal_folder(self._stream)
         if self._machine.fact.role is Role.FOLLOWS and folder.is_dir():
             # Parts of incomplete groups: a writer's recovery would take them for damage.
@@ -357,6 +366,13 @@ class _Attempt:
                 self._home.config.streams[self._stream],
                 reserved=max(mark.reserved_to for mark in marks.values()),
             )
+            consumers = notes.document(CONSUMERS)
+            if self._machine.fact.role is Role.FOLLOWS and consumers is not None:
+                key = notes.document(CONSUMERS_KEY)
+                if not take_consumers(self._home, known, found, self._stream, consumers, key):
+                    self._tell(
+                        "the consumers' state that the leader has sent is damaged: run `millstream consumer repair`"
+                    )
         # From here on this home's own documents are newer. Once another node leads, these would be taken
         # for that leader's.
         notes.forget_documents()

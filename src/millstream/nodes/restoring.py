@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,9 +18,10 @@ from millstream.leadership.role_files import Roles
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq
 from millstream.nodes.catalog_document import CATALOG, adopt_catalog
+from millstream.nodes.consumers_document import take_consumers
 from millstream.nodes.stores import FetchedStream, fetch
 from millstream.private_files import make_folder, replace_file
-from millstream.protocol.replication.promises import SESSIONS, RoleFact
+from millstream.protocol.replication.promises import CONSUMERS, SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
@@ -118,7 +119,7 @@ def restore_stream(
     here = durable_marks(RealFiles(), str(wal))
     # Also the numbers beyond what is restored: damaged objects existed once.
     reserved = max(mark.reserved_to for mark in (*marks.values(), *here.values()))
-    _adopt(home, stream, stream_id, found.documents.get(CATALOG), reserved)
+    _adopt(home, stream, stream_id, found.documents, reserved)
     group = max((mark.group for mark in here.values()), default=GroupNumber(0))
     with Roles(home).changing(stream) as changing:
         # It leads what it has; nodes that continued from another point have their own lineage.
@@ -227,11 +228,14 @@ def _cut_at(wal: Path, token: Seq, replication: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _adopt(home: Home, name: str, stream: StreamId, catalog: Document | None, reserved: Seq) -> None:
-    """Adopt the leader's catalog of that time, and never reuse a number that the leader may have given out."""
+def _adopt(home: Home, name: str, stream: StreamId, documents: Mapping[str, Document], reserved: Seq) -> None:
+    """Adopt the leader's catalog and consumers of that time, and never reuse a number that the leader may have given out."""
+    catalog, consumers = documents.get(CATALOG), documents.get(CONSUMERS)
     if catalog is not None:
         adopt_catalog(home, catalog.data, [stream])
     with home.open_catalog() as known:
         known.resolve_stream(name, found=stream)
         _, epoch = known.register_writer(stream)
         known.reservations(stream).reserve_to(reserved, epoch=epoch)
+        if consumers is not None:
+            take_consumers(home, known, stream, name, consumers.data, None)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from millstream.errors import DeliveryError
 from millstream.home.retention import bounds_of
 from millstream.leadership.role_files import replication_folder
 from millstream.model.ids import RegionId, parse_region_log_name
 from millstream.model.positions import Seq
+from millstream.protocol.delivery import Phase
 from millstream.protocol.replication.promises import SESSIONS
 from millstream.protocol.retention import HolderKind, Retention
 from millstream.wal.reader import StreamReader
@@ -62,6 +64,9 @@ class CopyRetention:
         folder = self._home.wal_folder(self._name)
         tracker = Retention()
         tracker.needs("the leader", HolderKind.LEADER, Seq(leader_dropped + 1))
+        consumer = self._consumers_need()
+        if consumer is not None:
+            tracker.needs("consumers", HolderKind.CONSUMER, consumer)
         covered = self._sessions_covered()
         if covered is not None:
             tracker.needs(SESSIONS_HOLDER, HolderKind.SESSIONS, Seq(covered + 1))
@@ -76,6 +81,21 @@ class CopyRetention:
         if swept.dropped:
             logger.info("segments dropped", stream=self._name, segments=len(swept.dropped))
         return len(swept.dropped)
+
+    def _consumers_need(self) -> Seq | None:
+        """Return the lowest number that a consumer of the leader's copy needs: that copy is older than the leader's log."""
+        file = self._home.consumers_document(self._name)
+        if not file.exists():
+            return None
+        # Few streams have consumers: the followers of others start sooner without these imports.
+        from millstream.delivery.copies import copied_consumers
+
+        with contextlib.suppress(DeliveryError):  # a promotion can't use a damaged one either
+            cursors = [
+                one.state.cursor for one in copied_consumers(file).values() if one.state.phase is not Phase.CUT_OFF
+            ]
+            return Seq(min(cursors) + 1) if cursors else None
+        return None
 
     def _sessions_covered(self) -> Seq | None:
         """Return the number that the leader's copy of the sessions covers."""

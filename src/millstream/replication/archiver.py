@@ -175,9 +175,14 @@ class WalArchiver:
                 one for one in (self._lineage, *self._documents()) if one.version != versions.get(one.name)
             )
             shipment = self._source.read(position)
-            if shipment is not None:
+            if shipment is None and documents:
+                shipment = self._source.without_records()
+                documents = tuple(one for one in documents if shipment and not _is_ahead(one, shipment.leader_end))
+                shipment = shipment if documents else None
+            elif shipment is not None:
                 upto = stream_cut(shipment.marks.values()) if shipment.marks else Seq(0)
                 documents = tuple(one for one in documents if not _is_ahead(one, upto))
+            if shipment is not None:
                 position = dict(self._source.position_after(position))
                 link.send(
                     replace(

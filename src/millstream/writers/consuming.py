@@ -14,22 +14,29 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+import structlog
+
 from millstream.catalog import TableState
+from millstream.delivery.copies import SHOWN, CopiedConsumers
 from millstream.delivery.running import Waiter
 from millstream.delivery.service import Answer, StreamConsumers, Surroundings
-from millstream.errors import HomeBusy, LogError, WriterClosed
+from millstream.errors import HomeBusy, LogError, MillstreamError, WriterClosed
 from millstream.home.time_parsing import parse_as_of
-from millstream.leadership.role_files import Roles
+from millstream.leadership.role_files import LOOK_EVERY_S, Roles
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.processes.control import ControlServer, have_done
 from millstream.processes.locks import RoleLock
+from millstream.protocol.replication.promises import Promise, Role
 from millstream.protocol.retention import HolderKind
 from millstream.wal.reader import StreamReader
+from millstream.workers import watching
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.home.home import Home
+
+logger = structlog.get_logger("millstream.delivery")
 
 _ROLE: Final = "delivery"
 _ACT: Final = "consumers"
@@ -53,6 +60,8 @@ class HomeConsumers:
         self._home = home
         self._lock = threading.Lock()
         self._own: _Owner | None = None
+        self._copies: dict[str, CopiedConsumers] = {}
+        self._roles = Roles(home)
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -63,17 +72,27 @@ class HomeConsumers:
 
         Raises:
             UnknownStream: the home has no such stream.
-            ReadOnly, Fenced: another node leads the stream.
+            ReadOnly, Fenced: another node leads the stream. One that follows answers `SHOWN` from its leader's state.
             HomeBusy: another process has the consumers, and doesn't answer.
             DeliveryError …: as `StreamConsumers.call`.
         """
         self._home.written_stream(stream)
         if self._home.config.replication.nodes:
-            Roles(self._home).check_leads(stream)
+            if what in SHOWN and self._roles.of(stream).role is Role.FOLLOWS:
+                return self._copied(stream).call(what, name, body)
+            self._roles.check_leads(stream)
         waiter = waiter or Waiter()
         if what == "receive":
             return self._receive(stream, str(name), body, waiter)
         return self._asked(stream, what, name, body, waiter)
+
+    def _copied(self, stream: str) -> CopiedConsumers:
+        with self._lock:
+            found = self._copies.get(stream)
+            if found is None:
+                file, folder = self._home.consumers_document(stream), str(self._home.wal_folder(stream))
+                found = self._copies[stream] = CopiedConsumers(stream, file, lambda: StreamReader(folder))
+            return found
 
     def _receive(self, stream: str, name: str, body: Any, waiter: Waiter) -> Answer:
         """Wait here, a little at a time, if another process has the consumers."""
@@ -144,26 +163,48 @@ class HomeConsumers:
 
 
 class _Owner:
-    """The consumers of all streams, in the process that has the role."""
+    """The consumers of all streams that this node leads, in the process that has the role."""
 
     def __init__(self, home: Home, role: RoleLock) -> None:
         self._home = home
         self._lock = threading.Lock()
-        self._streams: dict[str, StreamConsumers] = {}
+        self._streams: dict[str, tuple[Promise, StreamConsumers]] = {}
+        self._roles = Roles(home)
         with ExitStack() as opened:
             opened.callback(role.release)
             self._catalog = opened.enter_context(home.open_catalog())
             opened.callback(self._close_streams)
             opened.enter_context(ControlServer(home, _ROLE, {}, {_ACT: self._forwarded}))
+            if home.config.replication.nodes:
+                opened.enter_context(watching("consumers-lead", LOOK_EVERY_S, self._follow_roles))
             self._opened = opened.pop_all()
 
     def of(self, stream: str) -> StreamConsumers:
         """Return the consumers of a stream."""
         with self._lock:
+            promise = self._roles.of(stream).promise
             found = self._streams.get(stream)
+            if found is not None and found[0] != promise:
+                self._close(stream)  # a promotion has replaced the state
+                found = None
             if found is None:
-                found = self._streams[stream] = StreamConsumers(surroundings(self._home, self._catalog, stream))
-            return found
+                found = promise, StreamConsumers(surroundings(self._home, self._catalog, stream))
+                self._streams[stream] = found
+            return found[1]
+
+    def _follow_roles(self) -> bool:
+        """Close the consumers of streams that this node no longer leads, or leads again after another node."""
+        with self._lock:
+            for stream, (promise, _) in list(self._streams.items()):
+                if not self._roles.leads_surely(stream) or self._roles.of(stream).promise != promise:
+                    self._close(stream)
+        return True
+
+    def _close(self, stream: str) -> None:
+        try:
+            self._streams.pop(stream)[1].close()
+        except (MillstreamError, OSError) as error:
+            logger.warning("the consumers' last changes weren't kept", stream=stream, error=str(error))
 
     def close(self) -> None:
         """Make everything durable, and release the role."""
@@ -172,7 +213,7 @@ class _Owner:
     def _close_streams(self) -> None:
         with self._lock:
             streams, self._streams = self._streams, {}
-        for stream in streams.values():
+        for _, stream in streams.values():
             stream.close()
 
     def _forwarded(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,24 +221,41 @@ class _Owner:
         return answer._asdict()
 
 
-class _Holders:
-    """The consumers among the catalog's holders."""
+class ConsumerHolders:
+    """The consumers among the catalog's holders. See `Holding`."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:
         self._catalog = catalog
         self._stream = stream
 
     def hold(self, consumer: str, needed_from: Seq) -> None:
+        """Hold the log for a consumer."""
         self._catalog.set_needed_from(self._stream, _PREFIX + consumer, needed_from, kind=HolderKind.CONSUMER)
 
     def release(self, consumer: str) -> None:
+        """Hold nothing for a consumer."""
         self._catalog.release(self._stream, _PREFIX + consumer)
 
     def cut_off(self) -> set[str]:
+        """Return the consumers that were cut off."""
+        return {name for name, is_cut_off in self._known().items() if is_cut_off}
+
+    def replace(self, cursors: Mapping[str, int]) -> None:
+        """Hold the log behind consumers' cursors, and for no other consumer. One that was cut off stays so."""
+        known = self._known()
+        for name in known:
+            if not (known[name] and name in cursors):
+                self.release(name)
+        for name, cursor in cursors.items():
+            if not known.get(name, False):
+                self.hold(name, Seq(cursor + 1))
+
+    def _known(self) -> dict[str, bool]:
+        """Return the consumers that hold the log, and whether each was cut off."""
         return {
-            position.name.removeprefix(_PREFIX)
+            position.name.removeprefix(_PREFIX): position.cut_off_at is not None
             for position in self._catalog.pipelines(self._stream)
-            if position.kind is HolderKind.CONSUMER and position.cut_off_at is not None
+            if position.kind is HolderKind.CONSUMER
         }
 
 
@@ -218,7 +276,7 @@ def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
         stream_id,
         home.delivery_folder(stream),
         lambda: StreamReader(folder),
-        _Holders(catalog, stream_id),
+        ConsumerHolders(catalog, stream_id),
         lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
         quarantined,
     )

@@ -45,6 +45,10 @@ from millstream.model.replication import NodeName
 NOBODY: Final = NodeName("")
 LINEAGE: Final = "lineage"
 """The document that holds a lineage."""
+CONSUMERS: Final = "consumers"
+"""The document of the leader's consumers."""
+CONSUMERS_KEY: Final = "consumers_key"
+"""The document of the key that signs the ids of their deliveries."""
 SESSIONS: Final = "sessions"
 """The document of the log's writes up to some number; useless to a log that ends before that number."""
 _VERSION: Final = 1

@@ -176,6 +176,10 @@ class ShipSource:
         self._told = self._moment
         return self._shipment(parts, self._target, first_kept)
 
+    def without_records(self) -> Shipment | None:
+        """Return an empty shipment for documents, after `read` has returned None; None if there is no log."""
+        return self._shipment([], {}, {}) if self._target else None
+
     def restart(self) -> None:
         """Ship the marks once more, and check that the follower has the same bytes: it asked for more."""
         self._told = None
