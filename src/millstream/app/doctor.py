@@ -87,7 +87,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
         yield from _one(f"writers of {name}", partial(_writers, home, name))
         yield from _given_up(home, name)
-        if home.delivery_folder(name).exists():
+        if home.delivery_folder(name).exists() or stream.consumers:
             yield from _one(f"consumers of {name}", partial(_consumers, home, name))
         if stream.region or stream.merge or home.regions_on_disk(name):
             yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
@@ -259,7 +259,9 @@ def _writers(home: Home, name: str) -> str:
 
 def _consumers(home: Home, name: str) -> str:
     from millstream.delivery.mending import count_consumers
+    from millstream.writers.consuming import check_consumers
 
+    check_consumers(home, name)
     count = count_consumers(home.delivery_folder(name))
     return f"the state of {count} consumer{'s' * (count != 1)} can be read"
 

@@ -71,7 +71,12 @@ location = "lake"    # a folder, from here; or the URL of an object store, with 
 # [streams.{stream}.log]
 # retention_age = "7d"    # the log keeps what the lake has for so long
 # retention_bytes = "20%"    # … and takes at most this much of the disk
-# retention_bytes_max = "40%"    # a follower that holds more of it back is cut off
+# retention_bytes_max = "40%"    # a follower or a consumer that holds more of it back is cut off
+
+# [streams.{stream}.consumers.search]    # a named reader of the stream, for applications that react to changes
+# tables = ["public.products"]
+# where = "price > 0"
+# start = "earliest"
 
 # [spark]
 # master = "local[*]"

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from millstream.config.address_checks import clashes_of_addresses
 from millstream.config.commented import section_meant
+from millstream.config.consumer_checks import clashes_of_consumers
 from millstream.config.environment import UnreadableVariable, environment_values
 from millstream.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
 from millstream.config.model import (
@@ -109,6 +110,13 @@ class LoadedConfig:
             if path[:length] in self.origins and (length == len(path) or self._is_leaf(path[:length])):
                 return self.origins[path[:length]]
         return "default"
+
+    def mistake(self, path: KeyPath, what: str) -> ConfigError:
+        """Return the error for a value that only the home's state shows to be wrong."""
+        origin = self.origin(path)
+        place = origin if origin != "default" else self.file.name
+        line = origin.rpartition(":")[2]
+        return _config_error(self.file, [_Mistake(place, key_text(path), what, int(line) if line.isdigit() else None)])
 
     def _is_leaf(self, path: KeyPath) -> bool:
         return not any(other[: len(path)] == path and len(other) > len(path) for other in self.origins)
@@ -417,6 +425,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
         yield from _clashes_of_lake(at, stream.lake)
         yield from clashes_of_level(at, stream.acks, config.replication)
         yield from clashes_of_routing(at, name, stream)
+        yield from clashes_of_consumers(at, stream.consumers)
         yield from clashes_of_regions(at, stream, config.writer.name)
         for table, key in stream.keys.items():
             try:

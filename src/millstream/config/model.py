@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, field_validator
 
+from millstream.config.consumer_model import ConsumerConfig
 from millstream.config.quantities import size_bytes
 from millstream.config.replication_model import ReplicationConfig
 from millstream.config.routing_model import RoutingSection
@@ -392,6 +393,11 @@ class StreamConfig(Section):
     routing: RoutingSection | None = Field(
         default=None,
         description="Routes of appended rows to shards and sinks. Without it, each table is on its own shard.",
+    )
+    consumers: dict[str, ConsumerConfig] = Field(
+        default={},
+        description="Consumers that belong to the deployment, by name: `[streams.S.consumers.search]`. Others are made by "
+        "`millstream consumer create`.",
     )
     region: int = Field(
         default=0,

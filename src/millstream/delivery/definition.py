@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import pyarrow as pa
 
@@ -32,6 +32,14 @@ _FIELDS: Final = ("name", "tables", "where", "columns", "kind", "group_by", "sta
 _COLUMN: Final = re.compile(
     r"""\s*(?P<name>"(?:[^"]|"")+"|[^\s"]+)(?:\s+as\s+(?P<alias>"(?:[^"]|"")+"|[^\s"]+))?\s*\Z""", re.IGNORECASE
 )
+
+
+class Selection(NamedTuple):
+    """The fields that select records, and their columns."""
+
+    tables: tuple[str, ...] | None
+    where: str | None
+    columns: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,11 @@ class Definition:
             "backfill": self.backfill,
         }
 
+    @property
+    def selection(self) -> Selection:
+        """The fields that select records."""
+        return Selection(self.tables, self.where, self.columns)
+
     @cached_property
     def predicate(self) -> Predicate | None:
         """The parsed `where`."""
@@ -179,6 +192,12 @@ class Definition:
                     "group_by",
                     f"Group by {', '.join(schema.identity)}, or widen the table's replica identity.",
                 )
+
+
+def selection_of(fields: Iterable[Any]) -> Selection:
+    """Return a selection of its fields as JSON has them."""
+    tables, where, columns = fields
+    return Selection(None if tables is None else tuple(tables), where, None if columns is None else tuple(columns))
 
 
 def _check_literals(predicate: Predicate, schemas: Iterable[TableSchema]) -> None:

@@ -8,7 +8,7 @@ order. On a log of several shards, the records of a transaction are in memory at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.delivery.definition import Definition
+from millstream.delivery.definition import Definition, Selection
 from millstream.delivery.groups import groups_of
 from millstream.errors import RoutingError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
@@ -59,6 +59,16 @@ class _Item:
     message: Message | None
 
 
+class Earlier(NamedTuple):
+    """An earlier selection. Messages that were delivered keep their positions, which depend on the tables."""
+
+    upto: int
+    """The `seq` at the end of the last operation whose records are counted by the earlier tables."""
+    known_upto: int
+    """The `seq` of the last record that was delivered or settled; the definition after this one selects the next ones."""
+    selection: Selection
+
+
 class _Piece(NamedTuple):
     """Some records, in order."""
 
@@ -90,14 +100,19 @@ class ConsumerReader:
         stream: the stream's name, for ids and records.
         reader: the log; no other thread may use it at the same time.
         definition: the consumer's.
+        earlier: the consumer's earlier selections, the oldest first.
 
     Concurrency: none; the caller serialises.
     """
 
-    def __init__(self, stream: str, reader: StreamReader, definition: Definition) -> None:
+    def __init__(
+        self, stream: str, reader: StreamReader, definition: Definition, earlier: Iterable[Earlier] = ()
+    ) -> None:
         self._stream = stream
         self._reader = reader
-        self._definition = definition
+        self._newest = self._definition = definition
+        """The definition whose tables count the records that are being read is `_definition`."""
+        self._earlier = [(one, replace(definition, **one.selection._asdict())) for one in earlier]
         self._known: dict[tuple[TableId, SchemaVersion], bool] = {}
         """Whether the consumer receives records of this table and schema version."""
         self._steps: Iterator[Step] | None = None
@@ -107,6 +122,11 @@ class ConsumerReader:
     def restart(self) -> None:
         """Forget the place in the log: the next `read` says where to begin."""
         self._steps = None
+
+    def forget_earlier(self) -> None:
+        """Read by the newest definition alone: no earlier delivery counts."""
+        self._earlier = []
+        self.restart()
 
     def read(self, after: int) -> Step | None:
         """Return the next messages; None if there is nothing more to read now.
@@ -123,7 +143,7 @@ class ConsumerReader:
             if upto <= after:
                 return None
             self._reader.extent.check_range(Seq(after), upto, upto)
-            self._steps = self._read(Seq(after), upto)
+            self._steps = self._read_by_definitions(Seq(after), upto)
         try:
             step = next(self._steps, None)
         except BaseException:
@@ -132,6 +152,21 @@ class ConsumerReader:
         if step is None:
             self._steps = None
         return step
+
+    def _read_by_definitions(self, after: Seq, upto: Seq) -> Iterator[Step]:
+        for earlier, definition in self._earlier:
+            if after < earlier.upto:
+                self._use(definition)
+                end = Seq(min(earlier.upto, upto))
+                yield from self._read(after, end)
+                after = end
+        if after < upto:
+            self._use(self._newest)
+            yield from self._read(after, upto)
+
+    def _use(self, definition: Definition) -> None:
+        if self._definition is not definition:
+            self._definition, self._known = definition, {}
 
     def _read(self, after: Seq, upto: Seq) -> Iterator[Step]:
         wanted = self._wanted(after, upto)
@@ -211,43 +246,62 @@ class ConsumerReader:
         begin = 0
         for part in parts:
             end = begin + part.batch.num_rows
-            keep = self._matching(part.schema, part.batch)
-            found += self._part(
-                part, _Numbers(offsets[begin:end], numbers[begin:end], ends[begin:end]), keep, alone=alone
-            )
+            of_part = _Numbers(offsets[begin:end], numbers[begin:end], ends[begin:end])
+            if part.schema.kind is TableKind.RAW:
+                self.quarantined.add(part.schema.table_id)
+            left_out = np.ones(part.batch.num_rows, dtype=bool)
+            for definition, among in self._selecting(of_part.seqs, alone=alone):
+                keep = among & _matching(definition, part.schema, part.batch)
+                left_out &= ~keep
+                found += self._part(part, of_part, keep, definition)
+            if not alone:
+                found += _unkept(part, of_part, left_out)
             begin = end
         found.sort(key=_first)
         return _Piece(first, [item for _, item in found])
 
-    def _part(self, part: TableRecords, numbers: _Numbers, keep: Bools, *, alone: bool) -> Iterator[tuple[int, _Item]]:
-        if not alone:
-            yield from _unkept(part, numbers, ~keep)
-        if part.schema.kind is TableKind.RAW:
-            self.quarantined.add(part.schema.table_id)
+    def _selecting(self, seqs: Ints, *, alone: bool) -> Iterator[tuple[Definition, Bools]]:
+        """Yield each definition that selects some of these records, and which records."""
+        left = np.ones(len(seqs), dtype=bool)
+        for earlier, definition in self._earlier:
+            # On several shards a message may have another number of its operation: operations are whole.
+            among = left & (seqs <= (earlier.known_upto if alone else earlier.upto))
+            if among.any():
+                yield definition, among
+                left &= ~among
+        if left.any():
+            yield self._newest, left
+
+    def _part(
+        self, part: TableRecords, numbers: _Numbers, keep: Bools, definition: Definition
+    ) -> Iterator[tuple[int, _Item]]:
         for kept in filtered(part, keep):
             schema = kept.schema
             prefix = f"{self._stream}-{int(kept.shard)}-{int(kept.epoch)}-"
             ids = [f"{prefix}{offset}" for offset in kept.batch.column("__offset").to_pylist()]
-            groups = groups_of(schema, kept.batch, self._definition.group_by, ids)
+            groups = groups_of(schema, kept.batch, definition.group_by, ids)
             table = None if schema.kind is TableKind.MESSAGES else int(schema.table_id)
             own_numbers = numbers.seqs[keep].tolist(), numbers.ends[keep].tolist()
             rows = zip(table_lines(kept, stream=self._stream), ids, groups, *own_numbers, strict=True)
             for line, id_, own, number, end in rows:
                 facts = line.facts
-                if self._definition.renamed is not None and schema.kind is TableKind.TABLE:
-                    facts = chosen(facts, self._definition.renamed)
+                if definition.renamed is not None and schema.kind is TableKind.TABLE:
+                    facts = chosen(facts, definition.renamed)
                 record = msgspec.json.encode(facts).decode()
                 is_barrier = schema.kind is TableKind.RAW or facts["op"] == _TRUNCATE
                 origin = Origin(own[0] if own else None, record)
-                groups_held = () if is_barrier or self._definition.group_by == "none" else own
+                groups_held = () if is_barrier or definition.group_by == "none" else own
                 message = Message(0, 0, id_, groups_held, table, is_barrier, len(record), origin)
                 yield line.offset, _Item(line.operation_seq, line.index, line.operation, number, end, message)
 
-    def _matching(self, schema: TableSchema, batch: pa.RecordBatch) -> Bools:
-        predicate = self._definition.predicate
-        if predicate is None or schema.kind is TableKind.RAW:
-            return np.ones(batch.num_rows, dtype=bool)
-        return matching(predicate, schema, batch)
+
+def _matching(definition: Definition, schema: TableSchema, batch: pa.RecordBatch) -> Bools:
+    """Return which records of a part a definition selects."""
+    if not definition.takes(schema):
+        return np.zeros(batch.num_rows, dtype=bool)
+    if definition.predicate is None or schema.kind is TableKind.RAW:
+        return np.ones(batch.num_rows, dtype=bool)
+    return matching(definition.predicate, schema, batch)
 
 
 def _first_operation(parts: Iterable[TableRecords]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -84,14 +85,18 @@ class Running:
         """Whether this process no longer has the consumers."""
         self.waiters: set[Waiter] = set()
         self.error: str | None = None
+        self.is_removed = False
+        """Whether the consumer isn't in `millstream.toml` any longer, and is paused therefore."""
+        self.refusal: MillstreamError | None = None
+        """The reason why the consumer can't be as `millstream.toml` has it."""
         self._stream_id = stream_id
         self._note = note
         self._quarantined = quarantined
         self._held: Mapping[TableId, str] = {}
         self._held_at = 0.0
         self._letters = stored.letters
-        self._bounds = stored.bounds
-        self._records = ConsumerReader(stream, reader, stored.definition)
+        self._stored: Final = stored
+        self._records = ConsumerReader(stream, reader, stored.definition, stored.earlier)
         limits = Limits(
             ack_wait_ms=self.definition.ack_wait_ms,
             max_deliver=self.definition.max_deliver,
@@ -121,12 +126,12 @@ class Running:
 
     def stored(self) -> Stored:
         """Return the consumer for the store; `save` was called."""
-        return Stored(self.definition, self.incarnation, self.machine.snapshot(), dict(self._letters), self._bounds)
+        return replace(self._stored, state=self.machine.snapshot(), letters=dict(self._letters))
 
     def follow_log(self) -> None:
         """Move the cursor back if it is beyond the log's end: another node's log was promoted."""
         if self.machine.cut_back(int(self.reader.persisted_upto())):
-            self._records.restart()
+            self._forget_earlier()
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -161,8 +166,8 @@ class Running:
                 if time.monotonic() > until:
                     return True
         except OffsetExpired:
-            self._records.restart()
             machine.cut_off()
+            self._forget_earlier()
         except LogTruncated:
             self._records.restart()
             self.follow_log()
@@ -248,16 +253,23 @@ class Running:
     def rewind(self, seq: Seq) -> None:
         """Begin behind another number."""
         self.machine.rewind(int(seq))
-        self._records.restart()
+        if self.is_removed:
+            self.machine.pause()
+        self._forget_earlier()
         self.save()
         self.wake()
 
     def cut_off(self) -> None:
         """Note that retention has passed the cursor."""
         self.machine.cut_off()
-        self._records.restart()
+        self._forget_earlier()
         self.save()
         self.wake()
+
+    def _forget_earlier(self) -> None:
+        """Go by the present definition alone: no earlier delivery counts."""
+        self._stored.earlier = []
+        self._records.forget_earlier()
 
     # --- showing -----------------------------------------------------------------------------------------------------
 
@@ -310,11 +322,15 @@ class Running:
         return {"records": found.records, "bytes": found.size_bytes, "seconds": seconds}
 
     def _trouble(self) -> str | None:
+        if self.refusal is not None:
+            return self.refusal.message
         if self.error is not None:
             return self.error
         if self._held:
             names = ", ".join(sorted(self._held.values()))
             return f"records wait because their table is quarantined: {names}"
+        if self.is_removed:
+            return "it isn't in millstream.toml any longer, and stays paused until it is there again, or removed"
         return None
 
     def dead_letters(self, after: tuple[int, str] | None, limit: int) -> tuple[list[dict[str, Any]], str | None]:

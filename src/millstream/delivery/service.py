@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import structlog
 
 from millstream.delivery.arguments import check_empty, dead_letter_ids, page, settling, waiting, wanted_place
+from millstream.delivery.configured import FileConsumers, schemas_of
 from millstream.delivery.definition import Definition
 from millstream.delivery.running import Running, Waiter, now_ms
 from millstream.delivery.starting import ParseMoment, check_kept, resolve
@@ -27,7 +28,6 @@ from millstream.errors import (
     CursorExpired,
     DeliveryError,
     InvalidValue,
-    LogError,
     MillstreamError,
     TokenFromFuture,
 )
@@ -73,6 +73,7 @@ class Surroundings:
     parse_moment: ParseMoment
     quarantined: Callable[[], Mapping[TableId, str]]
     """Returns the tables that are quarantined now, with their names."""
+    file: FileConsumers
 
 
 class Answer(NamedTuple):
@@ -105,12 +106,20 @@ class StreamConsumers:
         """Guards the store; taken after a consumer's lock."""
         self._reader = around.open_reader()
         self._store, stored = Store.open(around.folder)
-        self._running = {name: self._begin(found) for name, found in stored.items()}
-        for running in self._running.values():
-            running.save()
-        self._store.sync()
         self._held: dict[str, int] = {}
         self._hold_at = 0.0
+        self._file = around.file
+        self._running: dict[str, Running] = {}
+        for name, known in stored.items():
+            found = self._file.adapted(known, around.open_reader)
+            if found != known:
+                self._store.create(found)
+            self._running[name] = self._begin(found)
+            self._running[name].save()
+        self._store.sync()
+        for name in self._file.definitions:
+            with suppress(MillstreamError):  # each call reports it
+                self._make_configured(name)
         self._wanted = threading.Event()
         """Set while a `receive` waits for the log to grow."""
         self._seen = Seq(0)
@@ -143,8 +152,9 @@ class StreamConsumers:
             waiter: ends a `receive` that waits.
 
         Raises:
-            DeliveryError (`unknown_consumer`, `invalid_consumer`, `consumer_exists`): as they say.
+            DeliveryError (`unknown_consumer`, `invalid_consumer`, `consumer_exists`, `consumer_configured`): as they say.
             InvalidValue: a value of the body is out of range, or a field isn't known.
+            ConfigError: the consumer can't be as `millstream.toml` has it.
             CursorExpired: retention has passed a token, or the consumer was cut off.
             TokenFromFuture: a rewind goes beyond the stream's end.
         """
@@ -152,6 +162,8 @@ class StreamConsumers:
             return self._create(body)
         if what == "list":
             return Answer({"consumers": self.all()})
+        if name is not None and name in self._file.definitions and what != "delete":
+            self._make_configured(name)
         return self._calls[what](str(name), body, waiter or Waiter())
 
     def all(self) -> list[dict[str, Any]]:
@@ -184,6 +196,9 @@ class StreamConsumers:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def _create(self, body: Any) -> Answer:
+        name = body.get("name") if isinstance(body, Mapping) else None
+        if isinstance(name, str) and name in self._file.definitions:
+            raise self._file.only_there(name, "made")
         definition = Definition.parse(body)
         with self._lock:
             known = self._running.get(definition.name)
@@ -197,30 +212,7 @@ class StreamConsumers:
                     )
                 with known.lock:
                     return Answer(known.shown_definition())
-            reader = self._around.open_reader()
-            definition.check(self._schemas(reader))
-            try:
-                start = self._resolve(definition.start, reader, partial(_invalid, "invalid_consumer", "start"))
-            except TokenFromFuture as error:
-                raise _invalid("invalid_consumer", "start", error.message) from error
-            self._around.holding.release(definition.name)
-            self._around.holding.hold(definition.name, Seq(start + 1))
-            try:
-                check_kept(start, reader, self._around.stream_id)
-                stored = Stored(definition, secrets.token_hex(8), State.begin(int(start)))
-                with self._storing:
-                    self._store.create(stored)
-            except BaseException:
-                self._around.holding.release(definition.name)
-                raise
-            running = self._begin(stored, reader)
-            with running.lock:
-                running.save()
-                with self._storing:
-                    self._store.sync()
-                self._held[definition.name] = int(start)
-                self._running[definition.name] = running
-                return Answer(running.shown_definition(), is_new=True)
+            return Answer(self._make(definition, is_configured=False).shown_definition(), is_new=True)
 
     def _show(self, name: str, body: Any, waiter: Waiter) -> Answer:
         del body, waiter
@@ -229,6 +221,8 @@ class StreamConsumers:
 
     def _delete(self, name: str, body: Any, waiter: Waiter) -> Answer:
         del body, waiter
+        if name in self._file.definitions:
+            raise self._file.only_there(name, "removed")
         with self._lock, self._locked_here(name) as running:
             with self._storing:
                 self._store.remove(name)
@@ -243,6 +237,8 @@ class StreamConsumers:
         del waiter
         check_empty(body)
         with self._locked(name) as running:
+            if running.is_removed and how == "resume":
+                raise self._file.stays_paused(name)
             if how == "pause":
                 running.machine.pause()
             else:
@@ -331,12 +327,61 @@ class StreamConsumers:
             self._sync()
         return Answer({"results": results})
 
+    # --- consumers of the file ---------------------------------------------------------------------------------------
+
+    def _make_configured(self, name: str) -> None:
+        """Make a consumer of the file if it isn't there. Raises the reason why it can't be as the file has it."""
+        if name not in self._running:
+            with self._lock:
+                if name not in self._running:
+                    try:
+                        self._make(self._file.definitions[name], is_configured=True)
+                    except MillstreamError as error:
+                        self._file.refuse(name, error)
+                    else:
+                        self._file.accept(name)
+        self._file.check(name)
+
     # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _make(self, definition: Definition, *, is_configured: bool) -> Running:
+        """Make a consumer; the caller has the lock."""
+        reader = self._around.open_reader()
+        definition.check(schemas_of(reader))
+        try:
+            start = self._resolve(definition.start, reader, partial(_invalid, "invalid_consumer", "start"))
+        except TokenFromFuture as error:
+            raise _invalid("invalid_consumer", "start", error.message) from error
+        self._around.holding.release(definition.name)
+        self._around.holding.hold(definition.name, Seq(start + 1))
+        try:
+            check_kept(start, reader, self._around.stream_id)
+            state = State.begin(int(start))
+            stored = Stored(definition, secrets.token_hex(8), state, is_configured=is_configured)
+            with self._storing:
+                self._store.create(stored)
+        except BaseException:
+            self._around.holding.release(definition.name)
+            raise
+        running = self._begin(stored, reader)
+        with running.lock:
+            running.save()
+            with self._storing:
+                self._store.sync()
+            self._held[definition.name] = int(start)
+            self._running[definition.name] = running
+        return running
 
     def _begin(self, stored: Stored, reader: StreamReader | None = None) -> Running:
         around = self._around
         reader = around.open_reader() if reader is None else reader
-        return Running(around.stream, around.stream_id, stored, reader, self._store.key, self._note, around.quarantined)
+        running = Running(
+            around.stream, around.stream_id, stored, reader, self._store.key, self._note, around.quarantined
+        )
+        name = stored.definition.name
+        running.is_removed = stored.is_configured and name not in self._file.definitions
+        running.refusal = self._file.refused.get(name)
+        return running
 
     def _note(self, name: str, changes: list[Change], letters: dict[str, Letter]) -> None:
         with self._storing:
@@ -345,12 +390,6 @@ class StreamConsumers:
     def _sync(self) -> None:
         with self._storing:
             self._store.sync()
-
-    def _schemas(self, reader: StreamReader) -> list[Any]:
-        try:
-            return list(reader.schemas().values())
-        except LogError:
-            return []  # nothing has been written so far
 
     def _resolve(self, text: str, reader: StreamReader, refuse: Callable[[str], MillstreamError]) -> Seq:
         around = self._around

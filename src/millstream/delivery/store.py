@@ -22,11 +22,12 @@ from typing import Any, Final
 
 import structlog
 
-from millstream.delivery.definition import Definition
+from millstream.delivery.definition import Definition, selection_of
+from millstream.delivery.reading import Earlier
 from millstream.delivery.state_log import MARK_AT, Contents, Entry, frame, log_of, mark, parse
 from millstream.errors import DeliveryError, WriterClosed
 from millstream.private_files import make_folder, replace_file
-from millstream.protocol.delivery import Change, Died, Dropped, State, decode, encode
+from millstream.protocol.delivery import Change, Died, Dropped, Rewound, State, decode, encode
 from millstream.wal.files import RealFile, RealFiles, as_told, check_is_at
 
 logger = structlog.get_logger("millstream.delivery")
@@ -55,6 +56,12 @@ class Stored:
     bounds: list[list[int]] = field(default_factory=list)
     """Pairs of a run and a position: deliveries of earlier runs of messages behind the position count no longer, since
     the log behind it was lost in a promotion, and other records may have its numbers."""
+    earlier: list[Earlier] = field(default_factory=list)
+    """Earlier selections, by which messages that were delivered are still counted, the oldest first."""
+    is_configured: bool = False
+    """Whether the consumer was in `millstream.toml` when its state was opened last, or has been paused since it isn't."""
+    is_paused_by_removal: bool = False
+    """Whether the consumer is paused only because it isn't in the file any longer."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a value that JSON can hold."""
@@ -64,6 +71,8 @@ class Stored:
             "state": self.state.to_json(),
             "letters": self.letters,
             "bounds": self.bounds,
+            "earlier": self.earlier,
+            "configured": [self.is_configured, self.is_paused_by_removal],
         }
 
     @classmethod
@@ -71,13 +80,17 @@ class Stored:
         """Return the consumer of `to_json`'s value."""
         state = State.from_json(value["state"])
         definition = Definition.parse(value["definition"])
-        return cls(definition, value["incarnation"], state, value["letters"], value["bounds"])
+        earlier = [Earlier(upto, known, selection_of(fields)) for upto, known, fields in value.get("earlier", ())]
+        configured = value.get("configured", (False, False))
+        return cls(definition, value["incarnation"], state, value["letters"], value["bounds"], earlier, *configured)
 
     def apply(self, changes: Iterable[Change], letters: Mapping[str, Letter]) -> None:
         """Apply changes of the machine."""
         self.letters.update(letters)
         for change in changes:
             self.state.apply(change)
+            if isinstance(change, Rewound):
+                self.earlier = []
             if isinstance(change, Dropped):
                 for id_ in change.ids:
                     self.letters.pop(id_, None)
@@ -133,7 +146,7 @@ class Store:
         return cls(folder, key, file, contents.end, contents.end), consumers
 
     def create(self, stored: Stored) -> None:
-        """Note a new consumer, durably."""
+        """Note a new consumer, or another definition of one, durably."""
         self._append(["create", stored.definition.name, stored.to_json()])
         self.sync()
 

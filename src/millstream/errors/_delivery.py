@@ -24,6 +24,12 @@ class DeliveryError(MillstreamError):
             "Choose another name, or remove the consumer first: `millstream consumer rm NAME`.",
             exit_code=2,
         ),
+        "consumer_configured": Code(
+            "The consumer is in `millstream.toml`, or was, which alone can do this; nothing was changed. Details: stream, consumer.",
+            Retry.OPERATOR,
+            "Change `[streams.S.consumers.C]` in millstream.toml, and restart what runs.",
+            exit_code=2,
+        ),
         "unknown_consumer": Code(
             "The stream has no consumer of that name; details: stream, consumer.",
             hint="Run `millstream consumer ls` to list the stream's consumers.",

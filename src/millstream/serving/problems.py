@@ -40,6 +40,7 @@ _STATUS: Final[Mapping[str, HTTPStatus]] = {
     "method_not_allowed": HTTPStatus.METHOD_NOT_ALLOWED,
     "request_timeout": HTTPStatus.REQUEST_TIMEOUT,
     "consumer_exists": HTTPStatus.CONFLICT,
+    "consumer_configured": HTTPStatus.CONFLICT,
     "key_changed": HTTPStatus.CONFLICT,
     "table_captured": HTTPStatus.CONFLICT,
     "table_quarantined": HTTPStatus.CONFLICT,

@@ -46,7 +46,7 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         MillstreamError (`address_in_use`): it can't listen there.
         AccessError (`unprotected`): other machines would reach it, without TLS or without tokens.
         CertificateUnusable: TLS is configured, but not usable.
-        ConfigError: the variable that has this node's token isn't set.
+        ConfigError: the variable that has this node's token isn't set; or a consumer can't be as `millstream.toml` has it.
     """
     from millstream.serving.access import Access
     from millstream.serving.application import Application
@@ -67,6 +67,7 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         _told(home, shipping),
     ):
         # A wildcard address isn't one that a person can open.
+        application.consumers.of_home.start()
         address = f"{host}:{listener.getsockname()[1]}"
         lifeline.tell("listening", {"address": address})
         logger.info("listening", address=address)

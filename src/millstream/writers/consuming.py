@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.catalog import TableState
+from millstream.delivery.configured import FileConsumers, conflicts_of
 from millstream.delivery.copies import SHOWN, CopiedConsumers
+from millstream.delivery.definition import Definition
 from millstream.delivery.running import Waiter
 from millstream.delivery.service import Answer, StreamConsumers, Surroundings
 from millstream.errors import HomeBusy, LogError, MillstreamError, WriterClosed
@@ -85,6 +87,18 @@ class HomeConsumers:
         if what == "receive":
             return self._receive(stream, str(name), body, waiter)
         return self._asked(stream, what, name, body, waiter)
+
+    def start(self) -> None:
+        """Make this process the owner if no other process is, and make the consumers of `millstream.toml`.
+
+        Raises:
+            ConfigError: one of them can't be as it is there: it exists, and has another kind or other groups.
+        """
+        streams = [name for name, config in self._home.config.streams.items() if config.consumers]
+        for stream in streams:
+            check_consumers(self._home, stream)
+            if self._roles.leads_surely(stream):
+                self._asked(stream, "list", None, None, Waiter())
 
     def _copied(self, stream: str) -> CopiedConsumers:
         with self._lock:
@@ -271,6 +285,10 @@ def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
         rows = catalog.tables(stream_id)
         return {row.id: f"{row.namespace}.{row.name}" for row in rows if row.state is TableState.QUARANTINED}
 
+    def mistake(consumer: str, field: str | None, problem: str) -> MillstreamError:
+        fields = () if field is None else field.split(".")
+        return home.loaded_config.mistake(("streams", stream, "consumers", consumer, *fields), problem)
+
     return Surroundings(
         stream,
         stream_id,
@@ -279,4 +297,23 @@ def surroundings(home: Home, catalog: Catalog, stream: str) -> Surroundings:
         ConsumerHolders(catalog, stream_id),
         lambda text, of: parse_as_of(text, of, now=datetime.now(UTC)),
         quarantined,
+        FileConsumers(stream, configured_consumers(home, stream), mistake),
     )
+
+
+def configured_consumers(home: Home, stream: str) -> dict[str, Definition]:
+    """Return the consumers of a stream that are in `millstream.toml`."""
+    config = home.config.streams.get(stream)
+    consumers = {} if config is None else config.consumers
+    return {name: Definition.parse(consumer.body(name)) for name, consumer in consumers.items()}
+
+
+def check_consumers(home: Home, stream: str) -> None:
+    """Check that a stream's consumers can be as `millstream.toml` has them.
+
+    Raises:
+        ConfigError: one of them has another kind or other groups.
+        DeliveryError (`consumer_state_unreadable`): their state can't be read.
+    """
+    for name, conflict in conflicts_of(home.delivery_folder(stream), configured_consumers(home, stream)):
+        raise home.loaded_config.mistake(("streams", stream, "consumers", name, conflict.field), conflict.problem)

@@ -58,7 +58,7 @@ messages (`position_of` with part 0 and 1). `merge` gives the message that stand
 
 from __future__ import annotations
 
-from millstream.protocol.delivery.changes import Change, Died, Dropped, decode, encode
+from millstream.protocol.delivery.changes import Change, Died, Dropped, Rewound, decode, encode
 from millstream.protocol.delivery.consumer import Consumer
 from millstream.protocol.delivery.latest import LatestConsumer
 from millstream.protocol.delivery.messages import (
@@ -87,6 +87,7 @@ __all__ = [
     "Limits",
     "Message",
     "Phase",
+    "Rewound",
     "State",
     "Status",
     "decode",
