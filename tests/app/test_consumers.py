@@ -108,6 +108,33 @@ def test_a_message_is_settled_by_its_own_calls(home: Path) -> None:
         assert consumers.drop("search", [letter["id"]])["results"] == [{"id": letter["id"], "status": "unknown"}]
 
 
+@pytest.mark.parametrize("how", ["threads", "tasks"])
+def test_an_exception_of_the_block_stays_when_the_home_is_gone(home: Path, how: str) -> None:
+    def threads() -> None:
+        with millstream.open(home) as found, found.consume("web", "search", wait_s=10) as messages:
+            message = next(messages)
+            found.close()
+            with pytest.raises(WriterClosed):
+                message.ack()
+            assert not message.is_settled
+            raise ZeroDivisionError
+
+    async def tasks() -> None:
+        async with millstream.aio.open(home) as found, found.consume("web", "search", wait_s=10) as messages:
+            message = await anext(messages)
+            await found.close()
+            with pytest.raises(WriterClosed):
+                await message.ack()
+            assert not message.is_settled
+            raise ZeroDivisionError
+
+    with millstream.open(home) as found:
+        found.consumers("web").create("search", start="earliest")
+        found.append("web", "orders", {"id": 1})
+    with pytest.raises(ZeroDivisionError):
+        threads() if how == "threads" else asyncio.run(tasks())
+
+
 def test_tasks_receive_as_threads_do(home: Path) -> None:
     async def received(opening: Any) -> list[int]:
         async with opening as found:

@@ -305,6 +305,7 @@ def test_a_consumer_begins_at_a_token_or_a_time(server: Served) -> None:
         ("v/nack", {"ack_ids": [], "delay_ms": -1}, 422, "invalid_value"),
         ("v/extend", {"ack_ids": [], "ack_wait_ms": 99}, 422, "invalid_value"),
         ("v/rewind", {}, 422, "invalid_value"),
+        ("nothing/ack", {}, 404, "unknown_consumer"),
         ("v/pause", {"for_ms": 1000}, 422, "invalid_value"),
         ("v/resume", [], 422, "invalid_value"),
         ("v/dead/drop", {"ids": "some"}, 422, "invalid_value"),

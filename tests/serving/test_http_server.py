@@ -329,7 +329,9 @@ def test_a_body_that_is_not_wanted_is_dropped_up_to_its_bound() -> None:
         for length, ended in ((1 << 19, False), (1 << 30, True)):
             with served.connected() as connection:
                 connection.sendall(get("/unread", method="POST", more=f"Content-Length: {length}\r\n"))
-                assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+                head = connection.recv(1000)
+                assert head.startswith(b"HTTP/1.1 200 OK")
+                assert (b"\r\nconnection: close\r\n" in head) == ended
                 with contextlib.suppress(ConnectionError):
                     for _ in range(min(length, 64 << 20) >> 16):
                         connection.sendall(b"x" * (1 << 16))

@@ -116,6 +116,12 @@ def test_refusals(url: str, home: Path) -> None:
     assert refusal(url, where="") == (422, "invalid_value")
     assert refusal(url, where="n = 'text'") == (422, "invalid_value")
     assert refusal(url, where="n = 'text'", table="clicks") == (422, "invalid_value")
+    append(url, "marks", [{"m": 1}])
+    assert refusal(url, where="m = 1", table="clicks") == (422, "invalid_value")
+    assert refusal(url, where="m = 1 or n = 1 or no = 1", table=["clicks", "marks", "later"]) == (422, "invalid_value")
+    for where, table in (("m = 1 or n = 1", ["clicks", "marks"]), ("no = 1", "later"), ("no = 1", [])):
+        with tailing(url, where=where, table=table) as events:
+            assert events.response.status_code == 200
     assert refusal(url, "nosuch", where="n >") == (404, "unknown_stream")
     with tailing(url, where="n = 'text'", table="later") as events:
         assert events.response.status_code == 200

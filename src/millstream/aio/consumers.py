@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from millstream.client.consumers import Ask, Flow, definition_of, ids_of, page_of, status_of
+from millstream.errors import MillstreamError
 from millstream.model.steps import run_async
 
 AsyncCarry = Callable[[Ask], Awaitable[Any]]
@@ -30,14 +32,16 @@ class AsyncMessage:
 
     async def ack(self) -> str:
         """Settle as `Message.ack`."""
+        status = await self._settle(Ask("ack", self._name, {"ack_ids": [self.ack_id]}))
         self.is_settled = True
-        return await self._settle(Ask("ack", self._name, {"ack_ids": [self.ack_id]}))
+        return status
 
     async def nack(self, delay_s: float = 0.0) -> str:
         """Return as `Message.nack`."""
-        self.is_settled = True
         body = {"ack_ids": [self.ack_id], "delay_ms": round(delay_s * 1000)}
-        return await self._settle(Ask("nack", self._name, body))
+        status = await self._settle(Ask("nack", self._name, body))
+        self.is_settled = True
+        return status
 
     async def extend(self, ack_wait_s: float | None = None) -> str:
         """Extend as `Message.extend`."""
@@ -63,7 +67,9 @@ class AsyncConsumption:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await run_async(self._flow.leave(has_failed=kind is not None), self._do)
+        # As `Consumption.__exit__`: the block's own exception isn't replaced.
+        with suppress(*(() if kind is None else (MillstreamError,))):
+            await run_async(self._flow.leave(has_failed=kind is not None), self._do)
 
     def __aiter__(self) -> Self:
         return self

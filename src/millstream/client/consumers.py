@@ -10,12 +10,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from millstream.client.steps import Call, HttpAnswer, json_of, of_stream
+from millstream.errors import MillstreamError
 from millstream.model.steps import run
 
 _WAIT_S: Final = 5.0
@@ -90,13 +92,15 @@ class Message:
 
     def ack(self) -> str:
         """Settle the message; return the status."""
+        status = self._settle(Ask("ack", self._name, {"ack_ids": [self.ack_id]}))
         self.is_settled = True
-        return self._settle(Ask("ack", self._name, {"ack_ids": [self.ack_id]}))
+        return status
 
     def nack(self, delay_s: float = 0.0) -> str:
         """Return the message, to be delivered again after a delay; return the status."""
+        status = self._settle(Ask("nack", self._name, {"ack_ids": [self.ack_id], "delay_ms": round(delay_s * 1000)}))
         self.is_settled = True
-        return self._settle(Ask("nack", self._name, {"ack_ids": [self.ack_id], "delay_ms": round(delay_s * 1000)}))
+        return status
 
     def extend(self, ack_wait_s: float | None = None) -> str:
         """Let the delivery expire so many seconds from now (the consumer's `ack_wait_ms` if None); return the status."""
@@ -186,7 +190,9 @@ class Consumption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        run(self._flow.leave(has_failed=kind is not None), self._do)
+        # The block's own exception isn't replaced: messages that can't be returned come back by their expiry.
+        with suppress(*(() if kind is None else (MillstreamError,))):
+            run(self._flow.leave(has_failed=kind is not None), self._do)
 
     def __iter__(self) -> Self:
         return self

@@ -164,6 +164,7 @@ class StreamConsumers:
             return Answer({"consumers": self.all()})
         if name is not None and name in self._file.definitions and what != "delete":
             self._make_configured(name)
+        self._known(str(name))  # an unknown consumer wins over errors of the body
         return self._calls[what](str(name), body, waiter or Waiter())
 
     def all(self) -> list[dict[str, Any]]:

@@ -51,6 +51,11 @@ class FollowedTables:
         self._texts = None if names is None else frozenset(names)
         self._names = frozenset(parse_qualified_name(name) for name in names or ())
 
+    @property
+    def are_all(self) -> bool:
+        """Whether no table is named."""
+        return self._texts is None
+
     def has(self, schema: TableSchema) -> bool:
         """Return whether a table is one of them."""
         if self._texts is None:

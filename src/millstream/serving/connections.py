@@ -69,6 +69,7 @@ class Exchange:
         self.body = bytearray()
         """Bytes that have arrived and weren't taken."""
         self.more_body = True
+        self.ends_connection = False  # set if the answer comes before the body, behind which it closes
         self.changed: Final = asyncio.Event()
         """Set if `receive` has something to return."""
         self.keeps_alive = keeps_alive
@@ -156,7 +157,10 @@ class Exchange:
             head.append(b"transfer-encoding: chunked\r\n")
         elif self._left_bytes is None:
             self.keeps_alive = False  # the connection's end is the body's
-        if not self.keeps_alive:
+        length = next((value for name, value in self.scope["headers"] if name == b"content-length"), None)
+        may_be_cut_off = length is None or int(length) > self._connection.bounds.unread_bytes_max
+        self.ends_connection = self.more_body and may_be_cut_off
+        if self.ends_connection or not self.keeps_alive:
             head.append(b"connection: close\r\n")
         head.append(b"\r\n")
         self._connection.write(b"".join(head))
@@ -213,7 +217,7 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Exchange] = deque()
         """Requests that came before earlier ones were answered."""
         self._parser = self._new_parser()
-        self._bounds = server.bounds
+        self.bounds = server.bounds
         self._is_paused = False
         self._is_half_closed = False
         """Whether the client has ended its side, and the rest of the answers is being sent."""
@@ -265,8 +269,8 @@ class Connection(asyncio.Protocol):
         if secured is not None and (name := name_in_certificate(secured.getpeercert())) is not None:
             self._base[CERTIFICATE] = name
         self.server.enter(self)
-        if len(self.server.connections) > self._bounds.connections_max:
-            self.refuse(plain_problem(503, f"{self._bounds.connections_max} connections are open, as many as may be"))
+        if len(self.server.connections) > self.bounds.connections_max:
+            self.refuse(plain_problem(503, f"{self.bounds.connections_max} connections are open, as many as may be"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the application that its client is gone; see asyncio.Protocol."""
@@ -436,7 +440,7 @@ class Connection(asyncio.Protocol):
         if exchange.is_answered:
             # Read on for a while: a reset connection loses an answer that the client hasn't read yet.
             self._unread_bytes += len(body)
-            if self._unread_bytes > self._bounds.unread_bytes_max:
+            if self._unread_bytes > self.bounds.unread_bytes_max:
                 self.transport.close()
             return
         exchange.body += body
@@ -452,8 +456,11 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._begun_here = True
         assert self.exchange is not None, "its header was whole"
-        self.exchange.more_body = False
-        self.exchange.changed.set()
+        exchange = self.exchange
+        exchange.more_body = False
+        exchange.changed.set()
+        if exchange.is_answered and exchange.ends_connection:
+            self.transport.close()
 
     # --- for exchanges and the server ------------------------------------------------------------------------------
 
@@ -502,7 +509,7 @@ class Connection(asyncio.Protocol):
         unsent_bytes = self.transport.get_write_buffer_size()
         if not unsent_bytes or self._written_bytes - unsent_bytes != self._taken_bytes:
             self._taken_bytes, self._taken_at = self._written_bytes - unsent_bytes, now
-        elif now - self._taken_at > self._bounds.idle_s:
+        elif now - self._taken_at > self.bounds.idle_s:
             self.transport.abort()
             return
         if self.transport.is_closing():
@@ -513,10 +520,10 @@ class Connection(asyncio.Protocol):
         if self._waiting:
             return
         if self._coming_since is None:
-            if self._idle_since is not None and now - self._idle_since > self._bounds.idle_s:
+            if self._idle_since is not None and now - self._idle_since > self.bounds.idle_s:
                 self.transport.close()
             return
-        if now - self._coming_since <= self._bounds.request_s:
+        if now - self._coming_since <= self.bounds.request_s:
             return
         exchange = self.exchange
         if self._head_bytes is None:
@@ -530,7 +537,7 @@ class Connection(asyncio.Protocol):
             return
         self.refuse(
             problem_of(
-                HttpError(f"the request wasn't whole within {self._bounds.request_s:g} s", code="request_timeout")
+                HttpError(f"the request wasn't whole within {self.bounds.request_s:g} s", code="request_timeout")
             )
         )
 
@@ -550,7 +557,7 @@ class Connection(asyncio.Protocol):
             return state is PeerState.GONE
         if self._silence is None or unsent_bytes or self._silence[1] != self._written_bytes:
             self._silence = now, self._written_bytes
-        return now - self._silence[0] > self._bounds.half_closed_s
+        return now - self._silence[0] > self.bounds.half_closed_s
 
     def refuse(self, document: Mapping[str, Any]) -> None:
         """Answer a request that can't be taken with a problem, behind the answers before it; close the connection.

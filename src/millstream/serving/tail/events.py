@@ -46,15 +46,31 @@ class TailFilter:
             raise InvalidValue(error.message, hint=error.hint, parameter="where") from error
 
     def check(self, schemas: Callable[[], Iterable[TableSchema]]) -> None:
-        """Raise `InvalidValue` if a literal isn't of the type of its column in one of the tables.
+        """Check the predicate against the present tables.
 
         Args:
             schemas: returns the schemas of all tables; it is called only if there is a predicate.
+
+        Raises:
+            InvalidValue: a literal isn't of the type of its column in one of the tables; or tables are named, and none
+                of those that exist has a column.
         """
         if self._where is None:
             return
-        for schema in schemas():
-            if schema.kind is not TableKind.RAW and self.tables.has(schema):
+        known = [schema for schema in schemas() if self.tables.has(schema)]
+        if not self.tables.are_all and known and all(schema.kind is not TableKind.RAW for schema in known):
+            own = {column.name for schema in known for column in schema.columns}
+            missing = [name for name in self._where.columns if name not in own]
+            if missing:
+                names = ", ".join(sorted(schema.full_name for schema in known))
+                raise InvalidValue(
+                    f"{names} {'have' if len(known) > 1 else 'has'} no column {missing[0]!r}",
+                    hint=f"Use columns of it: {', '.join(sorted(own)[:20])}.",
+                    parameter="where",
+                    column=missing[0],
+                )
+        for schema in known:
+            if schema.kind is not TableKind.RAW:
                 columns = [column for column in schema.columns if column.name in self._where.columns]
                 empty = [pa.array([], column.arrow) for column in columns]
                 rows = pa.RecordBatch.from_arrays(empty, names=[column.name for column in columns])
